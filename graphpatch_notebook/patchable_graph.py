@@ -609,20 +609,19 @@ class PatchableGraph(_LikeItsModel):
         *,
         check: Sequence[tuple[Sequence[Any], dict[str, Any]]] = (),
     ) -> None:
-        """Writes graphs, options, structure and weights to one file, without pickle: JSON in a safetensors file.
+        """Writes graphs, structure and weights to one file, without pickle: JSON in a safetensors file.
 
-        Before that, every graph is compared with the model, bit for bit, on generated inputs like the example's. Graphs
-        that differ are not stored, with an `UnstoredFrameWarning` that has the reason. The loaded graph accepts inputs
-        of other sizes if the model takes the same steps at these sizes. Active patches have no effect on it.
+        The graphs are snapshots of the model as it was captured. The loaded graph accepts inputs of other sizes where
+        the model's code, as far as the capture saw, takes the same branches. Calls of modules whose graph may differ
+        from them are not stored, with an `UnstoredFrameWarning` that has the reason. Active patches have no effect.
 
         Args:
             file: The name of the file, or an open binary file such as an `io.BytesIO`.
-            check: More calls (arguments, keyword arguments) on which to compare graphs and model: the loaded graph
-                accepts inputs of their sizes. Needed if the model cannot run on generated inputs.
+            check: Calls (arguments, keyword arguments) on which to compare what is loaded with the model, bit for bit.
 
         Raises:
-            SerializationError: Graphs and model cannot be compared, or differ on one of the `check` calls; or a graph
-                that *is* its module (edited, or custom) cannot be stored. Then nothing is written.
+            SerializationError: Graph and model differ on one of the `check` calls; or a graph that *is* its module
+                (edited, or custom) cannot be stored. Then nothing is written.
             FileNotFoundError, IsADirectoryError: The folder does not exist, or `file` is a folder.
             TypeError: `file` is neither the name of a file nor an open binary file.
 
@@ -645,7 +644,10 @@ class PatchableGraph(_LikeItsModel):
                 "the patches with save_patches(file, patches); then PatchableGraph.load(...).edit(load_patches(...))"
             )
         unpatched = copy.copy(self)  # contexts belong to the object that they were entered with
-        source = serialization.GraphToSave(self._graph_module, self._captured.options, unpatched, self._of)
+        options = self._captured.options
+        source = serialization.GraphToSave(
+            self._graph_module, unpatched, lambda module, root: self._of(module, root, options)
+        )
         serialization.save(source, file, check)
 
     @classmethod
@@ -659,7 +661,8 @@ class PatchableGraph(_LikeItsModel):
         """Returns the `PatchableGraph` that `save` wrote to `file`. The model's classes are not needed.
 
         Nothing in the file is run, and nothing is imported except what `allow` names. The result raises an error for
-        calls that its graphs do not cover: other flags, other inputs than the example had, sizes that were not checked.
+        calls that its graphs do not cover: other flags, other inputs than the example had, sizes that take another
+        branch in the model's code.
 
         Args:
             file: The name of the file, or an open binary file, which is read from its current position.
@@ -686,7 +689,7 @@ class PatchableGraph(_LikeItsModel):
         from graphpatch_notebook import serialization
 
         loaded = serialization.load(file, model, allow)
-        return cls._around(CapturedModel(loaded.module, loaded.root, loaded.options, unstored=loaded.unstored))
+        return cls._around(CapturedModel(loaded.module, loaded.root, ExtractionOptions(), unstored=loaded.unstored))
 
     @property
     def unstored(self) -> dict[str, str]:

@@ -266,7 +266,7 @@ COMPARE_TENSORS = {
     "experiments/engine/purity.py",
     "experiments/engine/runner.py",
     "notebook/run/model_calls.py",
-    "serialization/loading.py",
+    "serialization/saving.py",
 }
 
 

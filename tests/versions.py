@@ -51,7 +51,7 @@ SELECTION = """
     execution/test_opened_calls.py integrations/test_transformers_calls.py execution/test_shapes.py
     execution/test_contexts.py integrations/test_positions.py integrations/test_steps.py
     integrations/test_generation.py integrations/test_attention_patterns.py integrations/test_exported.py
-    integrations/test_torch_compile.py integrations/test_old_torch.py serialization/test_custom_graph_files.py
+    integrations/test_torch_compile.py integrations/test_old_torch.py serialization/test_own_graphs.py
     execution/test_values.py serialization/test_round_trip.py patches/test_kinds.py test_patchable_graph.py
     notebook/export/test_patch_code.py notebook/session/test_recipes.py notebook/session/test_session.py
     notebook/session/test_session_file.py experiments/test_metrics.py experiments/methods/test_sweeps.py

@@ -1,51 +1,80 @@
-"""`save`: checks the graphs of a model against it, and writes those that hold to one file.
+"""`save`: writes the records of frames, their graphs and modules as one document, and the tensors as safetensors.
 
-Only the specs of the example inputs are kept, so the graphs are compared with the model on random inputs with these
-specs, at the example's sizes, with gradients on and off. The records prove the other sizes (`forms`); the comparison is
-needed, too, because a value may come from a source that is not recorded.
+A frame whose graph may not equal its module is not stored, with the reason. What the model's Python code made of sizes
+and values is not in its graph, so the stored graph checks that it is the same again:
 
-The document is everything that is written except the numbers in tensors:
-
-{"schema": 1, "written_by": "0.1.0", "torch": "2.13.0", "options": {..}, "form": {..},
- "frames": [..], "modules": [..], "tensors": [..], "lines": [..]}
+    if x.shape[1] > 512:        ->        gt = operator.gt(size_shape[1], 512)
+                                          unchanged(gt, False)
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
+import inspect
+import io
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import Module
 
-from graphpatch_notebook._version import __version__
-from graphpatch_notebook.capture import Reason, chosen_decompositions, listed_doubts
-from graphpatch_notebook.capture.inputs import UnknownInputError, call_like
-from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.checks.call_signature import CallSignature
-from graphpatch_notebook.checks.comparison import compared, first_line
-from graphpatch_notebook.checks.model_state import copied
-from graphpatch_notebook.errors import GraphError, SerializationError, UnstoredFrameWarning
-from graphpatch_notebook.graphs import GraphModule
-from graphpatch_notebook.graphs.verification import verify
-from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.capture import Reason, listed_doubts
+from graphpatch_notebook.capture.custom_graphs import RECORD
+from graphpatch_notebook.capture.functions import SIZE_READS, VALUE_READS
+from graphpatch_notebook.capture.held_values import module_at
+from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, OpNode, Ref, Site, SizeGuard
+from graphpatch_notebook.checks.call_signature import tensor_leaves
+from graphpatch_notebook.checks.equality import difference
+from graphpatch_notebook.errors import GraphError, SerializationError, StoredFormError, UnstoredFrameWarning
+from graphpatch_notebook.graphs import GraphModule, own_graphs
+from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.serialization.codecs.tensors import TensorTable
-from graphpatch_notebook.serialization.codecs.values import UnstorableError, encoded
-from graphpatch_notebook.serialization.files import checked_target, name_of, write_document
-from graphpatch_notebook.serialization.forms import Form, encoded_form, find_sizes, given_values
-from graphpatch_notebook.serialization.frames import LineTable, boundary, encoded_nodes, encoded_parameters
-from graphpatch_notebook.serialization.graphs import Builds, encoded_graph
-from graphpatch_notebook.serialization.loading import METADATA_KEY, SCHEMA, assembled, guard_of
-from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleTable
-from graphpatch_notebook.serialization.value_reads import has_only_reads
-from graphpatch_notebook.values import ObjectSpec, TensorSpec
+from graphpatch_notebook.serialization.documents import checked_file, name_of, write_document
+from graphpatch_notebook.serialization.functions import (
+    check_attribute,
+    check_method,
+    class_name,
+    encoded_function,
+    known_classes,
+    unchanged,
+)
+from graphpatch_notebook.serialization.loaded_modules import ALIAS, LoadedRoot, check_of, is_writable, tensor_at
+from graphpatch_notebook.serialization.loading import METADATA_KEY, load
+from graphpatch_notebook.serialization.plain_values import UnstorableError, encoded, encoded_key
+from graphpatch_notebook.serialization.schema import (
+    FramePart,
+    GraphDocument,
+    ModulePart,
+    ParameterPart,
+    RecordPart,
+    SpecPart,
+    StepPart,
+)
+from graphpatch_notebook.serialization.tensors import TensorTable
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    ScalarSpec,
+    TensorSpec,
+    UnknownSpec,
+    ValueSpec,
+    all_leaves,
+    dtype_name,
+    with_own_containers,
+)
+
+_BOUNDARY = ("input", "parameter", "buffer", "attribute", "call", "output")
+_LONGEST_LINE = 500
+_SIZES = frozenset(name.strip("_") for name in SIZE_READS)
+# Values that can be compared with those of the example.
+_READS = frozenset(name.strip("_") for name in VALUE_READS - {"tolist", "numpy", "__array__"})
+_PARTS = frozenset("unbind split split_with_sizes chunk tensor_split hsplit vsplit dsplit".split())
+_CHECKED_DOUBTS = (Reason.READS_VALUE, Reason.COUNTS_PARTS)
 
 
 @dataclass(frozen=True)
@@ -58,488 +87,449 @@ class GraphToSave:
     """
 
     graph_module: GraphModule
-    options: ExtractionOptions
     call: Callable[..., Any]
-    runnable: Callable[[Module, Frame, ExtractionOptions], Callable[..., Any]]
-
-    @property
-    def root(self) -> Frame:
-        """The root frame."""
-        return self.graph_module.frame
+    runnable: Callable[[Module, Frame], Callable[..., Any]]
 
 
-def save(
-    source: GraphToSave,
-    file: str | os.PathLike[str] | IO[bytes],
-    check: Sequence[tuple[Sequence[Any], dict[str, Any]]],
-) -> None:
+def save(source: GraphToSave, file: Any, check: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> None:
     """Writes a graph to `file`. See `PatchableGraph.save`."""
-    where = checked_target(file, "pg.save")
-    _check_calls(check)
-    calls: list[ModelCall] = [(tuple(args), dict(kwargs)) for args, kwargs in check]
-    reasons = Reasons(source.root)
-    _note_unstorable(source, reasons)
-    _settle(source, reasons)
-    found = _checked(source, reasons, calls)
-    _warn(where, source.root, reasons, found.content["options"]["dropped"])
-    write_document(where, METADATA_KEY, found.content, found.tensors.contents())
+    target = checked_file(file, "write")
+    writer = _Writer(source.graph_module)
+    document, tensors = writer.document(), writer.tensors.contents()
+    if check:
+        written = io.BytesIO()
+        write_document(written, METADATA_KEY, document, tensors)
+        _verify(source, written, check, None if not writer.unstored else source.graph_module.frame.module)
+    if writer.unstored:
+        warnings.warn(writer.warning(name_of(target)), UnstoredFrameWarning, stacklevel=3)
+    write_document(target, METADATA_KEY, document, tensors)
 
 
-def _check_calls(check: Sequence[Any]) -> None:
-    for call in check:
-        parts = call if isinstance(call, tuple) and len(call) == 2 else (None, None)
-        if not isinstance(parts[0], (tuple, list)) or not isinstance(parts[1], dict):
-            raise TypeError("check is a list of calls, each a tuple of arguments and a dict: check=[((x,), {})]")
-
-
-# -- checks ------------------------------------------------------------------------------------------------------------
-
-
-def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[ModelCall]) -> Document:
-    """Returns the document of all graphs that equal their modules, with the form of the calls they are valid for."""
-    root = source.root
-    known = guard_of(root.module)
-    if known is not None:  # it was loaded, without a model to compare it with
-        return _with_form(_document(source, reasons), known.form)
-    if reasons.of(root) is not None:
-        return _document(source, reasons)
-    first, bounds = _first_call(source, check)
-    _verify(source, reasons, first)
-    _settle(source, reasons)
-    found = _document(source, reasons)
-    if reasons.of(root) is not None:
-        return found
-    form = Form.of_example(root)
-    trial = _Trial(source, found)
-    problem = trial.find_modes(form, first)
-    if problem is not None and (doubtful := [f for f in root.walk() if f.doubts and reasons.of(f) is None]):
-        for frame in doubtful:
-            reasons.add(frame, listed_doubts(frame.doubts))
-        _settle(source, reasons)
-        if reasons.of(root) is None:
-            found = _document(source, reasons)
-            trial = _Trial(source, found)
-            problem = trial.find_modes(form, first)
-    if problem is not None:
-        reasons.add(root, f"compared with the model on inputs like the example's: {problem}")
-        _settle(source, reasons)
-        return _document(source, reasons)
-    if form.same == list(range(len(form.same))):
-        find_sizes(root, form)
-    if bounds is not None:
-        trial.find_layout(form, _made_call(root, bounds, is_strided=True))
-    trial.check(form, check)
-    return _with_form(found, form)
-
-
-def _verify(source: GraphToSave, reasons: Reasons, call: ModelCall) -> None:
-    """Compares the graph of each frame with its module; graphs that read values only as part of the whole model."""
-    frames = {format_path(frame.path): frame for frame in source.root.walk()}
-    mode = torch.is_grad_enabled()
-    refused = _refused(source, call, mode)
-    if "" in refused:  # it may have been captured without gradients
-        refused = min(refused, _refused(source, call, not mode), key=len)
-    for path, reason in refused.items():
-        # Below graphs that are their module, only the whole can be compared.
-        if not has_only_reads(frames[path]) and not frames[path].is_below_own_graph:
-            reasons.add(frames[path], reason)
-    _settle(source, reasons)
-
-
-def _refused(source: GraphToSave, call: ModelCall, with_gradients: bool) -> dict[str, str]:
-    with torch.set_grad_enabled(with_gradients):
-        reports = verify(source.graph_module, *copied(call))
-    return {
-        report.path: report.reason or "the inputs that it was checked with do not reach it"
-        for report in reports
-        if report.status not in ("equal", "own graph", "opaque")
-    }
-
-
-def _first_call(source: GraphToSave, check: Sequence[ModelCall]) -> tuple[ModelCall, IntegerBounds | None]:
-    """Returns the first call to check the graphs with, and the bounds to make similar calls with."""
-    model, problem = source.root.module, ""
-    found: tuple[ModelCall, IntegerBounds] | None = None
-    devices = {spec.device.type for node in source.root.inputs() if isinstance(spec := node.spec, TensorSpec)}
-    # A wrong index is fatal on other devices than the CPU.
-    for bounds in _BOUNDS if devices <= {"cpu"} else _BOUNDS[2:]:
-        try:
-            call = _made_call(source.root, bounds)
-            _difference_of(model, source.call, source.call, call)
-            found = call, bounds
-            break
-        except UnstorableError as error:
-            problem = str(error)
-            break
-        except ModelRaisesError as error:
-            problem = f"{type(model).__name__} raises {error}"
-    form = Form.of_example(source.root)
-    # Made-up inputs are all different objects: if the example had one tensor twice, only the caller has such a call.
-    if check and (found is None or list(_signature_of(form, check[0]).same) != form.same):
-        return check[0], found[1] if found is not None else None
-    if found is None:
-        raise SerializationError(
-            "the graph cannot be compared with the model on generated inputs that are like the example's: "
-            f"{problem}; give inputs to compare them with: pg.save(file, check=[((x,), {{}})])"
+def _verify(source: GraphToSave, file: IO[bytes], check: Iterable[Any], model: Module | None) -> None:
+    """Compares what will be loaded with the model on the calls of the user."""
+    file.seek(0)
+    loaded = load(file, model, None)
+    loaded.module.__dict__["_stored_model"] = None  # the graph has to answer
+    run = source.runnable(loaded.module, loaded.root)
+    for number, (args, kwargs) in enumerate(check):
+        given = with_own_containers(
+            (tuple(args), kwargs), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
         )
-    return found
+        try:
+            with torch.random.fork_rng(devices=[]):
+                found = run(*given[0], **given[1])
+        except StoredFormError as error:
+            raise SerializationError(f"check[{number}]: {error}") from error
+        problem = difference(found, source.call(*args, **kwargs), "output")
+        if problem is not None:
+            raise SerializationError(f"check[{number}]: the graph does not equal the model: {problem}")
 
 
-class _Trial:
-    """Compares the graphs of a document with the model."""
+class _Writer:
+    """Writes the parts of a document.
 
-    def __init__(self, source: GraphToSave, found: Document) -> None:
-        loaded = assembled(found.content, found.tensors.tensors, dict(enumerate(found.modules)))
-        self._model = source.root.module
-        self._call = source.call
-        self._graph = source.runnable(loaded.module, loaded.root, source.options)
+    Attributes:
+        unstored: Why frames are not stored, by their ids.
+    """
 
-    def compare(self, call: ModelCall) -> str | None:
-        """Returns how graph and model differ, if they do."""
-        return _difference_of(self._model, self._call, self._graph, call)
+    def __init__(self, graph_module: GraphModule) -> None:
+        self._root = graph_module.frame
+        self._frames = list(self._root.walk())
+        self._numbers = {id(frame): number for number, frame in enumerate(self._frames)}
+        self.tensors = TensorTable()
+        self._modules = _ModuleTable(self._root.module, (frame.module for frame in self._frames), self.tensors)
+        self._graphs = _GraphWriter(graph_module, self._modules)
+        self._lines: dict[tuple[str, int, str, str], int] = {}
+        self._site_lines: dict[int, list[int]] = {}
+        self.unstored: dict[int, str] = {}
 
-    def find_modes(self, form: Form, call: ModelCall) -> str | None:
-        """Stores the memory layouts and gradient modes that the graph is valid for in `form`, or returns a problem."""
-        form.same = list(_signature_of(form, call).same)
-        problem: str | None = None
-        for mode in (True, False):
-            with torch.set_grad_enabled(mode):
-                outcome = self._outcome(call)
-            if outcome is None:
-                form.grad_modes.append(mode)
-            problem = problem or outcome
-        return None if form.grad_modes else problem
-
-    def find_layout(self, form: Form, strided: ModelCall) -> None:
-        """Notes in the form whether inputs need to be contiguous: what code does with strides is not recorded."""
-        with torch.set_grad_enabled(form.grad_modes[-1]):
-            form.is_contiguous = self._outcome(strided) is not None
-
-    def check(self, form: Form, check: Sequence[ModelCall]) -> None:
-        """Compares graph and model on the user's calls, and widens the form to their sizes."""
-        for number, (args, kwargs) in enumerate(check):
-            call = tuple(args), kwargs
-            with torch.set_grad_enabled(form.grad_modes[-1]):
+    def document(self) -> GraphDocument:
+        """Returns the document, or raises an error if it would lack a graph that *is* its module."""
+        parts: dict[int, tuple[list[ParameterPart], list[StepPart]]] = {}
+        for frame in self._frames:
+            if id(frame) not in self.unstored:
                 try:
-                    outcome = self.compare(call)
-                except ModelRaisesError as error:
-                    raise SerializationError(f"check[{number}]: the model raises {error}") from error
-            if outcome is not None:
+                    parts[id(frame)] = self._stored(frame)
+                except (GraphError, UnstorableError) as error:
+                    self._leave_out(frame, str(error))
+        for frame in self._frames:
+            if id(frame) in self.unstored and self._is_own(frame):
                 raise SerializationError(
-                    f"check[{number}]: the graph gives other results than the model ({outcome}); make the "
-                    "PatchableGraph with these inputs"
+                    f"the graph of {_where(frame)} replaces its module, as it was edited or is custom, and cannot be "
+                    f"stored: {self.unstored[id(frame)]}. Nothing was written; save a PatchableGraph without this edit"
                 )
-            if not form.widen(_shapes(form, call)):
-                raise SerializationError(
-                    f"check[{number}]: {form.problem(*call) or 'its sizes differ from the example where they may not'}"
-                )
-
-    def _outcome(self, call: ModelCall) -> str | None:
-        try:
-            return self.compare(call)
-        except ModelRaisesError as error:
-            return str(error)
-
-
-def _signature_of(form: Form, call: ModelCall) -> CallSignature:
-    values = given_values(form.parameters, *call) or {}
-    return CallSignature.of({name: values.get(name) for name, _ in form.specs})
-
-
-def _shapes(form: Form, call: ModelCall) -> list[list[int]]:
-    shapes = [[int(size) for size in tensor.sizes] for tensor in _signature_of(form, call).tensors]
-    if [len(dims) for dims in form.dims] != [len(shape) for shape in shapes]:
-        raise SerializationError(f"check: {form.problem(*call) or 'the inputs are not those of the example'}")
-    return shapes
-
-
-def _settle(source: GraphToSave, reasons: Reasons) -> None:
-    """Settles the reasons, and refuses to leave out edited and custom graphs: the module's code would run instead."""
-    reasons.settle()
-    for frame in source.root.walk():
-        reason = reasons.of(frame)
-        if reason is None or not is_own_graph(frame, source.root):
-            continue
-        outermost = reasons.of_outermost(frame)
-        reason = reason if outermost == reason else f"{reason} ({outermost})"
-        raise SerializationError(
-            f"the graph of {format_path(frame.path) or '<root>'!r} ({type(frame.module).__name__}) is its module, as "
-            f"it was edited or is a custom one, and cannot be stored: {reason}. Without it, other code would run in "
-            "its place, so nothing was written; remove the cause, or save a PatchableGraph without this "
-            "edit or custom extraction function"
+        module, specs = self._root.module, [spec for _, spec in _input_tensors(self._root)]
+        sizes: list[list[int | None]] = [
+            list(spec.shape) if self._root.capture.has_escaped_sizes else [None] * len(spec.shape) for spec in specs
+        ]
+        default_dtype = torch.get_default_dtype()
+        if (check := check_of(module)) is not None:  # it was loaded
+            sizes, default_dtype = list(map(list, check.sizes)), check.default_dtype
+        return GraphDocument(
+            default_dtype=dtype_name(default_dtype),
+            sizes=getattr(module, "fixed_sizes", sizes),  # of an exported program
+            frames=[self._frame(frame, *parts.get(id(frame), ([], []))) for frame in self._frames],
+            modules=self._modules.parts(),
+            tensors=self.tensors.parts,
+            lines=list(self._lines),
         )
 
+    # -- frames that are not stored ------------------------------------------------------------------------------------
 
-# -- the file ----------------------------------------------------------------------------------------------------------
-
-
-def _warn(file: Path | IO[bytes], root: Frame, reasons: Reasons, dropped: dict[str, str]) -> None:
-    parts = [f"{path}: {reason}" for path, reason in reasons.topmost()]
-    shown = [f"\n  {part}" for part in parts[:5]] + ([f"\n  ... and {len(parts) - 5} more"] if len(parts) > 5 else [])
-    message = ""
-    if parts:
-        message = (
-            f"{_frames(len(reasons))} not stored in {name_of(file)}; to call these, load it with the model "
-            f"(PatchableGraph.load(file, model=model)):{''.join(shown)}"
-        )
-    if any(_uses_cache(frame) for frame in root.walk() if reasons.of(frame) is not None):
-        message += (
-            "\nwithout caches, a model of transformers can be stored: make the PatchableGraph with use_cache=False"
-        )
-    if dropped:
-        names = "; ".join(f"{name} ({text})" for name, text in dropped.items())
-        message += f"{chr(10) if message else ''}options that hold functions or classes are only named: {names}"
-    if message:
-        warnings.warn(message, UnstoredFrameWarning, stacklevel=4)
-
-
-def _uses_cache(frame: Frame) -> bool:
-    """Whether only a cache of transformers keeps a frame from being stored."""
-    names = {doubt.what for doubt in frame.doubts if doubt.reason is Reason.USES_OBJECT}
-    names |= {node.spec.type_name for node in frame.nodes if isinstance(node.spec, ObjectSpec)}
-    return any(name.endswith("Cache") for name in names)
-
-
-def _frames(count: int) -> str:
-    return "1 frame is" if count == 1 else f"{count} frames are"
-
-
-# -- inputs like the example's -----------------------------------------------------------------------------------------
-
-
-ModelCall: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
-
-IntegerBounds: TypeAlias = "tuple[int, int]"
-"""The smallest integer of made-up inputs, and the one after the largest."""
-
-_BOUNDS = ((0, 50), (0, 3), (0, 2), (1, 2), (0, 1))
-"""The first ones that the model accepts are used."""
-
-
-class ModelRaisesError(Exception):
-    """The model itself cannot run on inputs that were made up (caught in this file)."""
-
-
-def _made_call(frame: Frame, bounds: IntegerBounds, *, is_strided: bool = False) -> ModelCall:
-    """Returns a call like the example's, optionally with tensors that are not contiguous."""
-    generator = torch.Generator().manual_seed(0)
-
-    def tensor(name: str, spec: TensorSpec) -> Tensor:
-        made = _made_tensor(name, spec, bounds, generator)
-        # The same values, with the first dimension innermost in memory.
-        return made.transpose(0, -1).contiguous().transpose(0, -1) if is_strided and made.dim() > 1 else made
-
-    try:
-        return call_like(frame, tensor)
-    except UnknownInputError as error:
-        raise UnstorableError(str(error)) from error
-
-
-def _made_tensor(name: str, spec: TensorSpec, bounds: IntegerBounds, generator: torch.Generator) -> Tensor:
-    if spec.type_name != "Tensor":
-        raise UnstorableError(f"its input {name!r} is a {spec.type_name}, for which no values can be generated")
-    shape = tuple(spec.shape)
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        wide = torch.complex64 if spec.dtype.is_complex else torch.float32
-        return torch.randn(shape, generator=generator, dtype=wide).to(spec.device, spec.dtype)
-    is_mask = spec.dtype is torch.bool or "mask" in name
-    made = torch.randint(*((0, 2) if is_mask else bounds), shape, generator=generator)
-    if is_mask and made.dim() and made.numel():
-        made[..., 0] = 1  # a row that is masked completely gives NaN
-    return made.to(spec.device, spec.dtype)
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
-def _difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: ModelCall) -> str | None:
-    """Runs a model and its graph on copies of the same inputs, and returns how they differ, if they do."""
-
-    def expected(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(*args, **kwargs)
-        except Exception as error:
-            raise ModelRaisesError(first_line(error)) from error
-
-    comparison = compared(model, expected, graph, *call)
-    return None if comparison.is_equal else str(comparison)
-
-
-# -- the document ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Document:
-    """The written form of a graph: the JSON, and the tensors and modules that it refers to by number."""
-
-    content: dict[str, Any]
-    tensors: TensorTable
-    modules: list[Module]
-
-
-class Reasons:
-    """Why frames are not stored."""
-
-    def __init__(self, root: Frame) -> None:
-        self._root = root
-        self._found: dict[int, str] = {}
-
-    def add(self, frame: Frame, reason: str) -> None:
-        """Notes that `frame`, and with it all below, is not stored; the first reason counts."""
+    def _leave_out(self, frame: Frame, reason: str) -> None:
+        """Notes that a frame is not stored, nor all below it, nor other calls of these modules."""
         for inner in frame.walk():
-            if inner is frame:
-                self._found.setdefault(id(inner), reason)
-            else:
-                self._found.setdefault(id(inner), f"it is inside {_where(frame)}, which is not stored")
+            if id(inner) not in self.unstored:
+                self.unstored[id(inner)] = (
+                    reason if inner is frame else f"it is inside {_where(frame)}, which is not stored"
+                )
+                for other in self._frames:
+                    if other.module is inner.module and id(other) not in self.unstored:
+                        self._leave_out(other, f"it is the module of {_where(inner)}, which is not stored")
 
-    def of(self, frame: Frame) -> str | None:
-        """Returns why `frame` is not stored; `None` if it is."""
-        return self._found.get(id(frame))
+    def _is_own(self, frame: Frame) -> bool:
+        """Whether the graph of `frame` *is* its module, rather than a record of it, here and before it was loaded."""
+        return frame.is_edited or (frame.has_own_graph and not isinstance(self._root.module, LoadedRoot))
 
-    def of_outermost(self, frame: Frame) -> str | None:
-        """Returns why the outermost frame around `frame`, or `frame` itself, is not stored."""
-        while frame.parent is not None and self.of(frame.parent) is not None:
-            frame = frame.parent
-        return self.of(frame)
+    def warning(self, file: str) -> str:
+        """Returns what to say about frames that are not stored."""
+        frames = [frame for frame in self._frames if id(frame) in self.unstored]
+        topmost = [frame for frame in frames if frame.parent is None or id(frame.parent) not in self.unstored]
+        listed = "".join(f"\n  {_where(frame)}: {self.unstored[id(frame)]}" for frame in topmost[:5])
+        hint = "\nwithout caches, a model of transformers can be stored: PatchableGraph(..., use_cache=False)"
+        return (
+            f"{len(frames)} of {len(self._frames)} frames are not stored in {file}; to call these, load it with the "
+            f"model (PatchableGraph.load(file, model=model)):{listed}{hint if 'Cache' in listed else ''}"
+        )
 
-    def settle(self) -> None:
-        """Stores a module with all of its frames or with none, as one module of the file runs them all."""
-        before = -1
-        while before != len(self._found):
-            before = len(self._found)
-            without = {id(frame.module): frame for frame in self._root.walk() if self.of(frame) is not None}
-            for frame in self._root.walk():
-                if (other := without.get(id(frame.module))) is not None and self.of(frame) is None:
-                    self.add(frame, f"it is the module of {_where(other)}, which is not stored")
+    # -- frames --------------------------------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return len(self._found)
+    def _stored(self, frame: Frame) -> tuple[list[ParameterPart], list[StepPart]]:
+        if frame.opaque_reason is not None:
+            raise UnstorableError(frame.opaque_reason)
+        are_checked = all(d.reason in _CHECKED_DOUBTS and d.what in (_READS | _PARTS) for d in frame.doubts)
+        if not are_checked and not frame.has_own_graph:
+            raise UnstorableError(listed_doubts(frame.doubts))
+        return list(map(_encoded_parameter, frame.parameters)), self._graphs.steps(frame)
 
-    def topmost(self) -> Iterator[tuple[str, str]]:
-        """Yields paths and reasons of the frames that are not stored although those that call them are."""
-        for frame in self._root.walk():
-            reason = self.of(frame)
-            if reason is not None and (frame.parent is None or self.of(frame.parent) is None):
-                yield _where(frame), reason
+    def _frame(self, frame: Frame, parameters: list[ParameterPart], graph: list[StepPart]) -> FramePart:
+        reason, records, same_inputs = self.unstored.get(id(frame)), frame.graph_nodes, frame.conditions.same_inputs
+        if reason is not None:
+            with suppress(UnstorableError):  # where a default is an object, the model's module has the parameters
+                parameters = list(map(_encoded_parameter, frame.parameters))
+            same_inputs = same_inputs if parameters else ()
+            records = [node for node in frame.nodes if node.kind in _BOUNDARY and (parameters or node.kind != "input")]
+        # `attention(x, x, x)`: the graph reads one of the three inputs, no matter which one the code reads. That is
+        # right for all calls of this form, but a patch on one of them would change too much or nothing.
+        same = {name for pair in same_inputs for name, _ in pair} if frame.custom_graph is None else ()
+        return FramePart(
+            module=self._modules.number(frame.module),
+            attribute_path=frame.attribute_path,
+            training=frame.conditions.training,
+            parameters=parameters,
+            records=[self._record(node, is_hidden=node.kind == "input" and node.target in same) for node in records],
+            graph=graph,
+            unstored=reason,
+            is_own=reason is None and self._is_own(frame),
+            same_inputs=[[(name, list(map(encoded_key, dig))) for name, dig in pair] for pair in same_inputs],
+        )
+
+    def _record(self, node: Node, *, is_hidden: bool) -> RecordPart:
+        part = RecordPart(node.kind, node.name, node.op, _encoded_spec(node.spec))
+        if node.kind not in ("op", "constant", "output"):
+            part.target = str(node.target)
+        if node.site is not None:
+            part.lines = self._lines_of(node.site)
+        flags = {"is_hidden": is_hidden or not node.is_live, "is_size": node.is_size}
+        flags |= {"is_mutated_later": node.is_mutated_later, "is_view_filled_later": node.is_view_filled_later}
+        part.flags = [flag for flag, is_set in flags.items() if is_set]  # type: ignore[misc]  # its names
+        part.written_argument = node.written_argument
+        if isinstance(node, CallNode):
+            part.frame, part.call_index, part.call_count = (
+                self._numbers[id(node.frame)],
+                node.call_index,
+                node.call_count,
+            )
+        return part
+
+    def _lines_of(self, site: Site) -> list[int]:
+        if id(site) not in self._site_lines:  # layers share their sites
+            lines = [(line.file, line.line, line.function, line.text[:_LONGEST_LINE]) for line in site.source_lines()]
+            self._site_lines[id(site)] = [self._lines.setdefault(line, len(self._lines)) for line in lines]
+        return self._site_lines[id(site)]
 
 
 def _where(frame: Frame) -> str:
     return repr(format_path(frame.path)) if frame.parent is not None else "the root"
 
 
-def _note_unstorable(source: GraphToSave, reasons: Reasons) -> None:
-    """Finds the frames that have no graph, or one that may differ from the module, or one that cannot be written."""
-    frames, builds = list(source.root.walk()), Builds(source.graph_module)
-    modules = ModuleTable(source.root.module, (frame.module for frame in frames), TensorTable())
-    for frame in frames:
-        if reasons.of(frame) is None and (reason := _problem(frame, builds, modules)) is not None:
-            reasons.add(frame, reason)
+def _input_tensors(root: Frame) -> Iterator[tuple[str, TensorSpec]]:
+    return (leaf for node in root.inputs() for leaf in tensor_leaves(str(node.target), node.spec))
 
 
-def is_own_graph(frame: Frame, root: Frame) -> bool:
-    """Whether the graph of `frame` *is* its module, rather than a record of it, here and before it was loaded."""
-    # All loaded graphs are custom ones; those that were edited or custom before they were saved count as edited.
-    return frame.is_edited or (frame.has_own_graph and not isinstance(root.module, LoadedRoot))
-
-
-def _problem(frame: Frame, builds: Builds, modules: ModuleTable) -> str | None:
-    if frame.opaque_reason is not None:
-        return frame.opaque_reason
-    if frame.doubts and not has_only_reads(frame) and not frame.has_own_graph:
-        return listed_doubts(frame.doubts)
+def _encoded_parameter(parameter: InputParameter) -> ParameterPart:
     try:
-        encoded_parameters(frame.parameters)
-        encoded_graph(frame, builds, modules)
-    except (GraphError, UnstorableError) as error:
-        return str(error)
-    return None
+        default = [] if parameter.default is inspect.Parameter.empty else [encoded(parameter.default)]
+    except UnstorableError as error:
+        raise UnstorableError(f"the default of its parameter {parameter.name!r}: {error}") from None
+    return ParameterPart(parameter.name, int(parameter.kind), default)
 
 
-def _document(source: GraphToSave, reasons: Reasons) -> Document:
-    """Returns the document of a graph, without the form of its calls."""
-    frames, builds = list(source.root.walk()), Builds(source.graph_module)
-    numbers = {id(frame): number for number, frame in enumerate(frames)}
-    tensors, lines = TensorTable(), LineTable()
-    modules = ModuleTable(source.root.module, (frame.module for frame in frames), tensors)
-    content: dict[str, Any] = {
-        "schema": SCHEMA,
-        "written_by": __version__,
-        "torch": str(torch.__version__),
-        "options": encoded_options(source.options),
-        "form": None,
-        "frames": [_encoded_frame(frame, builds, numbers, modules, lines, reasons.of(frame)) for frame in frames],
-    }
-    for frame, entry in zip(frames, content["frames"], strict=True):
-        if is_own_graph(frame, source.root) and reasons.of(frame) is None:
-            entry["own_graph"] = True
-    content["modules"] = modules.encoded()
-    content["tensors"] = tensors.encoded()
-    content["lines"] = lines.entries
-    return Document(content, tensors, modules.modules)
-
-
-def _encoded_frame(
-    frame: Frame, builds: Builds, numbers: dict[int, int], modules: ModuleTable, lines: LineTable, reason: str | None
-) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "module": modules.number(frame.module),
-        "attribute_path": frame.attribute_path,
-        "training": frame.conditions.training,
-        "unstored": reason,
-    }
-    if reason is None:
-        entry["parameters"] = encoded_parameters(frame.parameters)
-        entry["nodes"] = encoded_nodes(frame.graph_nodes, numbers, lines, _indistinct_inputs(frame))
-        entry["graph"] = encoded_graph(frame, builds, modules)
-        return entry
+def _encoded_spec(spec: ValueSpec) -> SpecPart:
+    """Returns the entry of `spec`; a value that cannot be written becomes that of an object."""
+    if isinstance(spec, TensorSpec):
+        shape, dtype, device = list(spec.shape), dtype_name(spec.dtype), str(spec.device)
+        return SpecPart("tensor", spec.type_name, shape, dtype, device)
     try:
-        entry["parameters"] = encoded_parameters(frame.parameters)
-    except UnstorableError:  # the model's own module has them
-        entry["parameters"] = []
-    nodes = [n for n in boundary(frame) if n.kind != "input" or entry["parameters"]]
-    entry["nodes"] = encoded_nodes(nodes, numbers, lines)
-    return entry
+        if isinstance(spec, ContainerSpec):
+            kinds = {"tuple": tuple, "list": list, "mapping": Mapping, "object": object}
+            kind = next(name for name, base in kinds.items() if issubclass(spec.type, base))
+            children = [(encoded_key(key), _encoded_spec(child)) for _, key, child in spec.children]
+            known: Any = "" if spec.type in known_classes().values() else kind
+            return SpecPart("container", class_name(spec.type), container=known, children=children)
+        if isinstance(spec, ScalarSpec):
+            return SpecPart("value", value=encoded(spec.value))
+    except UnstorableError:  # a key of a dict that is an object, say
+        return SpecPart("object", str(spec))
+    return SpecPart("unknown") if isinstance(spec, UnknownSpec) else SpecPart("object", str(spec))
 
 
-def _indistinct_inputs(frame: Frame) -> list[Node]:
-    """Returns the inputs of `frame` that were the same tensor as another input, which its graph cannot distinguish.
+# -- graphs ------------------------------------------------------------------------------------------------------------
 
-    `attention(x, x, x)`: the graph reads one of the three names, no matter which one the code reads. Without patches
-    that is right for all calls of this form; a patch on one of them would change too much or nothing.
+
+class _Paths:
+    """The names in graphs for files: the attribute paths of the user's modules."""
+
+    def of_call(self, node: CallNode) -> str:
+        return str(node.target)
+
+    def of_attribute(self, path: str) -> str:
+        return path
+
+
+class _GraphWriter:
+    """Writes graphs over the attribute paths of their modules."""
+
+    def __init__(self, root: GraphModule, modules: _ModuleTable) -> None:
+        self._edited = {id(m.frame): m for m in own_graphs(root) if m.frame.is_edited and m.frame.custom_graph is None}
+        self._modules = modules
+
+    def steps(self, frame: Frame) -> list[StepPart]:
+        """Returns the steps of the graph of `frame`, with checks of what the module's code read."""
+        edited = self._edited.get(id(frame))
+        built = build(frame, _Paths()) if edited is None else edited.built()
+        writer = _Steps(frame)
+        for fx_node in built.graph.nodes:
+            args = ((fx_node.args[0],),) if fx_node.op == "output" and frame.custom_graph is None else fx_node.args
+            step = StepPart(fx_node.op, fx_node.name)
+            if fx_node.op == "call_function":
+                check_attribute(fx_node.target, args)
+                step.target = encoded_function(fx_node.target)
+            elif fx_node.op != "output":
+                step.target = self._target(fx_node, frame, built)
+            writer.add(fx_node, step, args)
+        return writer.steps
+
+    def _target(self, fx_node: fx.Node, frame: Frame, built: BuiltGraph) -> str:
+        target, modules = str(fx_node.target), self._modules
+        if fx_node.op == "placeholder":
+            return target
+        if fx_node.op == "call_method":
+            check_method(target)
+            return target
+        if fx_node.op == "call_module":
+            record = fx_node.meta.get(RECORD)
+            if not isinstance(record, CallNode):
+                raise UnstorableError(f"it calls {target!r}, which has no record")
+            found = module_at(frame.module, target) if frame.custom_graph is not None else None
+            if found is not None and found is not record.frame.module:
+                raise UnstorableError(f"it calls {target!r}, which was replaced by another module since the capture")
+            return modules.reach_module(frame.module, target, record.frame.module)
+        if (edited := self._edited.get(id(frame))) is not None:
+            own = edited.__dict__.get(target)
+            if isinstance(own, Tensor):  # the user set it on the graph module
+                return modules.hold(frame.module, own)
+            target = target if target in built.constants else edited.original_path(target)
+        if target not in built.constants:
+            return modules.reach_tensor(frame.module, target)
+        value = built.constants[target]()
+        if value is None:
+            raise UnstorableError("it uses a tensor that no longer exists: the graph and its module do not hold it")
+        if not isinstance(value, Tensor):
+            raise UnstorableError(f"it uses an object of type {type(value).__name__}")
+        return modules.hold(frame.module, value)
+
+
+class _Steps:
+    """The steps of one graph."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.steps: list[StepPart] = []
+        self._numbers: dict[fx.Node, int] = {}
+        self._records = {id(node): number for number, node in enumerate(frame.graph_nodes)}
+        self._step_of: dict[int, int] = {}
+        self._site: Site | None = None
+        self._guards: dict[int, list[SizeGuard]] = {}  # by the last record that they are about
+        for guard in (*frame.size_guards, *_reads(frame)) if frame.custom_graph is None else ():
+            records = [self._records.get(id(ref.node), -1) for ref in guard.operands if isinstance(ref, Ref)]
+            if min(records, default=-1) >= 0:  # not one of the steps of a fused call, which runs itself
+                self._guards.setdefault(max(records), []).append(guard)
+
+    def add(self, fx_node: fx.Node, step: StepPart, args: Sequence[Any]) -> None:
+        """Adds a step, and checks of what Python found out about its value."""
+        if fx_node.op not in ("placeholder", "get_attr"):
+            step.args = [encoded(value, self._leaf) for value in args]
+            step.kwargs = {name: encoded(value, self._leaf) for name, value in fx_node.kwargs.items()}
+        number = self._numbers[fx_node] = len(self.steps)
+        self.steps.append(step)
+        record = fx_node.meta.get(RECORD)
+        step.record = self._records.get(id(record))
+        if record is not None and step.record is not None:
+            self._step_of[step.record] = number
+            self._site = record.site or self._site  # arithmetic on sizes has none: it is near the operation before
+            for guard in self._guards.get(step.record, ()):
+                refs = [operand for operand in guard.operands if isinstance(operand, Ref)]
+                if all(self._records[id(ref.node)] in self._step_of for ref in refs):  # the user may have erased one
+                    self._add_check(guard)
+
+    def _leaf(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return {"step": self._numbers[value]}
+        raise UnstorableError(f"it uses an object of type {type(value).__name__}")
+
+    def _add_check(self, guard: SizeGuard) -> None:
+        operands = [self._operand(operand) if isinstance(operand, Ref) else operand for operand in guard.operands]
+        found = operands[0] if guard.func is None else self._call(guard.func, *operands)
+        line = None if self._site is None else self._site.source_lines()[-1]
+        where = "its start" if line is None else f"{Path(line.file).name}:{line.line}"
+        self._call(unchanged, found, encoded(guard.result), where)
+
+    def _operand(self, ref: Ref) -> Any:
+        value = {"step": self._step_of[self._records[id(ref.node)]]}
+        for key in ref.dig:
+            value = self._call(operator.getitem, value, key)
+        return value
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.steps.append(StepPart("call_function", f"check_{len(self.steps)}", encoded_function(function), list(args)))
+        return {"step": len(self.steps) - 1}
+
+
+def _reads(frame: Frame) -> Iterator[SizeGuard]:
+    """Yields the sizes and values that Python may have read unseen: in a loop over a range, or with `len`."""
+    has_loop = _has_loop(frame)
+    for node in frame.graph_nodes:
+        spec = node.spec
+        if node.kind == "input" and has_loop and isinstance(spec, ScalarSpec) and type(spec.value) is int:
+            yield SizeGuard(None, (Ref(node),), spec.value)
+        elif not isinstance(node, OpNode):
+            continue
+        elif node.op in _PARTS and isinstance(spec, ContainerSpec):
+            yield SizeGuard(None, (Ref(node),), len(spec.children))
+        elif node.op in _READS and isinstance(spec, ScalarSpec) and spec.is_number:
+            yield SizeGuard(None, (Ref(node),), spec.value)
+        elif node.op in _SIZES:
+            for dig, size in all_leaves(spec):
+                # A loop of one turn cannot be told from none.
+                if isinstance(size, ScalarSpec) and (has_loop or size.value <= 1 or node.op == "len"):
+                    yield SizeGuard(None, (Ref(node, tuple(int(key.removeprefix("sub_")) for key in dig)),), size.value)
+
+
+def _has_loop(frame: Frame) -> bool:
+    """Whether the code ran some line more often than a loop over its submodules would.
+
+    Such a loop may go over a range of sizes, which it reads unseen.
     """
-    if frame.custom_graph is not None:  # which is not a record
-        return []
-    names = {name for pair in frame.conditions.same_inputs for name, _ in pair}
-    return [node for node in frame.inputs() if node.target in names]
+    operations: Counter[int] = Counter()
+    calls: dict[int, list[int]] = {}
+    for node in frame.nodes:
+        if isinstance(node, CallNode) and node.site is not None:
+            calls.setdefault(id(node.site), []).append(id(node.frame.module))
+        elif isinstance(node, OpNode) and node.site is not None and node.composite is None:
+            operations[id(node.site)] += 1
+    explained = max((len(set(modules)) for modules in calls.values()), default=1)
+    return max([*operations.values(), *map(len, calls.values())], default=0) > explained
 
 
-def _with_form(found: Document, form: Form) -> Document:
-    """Returns the document with the form of the calls that its graphs are valid for."""
-    return Document({**found.content, "form": encoded_form(form)}, found.tensors, found.modules)
+# -- modules -----------------------------------------------------------------------------------------------------------
 
 
-def encoded_options(options: ExtractionOptions) -> dict[str, Any]:
-    """Returns the JSON of options, with names in place of functions and classes."""
-    kept: dict[str, Any] = {}
-    dropped: dict[str, str] = {}
-    for option in dataclasses.fields(options):
-        value = getattr(options, option.name)
-        if option.name == "decompose" and value is not None:
-            value = tuple(decomposition.name for decomposition in chosen_decompositions(value).values())
+class _ModuleTable:
+    """The modules to write, each with a number: children before their parents.
+
+    These are the modules in the registries of the model, and those that it calls, which may be elsewhere.
+    """
+
+    def __init__(self, root: Module, called: Iterator[Module], tensors: TensorTable) -> None:
+        self._tensors = tensors
+        self._modules: list[Module] = []
+        self._numbers: dict[int, int] = {}
+        self._paths = {id(module): name for name, module in root.named_modules()}
+        self._names: dict[int, dict[str, tuple[Any, int]]] = {}
+        for module in (*called, root):
+            self._add(module)
+
+    def _add(self, module: Module) -> None:
+        if id(module) in self._numbers:
+            return
+        for child in module._modules.values():
+            if child is not None:
+                self._add(child)
+        self._numbers[id(module)] = len(self._modules)
+        self._modules.append(module)
+
+    def number(self, module: Module) -> int:
+        """Returns the number of `module`."""
+        return self._numbers[id(module)]
+
+    def reach_module(self, module: Module, path: str, callee: Module) -> str:
+        """Returns the attribute path by which a graph of `module` calls `callee`, which the model has at `path`."""
+        is_there = is_writable(path) and module_at(module, path) is callee
+        return path if is_there else self._alias(module, ("module", self.number(callee)))
+
+    def reach_tensor(self, module: Module, path: str) -> str:
+        """Returns the attribute path by which a graph of `module` reads the tensor that the model has at `path`."""
+        tensor, (parents, _, name) = tensor_at(module, path), path.rpartition(".")
+        holder = module_at(module, parents)
+        if tensor is None or holder is None:
+            raise UnstorableError(f"it reads {path!r}, which is not a tensor that a module holds")
+        if name in holder.__dict__ or not is_writable(path):
+            return self.hold(module, tensor)
+        self._tensor(holder, name, tensor)
+        return path
+
+    def hold(self, module: Module, tensor: Tensor) -> str:
+        """Returns the name by which a graph of `module` reads a tensor that cannot be reached by an attribute path."""
+        return self._alias(module, ("tensor", self._tensor(module, "constant", tensor)))
+
+    def _alias(self, module: Module, what: tuple[Any, int]) -> str:
+        names = self._names.setdefault(id(module), {})
+        alias = next((name for name, other in names.items() if other == what), f"{ALIAS}{len(names)}")
+        names[alias] = what
+        return alias
+
+    def _tensor(self, holder: Module, name: str, tensor: Tensor) -> int:
+        path = self._paths.get(id(holder))
+        return self._tensors.add(tensor, f"{path}.{name}" if path else name)
+
+    def parts(self) -> list[ModulePart]:
+        """Returns the entries of the modules."""
+        return [
+            ModulePart(
+                cls=type(module).__name__,
+                path=self._paths.get(id(module)),
+                training=module.training,
+                parameters={name: self._number_of(module, name, tensor) for name, tensor in module._parameters.items()},
+                buffers={name: self._number_of(module, name, tensor) for name, tensor in module._buffers.items()},
+                not_persistent=sorted(module._non_persistent_buffers_set),
+                children={n: None if m is None else self._numbers[id(m)] for n, m in module._modules.items()},
+                names=self._names.get(id(module), {}),
+            )
+            for module in self._modules
+        ]
+
+    def _number_of(self, module: Module, name: str, tensor: Tensor | None) -> int | None:
         try:
-            kept[option.name] = {"set": sorted(map(str, value))} if _is_text_set(value) else encoded(value)
-        except UnstorableError:
-            dropped[option.name] = _named(value)
-    return {"kept": kept, "dropped": {name: text for name, text in dropped.items() if text}}
-
-
-def _is_text_set(value: Any) -> bool:
-    return isinstance(value, (set, frozenset)) and all(isinstance(item, str) for item in value)
-
-
-def _named(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{_named(key)}: {_named(item)}" for key, item in value.items())
-    if isinstance(value, (set, frozenset, list, tuple)):
-        return ", ".join(sorted(map(_named, value)))
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+            return None if tensor is None else self._tensor(module, name, tensor)
+        except UnstorableError:  # the frames that need it are not stored
+            return None

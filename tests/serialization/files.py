@@ -72,3 +72,15 @@ class Numpy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(torch.from_numpy(x.detach().numpy() * 2))
+
+
+class Outer(nn.Module):
+    """Has a submodule that can be stored, and one that is given."""
+
+    def __init__(self, opaque: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.opaque = nn.Linear(4, 4), nn.Linear(4, 2), opaque
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.opaque(torch.tanh(self.first(x)))
+        return self.second(hidden)

@@ -7,7 +7,6 @@ import io
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,8 @@ awkward-autograd-functions awkward-parametrized
 STOOD_FOR = """
 gpt2-sdpa gpt2-train-eager llama-sdpa mistral-eager mixtral-eager gemma2-eager t5-eager clip-sdpa whisper-sdpa
 """.split()
+# Loops over a size, windows shorter than the other size, and other inputs: the loaded graph refuses these.
+REFUSED = {"awkward-loops-over-sizes", "awkward-packed-lstm", "awkward-signatures", "torch-lstm-cell", "vit-eager"}
 # The last one: what transformers brings of its own where torch, before 2.9, cannot multiply groups.
 NAMES_TO_ALLOW = ["tests.zoo", "graphpatch_zoo", "transformers.grouped_mm_fallback"]
 
@@ -91,6 +92,8 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
         seed_all()
         found = output_or_refusal(loaded, without_cache(model, call))
         seed_all()
+        if variant in ("other_size", "other_batch", "longer"):
+            assert (found == "refused") is (name in REFUSED and variant != "other_batch")
         if found != "refused":
             assert difference(found, without_cache(model, call).run(pg), variant) is None
 
@@ -128,7 +131,7 @@ def test_graphs_with_inputs_of_one_class_keep_their_own_patches(tmp_path: Path) 
     loaded = reloaded(pg, tmp_path)
     assert "attention.value" in loaded.nodes
     with (
-        pytest.raises(ValueError, match="'attention.key' was the same tensor as another input"),
+        pytest.raises(ValueError, match="attention.key"),
         loaded.patch({"attention.key": ZeroPatch()}),
     ):
         loaded(x(2, 3, 4))
@@ -199,88 +202,43 @@ def test_a_patched_graph_is_saved_without_its_patches(tmp_path: Path) -> None:
 def test_models_with_a_cache_say_how_to_do_without(tmp_path: Path) -> None:
     case = case_by_name("gpt2-eager")
     pg = case.example().run(lambda *args, **kwargs: PatchableGraph(case.build(), *args, **kwargs))
-    with pytest.warns(UnstoredFrameWarning, match="make the PatchableGraph with use_cache=False"):
+    with pytest.warns(UnstoredFrameWarning, match="use_cache=False"):
         pg.save(tmp_path / "graph.safetensors")
 
 
 def test_old_files_are_replaced_in_one_step(tmp_path: Path) -> None:
-    file = tmp_path / "graph.safetensors"
-    pg = PatchableGraph(Mlp(), x())
-    pg.save(file)
-    loaded = PatchableGraph.load(file)
-    loaded.save(file)
-    assert torch.equal(PatchableGraph.load(file)(x()), loaded(x()))
-    assert [found.name for found in tmp_path.iterdir()] == ["graph.safetensors"]
-
-
-def test_links_and_modes_stay_when_a_file_is_replaced(tmp_path: Path) -> None:
     file, link = tmp_path / "graph.pg", tmp_path / "link.pg"
     file.write_bytes(b"old")
     file.chmod(0o640)
     link.symlink_to(file)
     PatchableGraph(Mlp(), x()).save(link)
+    loaded = PatchableGraph.load(file)
+    loaded.save(file)
+    assert torch.equal(PatchableGraph.load(link)(x()), loaded(x()))
     assert link.is_symlink()
     assert file.stat().st_mode & 0o777 == 0o640
-    assert PatchableGraph.load(file).graph is not None
     assert sorted(tmp_path.iterdir()) == [file, link]
 
 
-def test_open_files_are_written_and_read_as_torch_save_does(tmp_path: Path) -> None:
+def test_open_files_are_written_and_read_from_where_they_are(tmp_path: Path) -> None:
     pg = PatchableGraph(Mlp(), x())
-    buffer = io.BytesIO()
-    torch.save(3, buffer)
-    start = buffer.tell()
-    pg.save(buffer)
-    buffer.seek(start)
-    with (tmp_path / "graph.safetensors").open("w+b") as opened:
-        pg.save(opened)
-        opened.seek(0)
-        for loaded in (PatchableGraph.load(buffer), PatchableGraph.load(opened)):
-            assert torch.equal(loaded(x()), pg(x()))
-    assert torch.equal(PatchableGraph.load(tmp_path / "graph.safetensors")(x()), pg(x()))
-    with pytest.raises(SerializationError, match=r"file\.seek\(0\) goes back to the start"):
-        PatchableGraph.load(buffer)
-    with pytest.raises(SerializationError, match="the BytesIO is not a file that pg.save"):
-        PatchableGraph.load(io.BytesIO(b"damaged" * 9))
+    for opened in (io.BytesIO(), (tmp_path / "graph").open("w+b")):
+        with opened:
+            opened.write(b"before")
+            pg.save(opened)
+            opened.seek(6)
+            assert torch.equal(PatchableGraph.load(opened)(x()), pg(x()))
+            with pytest.raises(SerializationError, match=type(opened).__name__):
+                PatchableGraph.load(opened)
 
 
-class Halting(io.RawIOBase):
-    """A file without a buffer, which writes a few bytes at a time."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.data += bytes(data)[:99]
-        return min(len(data), 99)
-
-
-def test_open_files_hold_what_comes_before_and_after(tmp_path: Path) -> None:
-    pg, other = PatchableGraph(Mlp(), x()), PatchableGraph(Mlp(), x())
-    with (tmp_path / "graphs").open("w+b") as opened:
-        opened.write(b"begin")
-        pg.save(opened)
-        other.save(opened)
-        opened.write(b"end")
-        opened.seek(5)
-        for graph in (pg, other):
-            assert torch.equal(PatchableGraph.load(opened)(x()), graph(x()))
-        assert opened.read() == b"end"
-    halting = Halting()
-    pg.save(halting)
-    assert torch.equal(PatchableGraph.load(io.BytesIO(halting.data))(x()), pg(x()))
-    with (tmp_path / "graphs").open("ab") as opened, pytest.raises(io.UnsupportedOperation, match="read"):
-        PatchableGraph.load(opened)
-    with tempfile.NamedTemporaryFile("w+") as opened, pytest.raises(TypeError, match="a file that is open for bytes"):
-        pg.save(opened)
-
-
-@pytest.mark.parametrize("file", [io.StringIO(), 3], ids=["text", "number"])
-def test_what_takes_no_bytes_is_refused(file: Any) -> None:
+def test_what_takes_no_bytes_is_refused(tmp_path: Path) -> None:
     pg = PatchableGraph(Mlp(), x())
     for use in (pg.save, PatchableGraph.load):
-        with pytest.raises(TypeError, match="the name of a file, or a file that is open for bytes"):
-            use(file)
+        for file in (io.StringIO(), 3):
+            with pytest.raises(TypeError, match=type(file).__name__):
+                use(file)
+        with pytest.raises(FileNotFoundError):
+            use(tmp_path / "nowhere" / "graph")
+        with pytest.raises(IsADirectoryError):
+            use(tmp_path)

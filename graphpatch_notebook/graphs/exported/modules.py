@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from types import MethodType
 from typing import Any, TypeVar
 
-from torch import fx
+from torch import Tensor, fx
 from torch.export.unflatten import UnflattenedModule
 from torch.nn import Module
 
@@ -96,6 +96,13 @@ class ProgramInputs:
                 self._guards(*flat)
         new_args, new_kwargs = structured(flat, self.structure)
         return tuple(new_args), dict(new_kwargs)
+
+    @property
+    def fixed_sizes(self) -> list[list[int | None]]:
+        """The sizes of each tensor among the flat inputs, `None` where the program takes others."""
+        values = [node.meta.get("val") for node in self._checks.input_placeholders]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return [[size if type(size) is int else None for size in tensor.shape] for tensor in tensors]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProgramInputs:
         return self
@@ -199,6 +206,11 @@ class ExportedRoot(ExportedModule):
     def __init__(self, inputs: ProgramInputs) -> None:
         super().__init__()
         self._program_inputs = inputs
+
+    @property
+    def fixed_sizes(self) -> list[list[int | None]]:
+        """The sizes of each tensor among the inputs, `None` where the program takes others."""
+        return self._program_inputs.fixed_sizes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Checks the inputs, brings them into the form that the program was exported with, and runs it."""

@@ -32,7 +32,6 @@ from IPython.paths import get_ipython_dir
 
 from graphpatch_notebook.errors import (
     ChosenPatchError,
-    SerializationError,
     SessionError,
     SessionFileError,
     UnresolvedPatchWarning,
@@ -237,12 +236,12 @@ def _text(source: Path) -> str:
 
 def _document(text: str) -> dict[str, Any]:
     """Returns the content of a text, if it is a session that this version can read."""
-    from graphpatch_notebook.serialization.codecs.reading import parsed  # imports all that reads and writes graphs
-
     try:
-        document = parsed(text, "it is not a session").value
-    except SerializationError as error:
-        raise SessionFileError(str(error)) from None
+        document = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_number)
+    except RecursionError:
+        raise SessionFileError("it is not a session: it is nested too deeply") from None
+    except ValueError as error:
+        raise SessionFileError(f"it is not a session: it does not hold valid JSON ({error})") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise SessionFileError(f'it is not a session: it does not have "schema": "{SCHEMA}"')
     version = document.get("version")
@@ -253,6 +252,19 @@ def _document(text: str) -> dict[str, Any]:
             f"it is of version {_json_text(version)}, and this graphpatch reads version {VERSION}: update graphpatch"
         )
     return document
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice[:40]!r} is given twice in one object")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is not a number")
 
 
 def _entries(document: dict[str, Any]) -> list[Any]:

@@ -1,1 +1,0 @@
-"""Writes and reads `values`, `tensors`, functions and classes (`names`); `reading` checks JSON."""

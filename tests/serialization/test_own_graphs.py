@@ -1,0 +1,306 @@
+"""Graphs that are their module (edited, custom, of a program) come back whole, or nothing is written."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from graphpatch_notebook import (
+    AddPatch,
+    ExtractionOptions,
+    PatchableGraph,
+    ProbePatch,
+    SerializationError,
+    StoredFormError,
+    UnstoredFrameError,
+    UnstoredFrameWarning,
+    ZeroPatch,
+)
+from tests.serialization.files import Mlp, Numpy, Outer, reloaded, x
+from tests.zoo import case_by_name, installed
+
+Edit = Callable[[Any, nn.Module], None]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor(3.0))
+
+    def forward(self, input: Tensor, shift: float = 1.0) -> Tensor:
+        return self.inner(input) * self.scale + shift
+
+
+def extract(module: nn.Module) -> fx.Graph:
+    graph = fx.Graph()
+    given, shift = graph.placeholder("input"), graph.placeholder("shift")
+    product = graph.call_function(operator.mul, (graph.call_module("inner", (given,)), graph.get_attr("scale")))
+    product.name = "my_custom_name"
+    graph.output((graph.call_function(operator.sub, (product, shift)),))
+    return graph
+
+
+def edited(model: nn.Module, edit: Edit, *inputs: Tensor) -> PatchableGraph:
+    return PatchableGraph(model, ExtractionOptions(postprocessing_function=edit), *(inputs or (x(),)))
+
+
+def append(graph_module: Any, function: Callable[..., Any], *args: Any) -> None:
+    """Puts an operation on the output at the end of a graph."""
+    graph = graph_module.graph
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    with graph.inserting_before(output):
+        others = [graph.get_attr(arg) if isinstance(arg, str) else arg for arg in args]
+        output.args = (graph.call_function(function, (output.args[0], *others)),)
+    graph_module.recompile()
+
+
+def times_two(graph_module: Any, module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        append(graph_module, operator.mul, 2)
+
+
+def same(loaded: PatchableGraph, pg: PatchableGraph, *paths: str) -> None:
+    """Compares two graphs, also with patches on these paths."""
+    assert torch.equal(loaded(x()), pg(x()))
+    for path in paths:
+        with pg.patch({path: AddPatch(value=1.0)}), loaded.patch({path: AddPatch(value=1.0)}):
+            assert torch.equal(loaded(x()), pg(x())), path
+
+
+def test_custom_graphs(tmp_path: Path) -> None:
+    options = ExtractionOptions(custom_extraction_functions={Scaled: extract})
+    pg = PatchableGraph(nn.Sequential(Scaled(), nn.ReLU()), options, x())
+    loaded = reloaded(pg, tmp_path)
+    assert not loaded.unstored
+    assert not torch.equal(pg(x()), pg._module(x()))
+    same(loaded, pg, "sub_0.my_custom_name", "sub_0.inner.linear", "sub_0.scale", "sub_0.input")
+
+
+def test_edited_graphs_run_in_place_of_a_model_that_is_given(tmp_path: Path) -> None:
+    model = Mlp()
+    pg = edited(model, times_two)
+    pg.save(tmp_path / "graph")
+    loaded = PatchableGraph.load(tmp_path / "graph", model=model)
+    loaded.save(tmp_path / "again")
+    again = PatchableGraph.load(tmp_path / "again", model=model)
+    for graph in (loaded, again, copy.deepcopy(again)):
+        same(graph, pg, "hidden")
+        assert not torch.equal(graph(x()), model(x()))
+        with pytest.raises(StoredFormError, match="'shift'"):
+            graph(x(), 2.0)
+
+
+def test_edits_of_loaded_graphs(tmp_path: Path) -> None:
+    model = Mlp()
+    PatchableGraph(model, x()).save(tmp_path / "graph")
+    loaded = PatchableGraph.load(tmp_path / "graph", model=model)
+    assert torch.equal(loaded(x(), 2.0), model(x(), 2.0))
+    (relu,) = (node for node in loaded._graph_module.graph.nodes if node.target is torch.relu)
+    relu.target = torch.tanh
+    loaded._graph_module.recompile()
+    loaded.save(tmp_path / "edited")
+    again = PatchableGraph.load(tmp_path / "edited", model=model)
+    assert torch.equal(again(x()), model.down(torch.tanh(model.up(x())) * model.scale))
+    for graph in (loaded, again):
+        with pytest.raises(StoredFormError, match="'shift'"):
+            graph(x(), 2.0)
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_tensors_on_graph_modules(tmp_path: Path, is_registered: bool) -> None:
+    vector = torch.linspace(-1, 1, 2)
+
+    def steer(graph_module: Any, module: nn.Module) -> None:
+        if module is model:
+            if is_registered:
+                graph_module.register_buffer("vec", vector)
+            else:
+                graph_module.vec = vector
+            append(graph_module, torch.add, "vec")
+
+    model = Mlp()
+    pg = edited(model, steer)
+    loaded = reloaded(pg, tmp_path)
+    assert torch.equal(loaded(x()), model(x()) + vector)
+    same(reloaded(loaded, tmp_path), pg, "hidden")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "path"),
+    [
+        (Outer(Numpy()), {"postprocessing_function": times_two}, "opaque.inner"),
+        (Outer(Numpy()), {"custom_extraction_functions": {nn.Linear: extract}}, "opaque.inner"),
+        (nn.Linear(4, 2), {"postprocessing_function": lambda gm, _: append(gm, lambda x: x * 3)}, "the root"),
+    ],
+)
+def test_graphs_that_files_cannot_hold(tmp_path: Path, model: nn.Module, options: dict[str, Any], path: str) -> None:
+    if "custom_extraction_functions" in options:
+        options = {"custom_extraction_functions": {nn.Linear: _doubled}}
+    pg = PatchableGraph(model, ExtractionOptions(**options), x())
+    with pytest.raises(SerializationError, match=path):
+        pg.save(tmp_path / "graph")
+    assert not list(tmp_path.iterdir())
+
+
+def _doubled(module: nn.Module) -> fx.Graph:
+    graph = fx.Graph()
+    graph.output((graph.call_function(operator.mul, (graph.placeholder("input"), 2)),))
+    return graph
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x * 2, x * 3)
+
+
+def test_opened_functions(tmp_path: Path) -> None:
+    options = ExtractionOptions(decompose=["scaled_dot_product_attention"])
+    model, inputs = nn.Sequential(Attention()), x(1, 2, 3, 4)
+    pg = PatchableGraph(model, options, inputs)
+    with pytest.warns(UnstoredFrameWarning, match="'sub_0'"):
+        pg.save(tmp_path / "graph")
+    assert torch.equal(PatchableGraph.load(tmp_path / "graph", model=model)(inputs), model(inputs))
+
+    def sharpen(graph_module: Any, module: nn.Module) -> None:
+        if isinstance(module, Attention):
+            (softmax,) = (n for n in graph_module.graph.nodes if "softmax" in str(n.target))
+            with graph_module.graph.inserting_before(softmax):
+                sharper = graph_module.graph.call_function(operator.mul, (softmax.args[0], 5.0))
+            softmax.args = (sharper, *softmax.args[1:])
+            graph_module.recompile()
+
+    own = PatchableGraph(model, dataclasses.replace(options, postprocessing_function=sharpen), inputs)
+    assert torch.equal(reloaded(own, tmp_path)(inputs), own(inputs))
+    assert not torch.allclose(own(inputs), model(inputs))
+
+
+@dataclasses.dataclass
+class Output:
+    first: Tensor
+    second: Tensor | None = None
+
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
+@pytest.mark.parametrize("cls", [Output, Pair])
+def test_classes_of_the_caller(tmp_path: Path, cls: type) -> None:
+    class Structured(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return cls(x * 2, None)
+
+    PatchableGraph(Structured(), x()).save(tmp_path / "graph")
+    with pytest.raises(SerializationError, match=rf"allow=\['{__name__}.{cls.__name__}'\]"):
+        PatchableGraph.load(tmp_path / "graph")
+    output = PatchableGraph.load(tmp_path / "graph", allow=[f"{__name__}.{cls.__name__}"])(x())
+    assert type(output) is cls
+    assert torch.equal(output.first, x() * 2)
+
+
+def test_random_numbers_in_train_mode(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).train()
+    pg = PatchableGraph(model, x())
+    loaded = reloaded(pg, tmp_path)
+    outputs = []
+    for graph in (loaded, pg):
+        torch.manual_seed(3)
+        outputs.append(graph(x()))
+    assert torch.equal(*outputs)
+    assert torch.equal(loaded.get_buffer("2.running_mean"), pg.get_buffer("2.running_mean"))
+
+
+def test_odd_names(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._parameters["lambda"] = nn.Parameter(torch.full((4,), 2.0))
+            self._parameters["type"] = nn.Parameter(torch.full((4,), 3.0))
+            self.add_module("class", nn.Linear(4, 4))
+            self.layers = [nn.Linear(4, 4)]
+            self.add_module("a/b", nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self._modules["class"](x) * self._parameters["lambda"] + self._parameters["type"]
+            return self._modules["a/b"](self.layers[0](self._modules["a/b"](x)))
+
+    pg = PatchableGraph(Odd(), x())
+    loaded = reloaded(reloaded(pg, tmp_path), tmp_path)
+    assert repr(loaded.graph) == repr(pg.graph)
+    assert list(loaded.state_dict()) == list(pg.state_dict())
+    same(loaded, pg, *(path for path in pg.nodes if pg.nodes[path].dtype is not None))
+    for graph in (pg, loaded):
+        graph.load_state_dict({name: value * 2 for name, value in graph.state_dict().items()})
+    same(loaded, pg)
+    seen: list[str] = []
+    assert torch.equal(loaded.interpreter(lambda path, value: seen.append(path)).run(x()), pg(x()))
+    assert sum(path.endswith(".output") for path in seen) == 4
+    assert set(loaded.verify(x()).counts()) == {"own graph"}
+
+
+@pytest.mark.skipif(installed.TORCH < (2, 6), reason="refused there: see test_old_torch.py")
+def test_exported_programs(tmp_path: Path) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            self.count.add_(1)
+            return {"y": self.a(self.b(self.a(x))) + self.count}
+
+    for dynamic in ({0: torch.export.Dim("batch")}, None):
+        pg = PatchableGraph.from_exported(torch.export.export(Counting(), (x(),), dynamic_shapes={"x": dynamic}))
+        loaded = reloaded(pg, tmp_path)
+        assert repr(loaded.graph) == repr(pg.graph)
+        assert torch.equal(loaded(x())["y"], pg(x())["y"])
+        assert torch.equal(loaded.count, pg.count)
+        if dynamic is not None:
+            assert torch.equal(loaded(x(5, 4))["y"], pg(x(5, 4))["y"])
+        else:
+            with pytest.raises(StoredFormError, match="'x'"):
+                loaded(x(5, 4))
+
+
+@pytest.mark.skipif(installed.TORCH < (2, 6), reason="refused there: see test_old_torch.py")
+def test_programs_with_branches_are_not_stored(tmp_path: Path) -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    pg = PatchableGraph.from_exported(torch.export.export(Branches(), (x(),)))
+    with pytest.raises(SerializationError, match="true_graph_0"):
+        pg.save(tmp_path / "branches")
+    assert not any(tmp_path.iterdir())
+
+
+def test_loaded_models_of_transformers(tmp_path: Path) -> None:
+    case = case_by_name("llama-sdpa")
+    model, ids = case.build(), torch.arange(6)[None] + 3
+    PatchableGraph(model, ids, use_cache=False).save(tmp_path / "graph")
+    expected = model(ids, use_cache=False).logits
+    for given in (None, model):
+        loaded = PatchableGraph.load(tmp_path / "graph", model=given)
+        assert loaded.model.embed_tokens.weight.shape == model.model.embed_tokens.weight.shape
+        assert set(loaded.verify(ids, use_cache=False).counts()) == {"own graph"}
+        assert torch.equal(loaded.interpreter().run(ids, use_cache=False).logits, expected)
+        assert torch.equal(loaded(ids, use_cache=False).logits, expected)
+
+
+def test_modules_of_loaded_graphs_do_not_run_alone(tmp_path: Path) -> None:
+    loaded = reloaded(PatchableGraph(Mlp(), x()), tmp_path)
+    with pytest.raises(UnstoredFrameError, match="PatchableGraph"):
+        loaded.up(x())
+    with loaded.patch({"hidden": [ProbePatch(), ZeroPatch()]}):
+        assert torch.equal(loaded(x()), loaded.down.bias.expand(3, 2))
