@@ -38,18 +38,12 @@ def batches_of(dataset: Dataset, batch_size: int | None) -> Iterator[Inputs]:
     """
     if not isinstance(dataset, (Tensor, Mapping)):
         if batch_size is not None:
-            raise ExperimentError(
-                "batch_size= cuts the inputs of all examples (a tensor, or a dict of tensors) into batches, but each "
-                f"item of this {type(dataset).__name__} is a batch already: leave batch_size= out"
-            )
+            raise ExperimentError(f"each item of this {type(dataset).__name__} is a batch: leave batch_size= out")
         yield from map(inputs_of, dataset)
         return
-    if batch_size is None or batch_size < 1:
-        raise ExperimentError("say with batch_size= how many examples a batch has")
     whole = inputs_of(dataset)
-    count = whole.rows
-    if count is None:
-        raise ExperimentError("the inputs of the examples have no tensor with examples along its first dimension")
+    if batch_size is None or (count := whole.rows) is None:
+        raise ExperimentError("batch_size= cuts tensors with examples along their first dimension: give both")
     for first in range(0, count, batch_size):
         part = slice(first, first + batch_size)
         args = tuple(_cut(value, part, count) for value in whole.args)
@@ -60,16 +54,16 @@ def _cut(value: Any, part: slice, count: int) -> Any:
     return value[part] if isinstance(value, Tensor) and value.ndim and len(value) == count else value
 
 
-def digest_of(batch: Inputs) -> str:
-    """Returns a digest of the arguments of a batch."""
-    return digest(batch.args, dict(sorted(batch.kwargs.items())))
-
-
 def numbered(batches: Iterable[Inputs], first: int = 0) -> Iterator[tuple[int, Inputs]]:
     """Yields each batch with the number of its first example; the first batch begins at `first`."""
     for batch in batches:
         yield first, batch
         first += batch.rows or 0
+
+
+def digest_of(batch: Inputs) -> str:
+    """Returns a digest of the arguments of a batch."""
+    return digest(batch.args, dict(sorted(batch.kwargs.items())))
 
 
 @dataclass(frozen=True)
@@ -132,22 +126,18 @@ class RowReader:
             )
         self._token_names = token_inputs(model.root, is_encoder=True in sequences)
 
-    def tokens(self, batch: Inputs) -> Tensor | None:
-        """Returns the tokens of a batch, or their embeddings; `None` if the model does not take any."""
-        name = self._token_input(batch)
-        return None if name is None else self._given(batch)[name]
-
-    def _token_input(self, batch: Inputs) -> str | None:
+    def tokens(self, batch: Inputs) -> tuple[str, Tensor | None]:
+        """Returns the name and value of the input with the tokens, or their embeddings; `None` if there is none."""
         given = self._given(batch)
-        return next((name for name in self._token_names if given.get(name) is not None), None)
+        return next(((name, given[name]) for name in self._token_names if given.get(name) is not None), ("", None))
 
     def _given(self, batch: Inputs) -> dict[str, Any]:
         return bind(self._signature, batch.args, batch.kwargs) or {}
 
     def rows(self, batch: Inputs, first: int) -> ExampleRows:
         """Returns the rows of a batch whose first example has the number `first`."""
-        tokens, name = self.tokens(batch), self._token_input(batch)
-        if tokens is None or name is None:
+        name, tokens = self.tokens(batch)
+        if tokens is None:
             count = batch.rows or 0
             none = torch.full((count,), -1)
             return ExampleRows(torch.arange(first, first + count), none, none, torch.ones(count, 1, dtype=torch.bool))
@@ -170,7 +160,7 @@ class RowReader:
         row_dim, position_dim = self.by_path[path]
         value = value.detach().movedim(row_dim, 0)
         if position_dim is None:
-            return value.cpu().clone() if value.device.type == "cpu" else value.cpu()
+            return value.to("cpu", copy=True)
         if row_dim != position_dim:
             value = value.movedim(position_dim + (position_dim < row_dim), 1)
         elif len(value) == rows.kept.numel():

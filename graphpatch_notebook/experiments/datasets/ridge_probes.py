@@ -117,7 +117,7 @@ def ridge_probes(
             for path, value in values.items():
                 sums.add((name, path), value, rows if reader.has_positions(path) else _whole_examples(value, first))
             if bag is not None and name == "r2":
-                sums.add(("bag_of_tokens", ""), bag.features(reader.tokens(batch), rows), rows)
+                sums.add(("bag_of_tokens", ""), bag.features(reader.tokens(batch)[1], rows), rows)
         count = first + len(rows.kept)
     labeled.check_count(count)
     return sums.scores(list(reader.by_path), penalty, baselines)

@@ -12,10 +12,8 @@ does not exist, so a run that was killed continues after the last one.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,7 @@ from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file
 
 _FORMAT = "graphpatch-activations"
-_VERSION = 1
+_VERSION = 2
 _SETTINGS = "store.json"
 _MOST_BYTES = 2**28
 
@@ -103,33 +101,28 @@ def record_to(
         (10, 3) torch.Size([2, 3])
     """
     reader = RowReader(pg, patterns, positions)
-    settings = {
-        "positions": digest(positions),
-        "dtype": str(dtype),
-        "weights": weights_digest(pg),
-        "patches": digest(active_patches(captured(pg))),
-    }
     processes = processes_of(captured(pg).root)
     if processes is not None and not processes.are_same(str(Path(folder).absolute())):
         processes = None  # under FSDP, each may have its own dataset and folder
-    is_writing = processes is None or processes.is_first  # all of them have the whole values
-    writer = _Writer(Path(folder), reader, settings, shard_bytes, is_writing=is_writing)
-    running: deque[Inputs] = deque()
-
-    def begun() -> Iterator[tuple[int, Inputs]]:
-        for first, batch in numbered(writer.skipped(batches_of(dataset, batch_size)), writer.examples):
-            running.append(batch)
-            yield first, batch
-
-    read = functools.partial(read_batch, reader, dtype)
-    for rows, values in map_batches(pg, read, begun(), executor=executor, recipe=recipe):
-        index = {"example": rows.examples, "position": rows.positions, "token": rows.tokens}
-        writer.add(running.popleft(), index, values)
+    document = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "paths": {path: "position" if reader.has_positions(path) else "example" for path in reader.by_path},
+        "positions": digest(positions),
+        "dtype": str(dtype),
+        "weights or modes": weights_digest(pg),
+        "patches": digest(active_patches(captured(pg))),
+    }
+    writer = _Writer(Path(folder), document, shard_bytes, is_writing=processes is None or processes.is_first)
+    batches = numbered(writer.remaining(batches_of(dataset, batch_size)), writer.examples)
+    read = functools.partial(_read, reader, dtype)
+    for tensors, count, name in map_batches(pg, read, batches, executor=executor, recipe=recipe):
+        writer.add(tensors, count, name)
     writer.write()
-    if processes is not None and not processes.are_same(writer.seen.digest()):  # all wait for the files here
+    if processes is not None and not processes.are_same(writer.digests):  # all wait for the files here
         raise ExperimentError(
-            f"the folder {str(folder)!r} has the batches of the first process, and others have others: give the same "
-            "on all processes, or, under FSDP, each a folder of its own"
+            f"the processes give different batches for the folder {str(folder)!r}: give the same on all of them, or, "
+            "under FSDP, each a folder of its own"
         )
     store = ActivationStore(folder)
     if positions is not None and store.examples and not len(store.example):
@@ -137,109 +130,98 @@ def record_to(
     return store
 
 
+def _read(
+    reader: RowReader, dtype: torch.dtype | None, pg: PatchableGraph, batch: tuple[int, Inputs]
+) -> tuple[dict[str, Tensor], int, str]:
+    """Returns what a shard keeps of a batch, its number of examples and its digest."""
+    rows, values = read_batch(reader, dtype, pg, batch)
+    index = {"index.example": rows.examples, "index.position": rows.positions, "index.token": rows.tokens}
+    return index | values, len(rows.kept), digest_of(batch[1])
+
+
 class _Writer:
     """Writes shards.
 
     Attributes:
         examples: How many examples are stored, or wait to be.
-        seen: The digest of all batches of this call.
+        digests: The digests of all batches of this call.
     """
 
-    def __init__(
-        self, folder: Path, reader: RowReader, settings: dict[str, Any], shard_bytes: int, *, is_writing: bool
-    ) -> None:
-        self._folder, self._reader, self._shard_bytes, self._is_writing = folder, reader, shard_bytes, is_writing
-        paths = {path: "position" if reader.has_positions(path) else "example" for path in reader.by_path}
-        document = {"format": _FORMAT, "version": _VERSION, "paths": paths, "settings": settings}
+    def __init__(self, folder: Path, document: dict[str, Any], shard_bytes: int, *, is_writing: bool) -> None:
+        self._folder, self._shard_bytes, self._is_writing = folder, shard_bytes, is_writing
         folder.mkdir(parents=True, exist_ok=True)
-        for pattern in (f".{_SETTINGS}.*.tmp", ".[0-9]*.safetensors.*.tmp") if is_writing else ():
-            for left in folder.glob(pattern):  # by a process that was killed while it wrote
-                left.unlink(missing_ok=True)
+        for left in folder.glob(".*.tmp") if is_writing else ():  # by a process that was killed while it wrote
+            left.unlink(missing_ok=True)
         if (folder / _SETTINGS).exists():
-            if _read_settings(folder) != document:
+            found = _settings(folder)
+            if differing := [name for name in document if found.get(name) != document[name]]:
                 raise ExperimentError(
-                    f"the folder {str(folder)!r} has a store of other values, positions, weights, modes (train or "
-                    "eval), patches or dtypes: choose another folder, or delete it"
+                    f"the folder {str(folder)!r} has a store with other {', '.join(differing)}: choose another folder, "
+                    "or delete it"
                 )
         elif is_writing:
             if any(folder.iterdir()):
-                raise ExperimentError(
-                    f"the folder {str(folder)!r} is not empty, and not a store: choose another folder"
-                )
+                raise ExperimentError(f"the folder {str(folder)!r} is not empty, and not a store: choose another one")
             with whole_file(folder / _SETTINGS) as file:
                 file.write_text(json.dumps(document, indent=1), "utf8")
-        self._shards = len(_shards(folder))
-        self._stored = [_notes_of(shard) for shard in _shards(folder)]
-        self.examples = sum(int(notes["examples"]) for notes in self._stored)
-        self.seen = hashlib.sha256()
-        self._start()
+        stored = [_metadata(shard) for shard in _shards(folder)]
+        self._count = len(stored)
+        self._stored = [each for metadata in stored for each in json.loads(metadata["digests"])]
+        self.examples = sum(int(metadata["examples"]) for metadata in stored)
+        self.digests: list[str] = []
+        self._waiting: list[tuple[dict[str, Tensor], int, str]] = []
 
-    def _start(self) -> None:
-        self._waiting: list[dict[str, Tensor]] = []
-        self._digests: list[str] = []
-        self._bytes = self._examples = 0
-
-    def skipped(self, batches: Iterator[Inputs]) -> Iterator[Inputs]:
+    def remaining(self, batches: Iterator[Inputs]) -> Iterator[Inputs]:
         """Yields the batches after those that are stored."""
-        for notes in self._stored:
-            for stored in json.loads(notes["digests"]):
-                batch = next(batches, None)
-                if batch is None or digest_of(batch) != stored:
-                    raise ExperimentError(
-                        f"the folder {str(self._folder)!r} has values of another dataset, or of other batches: give "
-                        "the same batches in the same order, or choose another folder"
-                    )
+        for stored in self._stored:
+            batch = next(batches, None)
+            if batch is None or digest_of(batch) != stored:
+                raise ExperimentError(
+                    f"the folder {str(self._folder)!r} has values of another dataset, or of other batches: give the "
+                    "same batches in the same order, or choose another folder"
+                )
         yield from batches
 
-    def add(self, batch: Inputs, index: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    def add(self, tensors: dict[str, Tensor], count: int, digest: str) -> None:
         """Adds the rows of a batch; writes a shard if there are enough."""
-        self._waiting.append({f"index.{name}": value for name, value in index.items()} | values)
-        self._digests.append(digest_of(batch))
-        self.seen.update(self._digests[-1].encode())
-        count = batch.rows or 0
-        self.examples += count
-        self._examples += count
-        self._bytes += sum(value.nbytes for value in values.values())
-        if self._bytes >= self._shard_bytes:
+        self._waiting.append((tensors, count, digest))
+        self.digests.append(digest)
+        if sum(value.nbytes for tensors, _, _ in self._waiting for value in tensors.values()) >= self._shard_bytes:
             self.write()
 
     def write(self) -> None:
         """Writes what waits, as one shard."""
         if not self._waiting:
             return
-        tensors = {name: self._joined(name) for name in self._waiting[0]}
-        notes = {"examples": str(self._examples), "digests": json.dumps(self._digests)}
+        batches, counts, digests = zip(*self._waiting, strict=True)
+        try:
+            tensors = {name: torch.cat([each[name] for each in batches]).contiguous() for name in batches[0]}
+        except RuntimeError as error:
+            raise ExperimentError(f"rows differ in shape: pad all batches to one length ({error})") from error
         if self._is_writing:
-            with whole_file(self._folder / f"{self._shards:06}.safetensors") as file:
-                save_file(tensors, file, notes)
-        self._shards += 1
-        self._start()
-
-    def _joined(self, name: str) -> Tensor:
-        parts = [each[name] for each in self._waiting]
-        other = next((part for part in parts if part.shape[1:] != parts[0].shape[1:]), None)
-        if other is not None:
-            raise ExperimentError(
-                f"a row of {name!r} has the shape {tuple(parts[0].shape[1:])} in one batch, and "
-                f"{tuple(other.shape[1:])} in another: pad all batches to one length"
-            )
-        return torch.cat(parts).contiguous()
+            with whole_file(self._folder / f"{self._count:06}.safetensors") as file:
+                save_file(tensors, file, {"examples": str(sum(counts)), "digests": json.dumps(digests)})
+        self._count += 1
+        self._waiting = []
 
 
 def _shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("[0-9]*.safetensors"))
 
 
-def _notes_of(shard: Path) -> dict[str, str]:
+def _metadata(shard: Path) -> dict[str, str]:
     with safe_open(shard, "pt") as file:
         return dict(file.metadata())
 
 
-def _read_settings(folder: Path) -> Any:
+def _settings(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / _SETTINGS).read_text("utf8"))
-    except (OSError, ValueError) as error:
+        found: dict[str, Any] = json.loads((folder / _SETTINGS).read_text("utf8"))
+        if found["format"] != _FORMAT or found["version"] != _VERSION:
+            raise ValueError(f"it has version {found['version']}, and this package reads {_VERSION}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ExperimentError(f"{str(folder)!r} is not an activation store: {error}") from None
+    return found
 
 
 class ActivationStore(Mapping[str, "StoredValues"]):
@@ -255,7 +237,7 @@ class ActivationStore(Mapping[str, "StoredValues"]):
         token: The token of each row; -1 if the model does not take tokens.
 
     Raises:
-        ExperimentError: The folder is not an activation store, or of a newer version.
+        ExperimentError: The folder is not an activation store, or of another version.
 
     Example:
         >>> import tempfile, torch
@@ -273,22 +255,14 @@ class ActivationStore(Mapping[str, "StoredValues"]):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
-        document = _read_settings(self._folder)
-        if document.get("format") != _FORMAT:
-            raise ExperimentError(f"{str(folder)!r} is not an activation store")
-        if document["version"] > _VERSION:
-            raise ExperimentError(f"{str(folder)!r} was written by a newer version of graphpatch-notebook")
-        self._kinds: dict[str, str] = document["paths"]
+        self._kinds: dict[str, str] = _settings(self._folder)["paths"]
         self._shards = _shards(self._folder)
 
     def __getitem__(self, path: object) -> StoredValues:
-        kind = self._kinds.get(str(path))
-        if kind is None:
-            close = ", ".join(map(repr, nearest(str(path), list(self._kinds))))
-            hint = f"; nearest: {close}" if close else ""
-            stored = ", ".join(map(repr, list(self._kinds)[:8]))
-            raise KeyError(f"{str(path)!r} is not stored under this name; stored: {stored}{hint}")
-        return StoredValues(self, str(path), self._shards, has_positions=kind == "position")
+        if str(path) not in self._kinds:
+            close = ", ".join(map(repr, nearest(str(path), list(self._kinds)) or list(self._kinds)[:8]))
+            raise KeyError(f"{str(path)!r} is not stored; nearest: {close}")
+        return StoredValues(self, str(path), self._shards, has_positions=self._kinds[str(path)] == "position")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kinds)
@@ -301,26 +275,23 @@ class ActivationStore(Mapping[str, "StoredValues"]):
 
     @functools.cached_property
     def examples(self) -> int:
-        return sum(int(_notes_of(shard)["examples"]) for shard in self._shards)
+        return sum(int(_metadata(shard)["examples"]) for shard in self._shards)
 
     @functools.cached_property
     def example(self) -> np.ndarray[Any, Any]:
-        return self._index("example")
+        return np.asarray(self._index("example"))
 
     @functools.cached_property
     def position(self) -> np.ndarray[Any, Any]:
-        return self._index("position")
+        return np.asarray(self._index("position"))
 
     @functools.cached_property
     def token(self) -> np.ndarray[Any, Any]:
-        return self._index("token")
+        return np.asarray(self._index("token"))
 
-    def _index(self, name: str) -> np.ndarray[Any, Any]:
-        parts = []
-        for shard in self._shards:
-            with safe_open(shard, "pt") as file:
-                parts.append(file.get_tensor(f"index.{name}").numpy())
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    def _index(self, name: str) -> Tensor:
+        rows = StoredValues(self, f"index.{name}", self._shards, has_positions=True)
+        return rows[:] if self._shards else torch.zeros(0, dtype=torch.long)
 
 
 class StoredValues:
@@ -409,11 +380,9 @@ class StoredValues:
 
 def _is_among(index: np.ndarray[Any, Any], wanted: Any, what: str) -> np.ndarray[Any, Any]:
     try:
-        numbers = selection(wanted, what).within(0, int(index.max(initial=-1)) + 1)
+        found = np.isin(index, selection(wanted, what).within(0, int(index.max(initial=-1)) + 1))
     except ValueError:
-        message = f"{what}={wanted!r} is not a number, or several (a list, range, slice or set), counted from zero"
-        raise ExperimentError(message) from None
-    found = np.isin(index, numbers)
+        raise ExperimentError(f"{what}={wanted!r} is not a number, or several, counted from zero") from None
     if not found.any():
         raise ExperimentError(f"no row is stored for {what}={wanted!r}")
     return found
