@@ -180,10 +180,6 @@ class SharedGradientWarning(GraphPatchWarning):
     """The gradient of a probed input of a module includes those of other uses of the same tensor."""
 
 
-class MissingProcessWarning(GraphPatchWarning):
-    """The model is sharded over several processes, and some of them have not called it: the others wait."""
-
-
 class EditedGraphWarning(GraphPatchWarning):
     """An edited graph is valid for the branches and flags of the example only, and a call may have others."""
 

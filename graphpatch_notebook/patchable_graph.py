@@ -43,7 +43,7 @@ from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
-from graphpatch_notebook.sharded import publish_stage, sharding_of, with_whole_records
+from graphpatch_notebook.sharded import sharding_of, with_whole_records
 from graphpatch_notebook.torch_compat import eager_code
 
 if TYPE_CHECKING:
@@ -141,7 +141,6 @@ class PatchableGraph(_LikeItsModel):
             raise
         drawn = before.changed()
         root_frame = with_whole_records(root_frame)
-        publish_stage(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
         if (sharding := sharding_of(root_frame)) is not None:
             self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)
@@ -944,10 +943,10 @@ class PatchableGraph(_LikeItsModel):
             with context if model.permanent else context.quiet():
                 return self._call(function, args, kwargs)
         model.check_weights()
-        if (sharding := sharding_of(model.root)) is None:
-            return function(*args, **kwargs) if context is None else context.call(function, args, kwargs)
-        with sharding.checked_call(function, () if context is None else context.plan.entries):
-            return function(*args, **kwargs) if context is None else context.call(function, args, kwargs)
+        if (sharding := sharding_of(model.root)) is not None:
+            entries = () if context is None else context.plan.entries
+            sharding.check_call(function, (*args, *kwargs.values()), entries)
+        return function(*args, **kwargs) if context is None else context.call(function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------
 

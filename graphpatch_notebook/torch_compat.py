@@ -556,15 +556,6 @@ def dtensor_module() -> Any:
         return importlib.import_module("torch.distributed._tensor")
 
 
-def default_store() -> Any:
-    """Returns the store through which the processes of the default group found each other.
-
-    `torch.distributed.distributed_c10d._get_default_store`: torch 2.4 to 2.13. Tested by:
-    tests/distributed/test_sharded_models.py.
-    """
-    return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
-
-
 def strided_shard(dim: int, factor: int) -> Any:
     """Returns the placement of weights that are packed into one along a dimension and split one by one.
 

@@ -26,7 +26,7 @@ from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all
 from graphpatch_notebook.patches.kinds import Patch, declares, has_plain_fields
 from graphpatch_notebook.paths import is_pattern, nearest
-from graphpatch_notebook.sharded import Sharding, other_stage, sharding_of
+from graphpatch_notebook.sharded import Sharding, sharding_of
 from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
@@ -55,7 +55,7 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
             except Unresolvable as error:
                 inside = inside_splice(root, text, patches, error.message)
                 if inside is None:
-                    problems.append(error.message + no_such_part(root, text) + other_stage(root, text))
+                    problems.append(error.message + no_such_part(root, text))
                     has_all_paths = False
                     continue
                 problems += _problems_inside(text, inside[1].patches)

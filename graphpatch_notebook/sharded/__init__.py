@@ -8,22 +8,18 @@ patches, and splits the result. `agreement` makes sure that all processes call t
 
 from __future__ import annotations
 
-from graphpatch_notebook.sharded.agreement import Agreement
 from graphpatch_notebook.sharded.digests import digest
 from graphpatch_notebook.sharded.placements import Placement, same_value
-from graphpatch_notebook.sharded.processes import Processes, other_stage, processes_of, publish_stage
+from graphpatch_notebook.sharded.processes import Processes, processes_of
 from graphpatch_notebook.sharded.sharding import Sharding, note_placements, sharding_of, with_whole_records
 
 __all__ = [
-    "Agreement",
     "Placement",
     "Processes",
     "Sharding",
     "digest",
     "note_placements",
-    "other_stage",
     "processes_of",
-    "publish_stage",
     "same_value",
     "sharding_of",
     "with_whole_records",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,26 +25,6 @@ _SAME = 1e-5
 _FEW = 4  # this many terms are not equal on all processes by chance
 
 
-class AlikeValues:
-    """Sketches of the values of one call that were the same on all processes at capture, and may differ now."""
-
-    def __init__(self) -> None:
-        self._sketches: dict[str, list[Tensor]] = {}
-
-    def add(self, path: str, value: Tensor) -> None:
-        """Adds the value that a path has at one visit."""
-        self._sketches.setdefault(path, []).append(sketch(value))
-
-    def taken(self, paths: Sequence[str]) -> Tensor:
-        """Returns for each path the number of visits and the sum of their sketches, and clears them."""
-        found, self._sketches = self._sketches, {}
-        rows = torch.zeros(len(paths), 1 + SKETCH, dtype=torch.float64)
-        for row, path in zip(rows, paths, strict=True):
-            if visits := found.get(path):
-                row[0], row[1:] = len(visits), torch.stack(visits).sum(0).cpu()
-        return rows
-
-
 @dataclass(frozen=True)
 class Placement:
     """How a value is distributed."""
@@ -55,8 +35,6 @@ class Placement:
     sizes: tuple[int, ...] = ()  # the sizes of the parts along it, by rank
     factor: int = 1  # how many weights are packed along `dim` (2 for gate and up): each is split separately
     own_dim: int | None = None  # the split dimension of a `DTensor`, which gathers itself; `None` for all others
-    # Where values that each process holds whole are noted.
-    alike: AlikeValues = field(default_factory=AlikeValues, repr=False, compare=False)
 
     def __str__(self) -> str:
         dim = self.own_dim if self.dim is None else self.dim
@@ -72,12 +50,8 @@ class Placement:
         One that is not distributed as in the capture is a `PatchShapeError`.
         """
         if is_distributed(value):
-            whole: Tensor = value.full_tensor()  # type: ignore[attr-defined]
-            if all(each.is_replicate() for each in value.placements):  # type: ignore[attr-defined]
-                self.alike.add(self.path, whole)
-            return whole
+            return value.full_tensor()  # type: ignore[attr-defined, no-any-return]
         if self.dim is None:
-            self.alike.add(self.path, value)
             return value
         rank = self.mesh.get_local_rank()
         if value.dim() <= self.dim or value.shape[self.dim] != self.sizes[rank]:
@@ -117,10 +91,15 @@ class Placement:
         assert self.dim is not None
         return dtensor_module().Shard(self.dim) if self.factor == 1 else strided_shard(self.dim, self.factor)
 
-    def note_patched(self, whole: Any, patches: Sequence[Patch[Any]]) -> None:
-        """Notes what functions made of a value, which must be the same on all processes."""
-        if isinstance(whole, Tensor) and not is_distributed(whole) and not all(map(is_known, patches)):
-            self.alike.add(self.path, whole)
+    def of_first(self, whole: Any, patches: Sequence[Patch[Any]]) -> Any:
+        """Returns what functions in patches made of a value on the first process: of random numbers, say."""
+        is_known = all(patch.observes_only or declares(patch, "is_pure") for patch in patches)
+        if is_known or not isinstance(whole, Tensor) or is_distributed(whole):
+            return whole
+        of_first = whole.detach().clone(memory_format=torch.contiguous_format)
+        group = self.mesh.get_group()
+        dist.broadcast(of_first, dist.get_global_rank(group, 0), group)
+        return whole + (of_first - whole).detach() if whole.requires_grad else of_first
 
     def opened(self, value: Tensor) -> tuple[Tensor, _Gradient]:
         """Returns a value that all processes have, whose patches see all of its gradient, and a state for `closed`.
@@ -136,11 +115,6 @@ class Placement:
         """Returns the patched value for a value that was `opened`."""
         needs_gradient = isinstance(whole, Tensor) and whole.requires_grad
         return _Close.apply(whole, gradient) if needs_gradient else whole  # type: ignore[no-untyped-call]
-
-
-def is_known(patch: Patch[Any]) -> bool:
-    """Whether equal patches make equal values of equal ones: others run functions, which processes may have changed."""
-    return patch.observes_only or declares(patch, "is_pure")
 
 
 def same_value(value: Any, result: Any) -> Any:
@@ -207,10 +181,6 @@ class _Close(torch.autograd.Function):
         dist.all_gather(sketches, mine, group=gradient.mesh.get_group())
         gradient.is_sum = not all(is_same_sketch(sketches[0], each) for each in sketches)  # the same on all processes
         return gradient.total(grad) if gradient.is_sum else grad, None
-
-
-SKETCH = 3
-"""The length of a sketch."""
 
 
 def sketch(value: Tensor) -> Tensor:

@@ -1,13 +1,8 @@
-"""The processes that run one model together: exchanging objects, and choosing the one that writes files.
-
-In a pipeline, each process has a graph of its own stage. It writes the paths of its modules into the store through
-which the processes found each other, so that no process waits for another one.
-"""
+"""The processes that run one model together: exchanging objects, and choosing the one that writes files."""
 
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,8 +11,9 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.sharding import is_distributed
-from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import default_store, is_fully_sharded
+from graphpatch_notebook.errors import ShardedCallError
+from graphpatch_notebook.sharded.digests import digest
+from graphpatch_notebook.torch_compat import is_fully_sharded
 
 _T = TypeVar("_T")
 _LIMIT = datetime.timedelta(minutes=10)
@@ -41,6 +37,30 @@ class Processes:
         found: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def check_call(self, what: str, inputs: Sequence[Any], patches: Sequence[tuple[str, Any]]) -> None:
+        """Waits until all processes have called this with the same arguments.
+
+        Args:
+            what: The method that is called.
+            inputs: Arguments that must be the same.
+            patches: The patches, each with its path.
+
+        Raises:
+            ShardedCallError: Another process makes another call, or none.
+        """
+        mine = {"methods": what, "inputs": digest(*inputs), "patches": digest(*patches)}
+        try:
+            everyone = self.gathered(mine)
+        except RuntimeError as error:
+            raise ShardedCallError(f"{what}: other processes did not make this call ({error})") from None
+        if differing := [name for name in mine if any(each[name] != mine[name] for each in everyone)]:
+            listed = ", ".join(sorted({path for path, _ in patches})) or "none"
+            raise ShardedCallError(
+                f"the {' and '.join(differing)} differ between the processes: process {dist.get_rank()} calls {what} "
+                f"with patches on {listed}. All processes must make the same calls, with the same inputs, in the same "
+                "contexts, with the same patches and the same tensors in them"
+            )
 
     def are_same(self, value: Any) -> bool:
         """Returns whether the objects of all processes are equal."""
@@ -81,37 +101,3 @@ def _ranks_of(module: Module) -> Sequence[int]:
     held: Any = next((each for each in module.parameters() if is_distributed(each)), None)
     ranks: list[int] = [] if held is None else held.device_mesh.mesh.flatten().tolist()
     return ranks
-
-
-# -- pipelines: which process has the stage that a path leads to -------------------------------------------------------
-
-_KEY = "graphpatch_notebook/stages/{}"
-
-
-def publish_stage(root: Frame) -> None:
-    """Publishes the modules of this process for the other processes; does nothing if there are none."""
-    if not _are_several():
-        return
-    own = sorted({format_path(frame.path) for frame in root.walk()})
-    default_store().set(_KEY.format(dist.get_rank()), json.dumps(own))
-
-
-def other_stage(root: Frame, path: str) -> str:
-    """Returns a sentence that names the process whose stage has an unknown path; empty if no process has it."""
-    if not _are_several():
-        return ""
-    store, here = default_store(), dist.get_rank()
-    mine = {format_path(frame.path) for frame in root.walk()}
-    for rank in range(dist.get_world_size()):
-        if rank == here or not store.check([_KEY.format(rank)]):
-            continue
-        theirs = set(json.loads(store.get(_KEY.format(rank)))) - mine
-        found = [name for name in theirs if path == name or path.startswith((f"{name}.", f"{name}|"))]
-        if found:
-            stage = max(found, key=len)
-            return f". {stage!r} is in the stage of process {rank}, and this is process {here}: patch it there"
-    return ""
-
-
-def _are_several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -32,8 +31,7 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.sharded.agreement import Agreement
-from graphpatch_notebook.sharded.placements import AlikeValues, Placement, is_known, is_same_sketch, sketch
+from graphpatch_notebook.sharded.placements import Placement, is_same_sketch, sketch
 from graphpatch_notebook.sharded.processes import Processes, processes_of
 from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor, without_torch_functions
 from graphpatch_notebook.values import TensorSpec, mapped_spec, off_meta, tensor_specs
@@ -84,13 +82,10 @@ class Sharding:
         self.mesh = _mesh_of(model)
         self.reason: str | None = None  # why no value can be patched; `None` if some can
         self.processes = Processes(self.mesh.mesh.flatten().tolist())  # the processes
-        # What makes sure that all processes call the model with the same patches.
-        self.agreement = Agreement(self.processes)
         self._model = model
         self._refused: dict[int, str] = {}
         self._leaves: dict[int, Node] = {}
         self._placements: dict[_Key, Placement | str] = {}
-        self._alike = AlikeValues()
         self._is_measured = False
 
     # -- records -------------------------------------------------------------------------------------------------------
@@ -168,35 +163,18 @@ class Sharding:
         held = getattr(target.frame.module, str(node.target), None) if node.kind in HELD_KINDS else None
         return self._as_held(target, own_dim=_split_dim(held))
 
-    @contextmanager
-    def checked_call(self, function: Callable[..., Any], entries: Sequence[Any]) -> Iterator[None]:
-        """Checks that all processes call the model, or a method of it, with the same patches, and then what they saw.
+    def check_call(self, function: Callable[..., Any], inputs: Sequence[Any], entries: Sequence[Any]) -> None:
+        """Checks that all processes call the model, or a method of it, with the same tokens and patches.
 
-        A value that all processes held alike in the capture must be alike where it is patched, and so must be what
-        functions make of a value: the comparison of patches does not see their code, or what they draw. Methods that
-        all modules have, such as `eval`, do not run the model.
+        Methods that all modules have, such as `eval`, do not run the model.
         """
         name = "forward" if isinstance(function, Module) else getattr(function, "__name__", "")
-        if not self._is_measured or (name != "forward" and hasattr(Module, name)):
-            yield
-            return
-        given = [(entry.target.text, patch) for entry in entries for patch in entry.patches]
-        with without_torch_functions():  # modes of the caller see the model only
-            self.agreement.check(name, given)
-        alike = [
-            entry.placement.path
-            for entry in entries
-            if entry.placement is not None and (entry.placement.dim is None or not all(map(is_known, entry.patches)))
-        ]
-        paths = list(dict.fromkeys(alike))
-        self._alike.taken(())
-        try:
-            yield
-        except BaseException:
-            self.agreement.leave(name, paths)
-            raise
-        with without_torch_functions():
-            self.agreement.check_values(name, paths, self._alike.taken(paths))
+        if self._is_measured and (name == "forward" or not hasattr(Module, name)):
+            # Caches, and what is computed from other values, may have parts or other last digits.
+            tokens = [each for each in inputs if isinstance(each, Tensor) and not each.is_floating_point()]
+            given = [(entry.target.text, patch) for entry in entries for patch in entry.patches]
+            with without_torch_functions():  # modes of the caller see the model only
+                self.processes.check_call(name, tokens, given)
 
     # -- measure -------------------------------------------------------------------------------------------------------
 
@@ -227,7 +205,7 @@ class Sharding:
 
     def _as_held(self, target: Target, own_dim: int | None = None) -> Placement:
         """Returns the placement of a value that each process has as a whole, or as a `DTensor`."""
-        return Placement(target.path, self.mesh, own_dim=own_dim, alike=self._alike)
+        return Placement(target.path, self.mesh, own_dim=own_dim)
 
     def _placed(self, target: Target, seen: list[Any]) -> Placement | str:
         if any(one is None for one in seen):
@@ -252,7 +230,7 @@ class Sharding:
         if len(differing) > 1 or sum(sizes) != whole[differing[0]]:
             shapes = ", ".join(str(one.shape) for one in seen)
             return f"the processes hold values of shape {shapes}, which do not add up to {tuple(whole)}"
-        return Placement(target.path, self.mesh, differing[0], sizes, alike=self._alike)
+        return Placement(target.path, self.mesh, differing[0], sizes)
 
     def _refuse_packed(self, root: Frame) -> None:
         """Finds the values in which the parts of packed weights lie, and refuses those made of them.

@@ -3,7 +3,6 @@
 python -m tests.distributed                          all of them on two ranks, then on four
 python -m tests.distributed --only llama mixtral --ranks 2
 python -m tests.distributed --json findings.json [--resume]
-python -m tests.distributed --costs                  what two ranks take to compare: least and median
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import transformers
 from tests.architectures.building import NotSmall
 from tests.architectures.families import Architecture
 from tests.distributed.architectures import examine, with_plan
-from tests.distributed.costs import costs
 from tests.distributed.processes import ProcessesFailed
 
 
@@ -38,10 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    if options.costs:
-        for what, (least, median) in costs().items():
-            print(f"{1000 * least:.2f} to {1000 * median:.2f} ms  {what}")
-        return 0
     chosen = [each for each in with_plan() if not options.only or each.model_type in options.only]
     found: list[dict[str, Any]] = []
     if options.resume and options.json is not None and options.json.exists():
@@ -108,7 +102,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gradients", type=int, default=10, help="of how many of these to compare gradients")
     parser.add_argument("--seconds", type=int, default=300, help="for one architecture, at most")
     parser.add_argument("--json", type=Path, help="a file that gets all findings, as they come")
-    parser.add_argument("--costs", action="store_true", help="measure what each call takes, and nothing else")
     parser.add_argument("--resume", action="store_true", help="leave out what that file has already")
     return parser.parse_args(arguments)
 

@@ -134,8 +134,8 @@ def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, indices_i
     if patched is given and not (has_uses and keeps):
         return value
     with without_torch_functions():
-        placement.note_patched(patched, entry.patches)
-        local = placement.local(patched if gradient is None else placement.closed(patched, gradient), value)
+        first = placement.of_first(patched, entry.patches)
+        local = placement.local(first if gradient is None else placement.closed(first, gradient), value)
     return same_value(patched, local)
 
 
