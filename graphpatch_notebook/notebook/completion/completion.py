@@ -161,8 +161,8 @@ class PathCompleter:
             except (SessionError, ValueError):
                 return None
             return _beginning(typed, [Offer(name, "variable")])
-        path = COMPONENT.match(typed) or _PATH.match(typed)
-        end = path.end() if path else 0
+        before_slice = COMPONENT.match(typed) or _PATH.match(typed)
+        end = before_slice.end() if before_slice else 0
         if kind == "node" and typed.startswith("[", end):
             if typed.endswith("]") and typed.count("[") == typed.count("]"):
                 # A slice is complete and needs a space. Without an offer, IPython would complete the word.

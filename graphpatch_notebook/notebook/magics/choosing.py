@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.names import is_component_name, parse_name
