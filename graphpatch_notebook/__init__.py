@@ -53,7 +53,6 @@ from graphpatch_notebook.errors import (
     UnresolvedPatchWarning,
     UnstoredFrameError,
     UnstoredFrameWarning,
-    UnverifiedGraphWarning,
 )
 from graphpatch_notebook.execution import Recording
 from graphpatch_notebook.graphs import (
@@ -137,7 +136,6 @@ __all__ = [
     "UnstoredFrameError",
     "UnstoredFrameWarning",
     "UnusedModule",
-    "UnverifiedGraphWarning",
     "ZeroPatch",
     "load_patches",
     "save_patches",

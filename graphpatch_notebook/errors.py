@@ -184,10 +184,6 @@ class EditedGraphWarning(GraphPatchWarning):
     """An edited graph is valid for the branches and flags of the example only, and a call may have others."""
 
 
-class UnverifiedGraphWarning(GraphPatchWarning):
-    """A graph was interpreted that is not known to equal the model's own code on such inputs."""
-
-
 class StateWarning(GraphPatchWarning):
     """A run that should leave no trace changed something in the model that cannot be put back.
 

@@ -254,7 +254,6 @@ class PatchableGraph(_LikeItsModel):
             ├─relu: Tensor(2)
             └─output: Tensor(2)
         """
-        self._captured.update_called_modules()
         return NodePath(self._captured.root, self._code_of)
 
     def browse(
@@ -394,8 +393,8 @@ class PatchableGraph(_LikeItsModel):
         """Returns an interpreter that runs the graphs node by node (`torch.fx.Interpreter`); errors name their node.
 
         It runs the graphs, not the model, without patches: to look into a graph, say one that differs in `verify`.
-        Graphs that `verify` has not found equal on such inputs run too, with an `UnverifiedGraphWarning`. The model's
-        state, and that of the random generators, do not change.
+        Whether they equal the model on such inputs, `verify` finds out. The model's state, and that of the random
+        generators, do not change.
 
         Args:
             on_node: Called with the path and the value of each node, when it is computed.

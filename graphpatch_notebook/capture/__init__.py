@@ -5,7 +5,7 @@ swapped forwards (`observers`). `frame_recorder` records one module call, as the
 the calls that become nodes. `naming/` identifies an operation by its place in the user's code, and names it after the
 variable that holds it. Sizes stay symbolic (`sizes`). `inputs` binds arguments to the parameters of `forward`;
 `held_values` finds the values that modules hold; `packed_weights` reads quantized ones. `custom_graphs` records custom
-graphs, `decompositions` opens functions. `data_loops` and the doubts in `records` say what may differ on other inputs.
+graphs, `decompositions` opens functions. The doubts in `records` say what may differ on other inputs.
 
 Other packages import what is listed below, and these modules as they are: `records`, the classes that a capture
 consists of; `inputs`, `held_values` and `functions`, which are about calls, modules and torch functions;
@@ -22,16 +22,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.data_loops import (
+from graphpatch_notebook.capture.decompositions import chosen_decompositions, decomposition_of
+from graphpatch_notebook.capture.functions import (
     PART_FUNCTIONS,
     SIZED_BY_VALUES,
-    data_loop_of,
-    data_loops,
     is_call_sized_by_values,
     is_sized_by_values,
     part_count_by_values,
 )
-from graphpatch_notebook.capture.decompositions import chosen_decompositions, decomposition_of
 from graphpatch_notebook.capture.held_values import (
     PLAIN_VALUES,
     WRITTEN,
@@ -79,8 +77,6 @@ __all__ = [
     "call_sites",
     "capture",
     "chosen_decompositions",
-    "data_loop_of",
-    "data_loops",
     "decomposition_of",
     "frame_count",
     "has_values",

@@ -17,23 +17,17 @@ from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.functions import function_name
-from graphpatch_notebook.capture.held_values import held_tensors, module_at
-from graphpatch_notebook.capture.inputs import input_parameters, signature_of
-from graphpatch_notebook.capture.naming.names import name_nodes
 from graphpatch_notebook.capture.records import (
-    CallNode,
-    Conditions,
     Frame,
     InputParameter,
     Kind,
     Node,
     OpNode,
-    Ref,
     map_leaves,
 )
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.paths import unique_name
-from graphpatch_notebook.values import ScalarSpec, ValueSpec, describe
+from graphpatch_notebook.values import describe
 
 RECORD = "graphpatch_node"
 """The key in `fx.Node.meta` of the record of the node."""
@@ -284,63 +278,3 @@ def _kind(module: Module, path: str) -> Kind:
     if name in getattr(holder, "_parameters", ()):
         return "parameter"
     return "buffer" if name in getattr(holder, "_buffers", ()) else "attribute"
-
-
-# -- modules that were replaced ----------------------------------------------------------------------------------------
-
-
-REASON = "it was put in the place of the module that the graph was made with"
-
-
-class CalledModules:
-    """The modules that the custom graphs from a root frame down call, until the user replaces them."""
-
-    def __init__(self, root: Frame) -> None:
-        self._root = root
-        self._originals: dict[CallNode, Frame] = {}
-        self._calls = self._found()
-
-    def _found(self) -> list[tuple[Frame, CallNode, str]]:
-        frames = [frame for frame in self._root.walk() if frame.custom_graph is not None]
-        return [(frame, call, str(call.target)) for frame in frames for call in frame.calls()]
-
-    def notice_others(self) -> bool:
-        """Updates the frames of calls whose module was replaced; returns whether there were any.
-
-        If an original module was put back, its original frame is used again.
-        """
-        replaced = False
-        for frame, call, path in self._calls:
-            module = module_at(frame.module, path)
-            if module is None or module is call.frame.module:
-                continue
-            original = self._originals.setdefault(call, call.frame)
-            call.frame = original if module is original.module else _frame(module, call, frame)
-            call.op = type(module).__name__
-            replaced = True
-        if replaced:
-            self._calls = self._found()
-            self.notice_others()  # modules inside of a restored frame may have been replaced, too
-        return replaced
-
-
-def _frame(module: Module, call: CallNode, parent: Frame) -> Frame:
-    """Returns an opaque frame of a call of `module`: its inputs and output, parameters, buffers and submodules."""
-    output = call.frame.output_node
-    frame = Frame(module, call.frame.attribute_path, parent, call, opaque_reason=REASON)
-    frame.conditions, frame.capture = Conditions(module.training), parent.capture
-    frame.parameters = input_parameters(signature_of(module.forward))
-    for position, parameter in enumerate(frame.parameters):
-        given = call.args[position] if position < len(call.args) else call.kwargs.get(parameter.name)
-        frame.nodes.append(Node.named("input", parameter.name, _spec(given)))
-    for source, tensor in held_tensors(module):
-        frame.nodes.append(Node.named(source.kind, source.attribute_path, describe(tensor)))
-    frame.nodes.append(Node.named("output", "output", output.spec))
-    name_nodes(frame)
-    return frame
-
-
-def _spec(given: Any) -> ValueSpec:
-    if isinstance(given, Ref) and not given.dig:
-        return given.node.spec
-    return ScalarSpec(None) if isinstance(given, Ref) else describe(given)

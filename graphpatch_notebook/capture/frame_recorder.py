@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.data_loops import part_count_by_values
-from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
+from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS, part_count_by_values
 from graphpatch_notebook.capture.held_values import (
     TensorSource,
     alias,
@@ -22,7 +21,6 @@ from graphpatch_notebook.capture.held_values import (
     memory_of,
     plain_tensors,
     still_used,
-    tensor_flags,
     weak,
 )
 from graphpatch_notebook.capture.naming import call_sites
@@ -229,7 +227,6 @@ class FrameRecorder:
     def add_inputs(self, bound: dict[str, Any]) -> dict[str, Any]:
         """Adds a node for each parameter of `forward`; returns the values to pass to `forward`."""
         given = dict(bound)
-        self.record.conditions.input_flags = tensor_flags([*bound.values()])
         for parameter in self.record.parameters:
             default = None if parameter.default is _EMPTY else parameter.default
             value = bound.get(parameter.name, default)

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture.data_loops import TRUTHS, is_call_sized_by_values
-from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
+from graphpatch_notebook.capture.functions import TRUTHS, VALUE_READS, is_call_sized_by_values, raw_name
 from graphpatch_notebook.capture.records import map_leaves
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.torch_compat import without_torch_functions

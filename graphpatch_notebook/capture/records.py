@@ -389,14 +389,12 @@ class Conditions:
     Attributes:
         training: The module's `training` flag.
         hooks: The ids of the forward hooks and pre-hooks that the module had.
-        input_flags: For each tensor in the inputs, whether it required gradients, and was contiguous.
         same_inputs: Pairs of places in the inputs, as parameter and dig, that were given one tensor: the records
             refer to it by the second place only.
     """
 
     training: bool = False
     hooks: frozenset[int] = frozenset()
-    input_flags: tuple[tuple[bool, bool], ...] = ()
     same_inputs: tuple[tuple[InputPlace, InputPlace], ...] = ()
 
 

@@ -1,11 +1,11 @@
-"""The signature of a call: all its properties but the numbers in its tensors. A graph is valid for equal signatures."""
+"""The signature of a call: structure, sizes, dtypes and flags of its inputs. A graph is for calls of one signature."""
 
 from __future__ import annotations
 
 import enum
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -33,11 +33,6 @@ from graphpatch_notebook.values import (
 Dimension: TypeAlias = "int | str"
 """A size, or the name of a symbolic one, which is the same wherever it has this name."""
 
-TensorLayout: TypeAlias = "tuple[int, ...] | str | None"
-"""How a tensor is laid out in memory: contiguous, not contiguous, its strides, or not known."""
-
-CONTIGUOUS, NOT_CONTIGUOUS = "contiguous", "not contiguous"
-
 
 class Aspect(enum.Enum):
     """In what two calls may differ."""
@@ -48,12 +43,8 @@ class Aspect(enum.Enum):
     DTYPE = "dtype"
     DEVICE = "device"
     SIZE = "size"
-    LAYOUT = "layout in memory"
-    REQUIRES_GRAD = "requires_grad"
     SPLIT = "split"
     """Two inputs were one tensor, and are two."""
-    JOINED = "joined"
-    """Two inputs were two tensors, and are one."""
     GRAD_MODE = "grad mode"
     INFERENCE_MODE = "inference mode"
     DEFAULT_DTYPE = "default dtype"
@@ -83,9 +74,8 @@ class Difference:
         return f"the {self.aspect.value} of the input {self.name!r}" if self.name else f"the {self.aspect.value}"
 
     def __str__(self) -> str:
-        if self.aspect in (Aspect.SPLIT, Aspect.JOINED):
-            is_or_not = "is not" if self.aspect is Aspect.SPLIT else "is"
-            return f"{self.name!r} {is_or_not} the same tensor as {self.was!r}, unlike in the example"
+        if self.aspect is Aspect.SPLIT:
+            return f"{self.name!r} is not the same tensor as {self.was!r}, unlike in the example"
         return f"{self.subject} is {_spec_text(self.now)}, and was {_spec_text(self.was)} in the example"
 
 
@@ -112,17 +102,15 @@ def current_settings() -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """The properties of a tensor in a call besides its class and dtype; `None` for those that are not known."""
+    """The properties of a tensor in a call besides its class and dtype."""
 
     sizes: tuple[Dimension, ...]
     device: torch.device
-    layout: TensorLayout = None
-    requires_grad: bool | None = None
 
 
 @dataclass(frozen=True)
 class CallSignature:
-    """Everything about a call but the numbers in its tensors. Signatures can be compared and hashed.
+    """The form of a call, without the numbers in its tensors. Signatures can be compared and hashed.
 
     Attributes:
         inputs: The inputs by name: structure and plain values.
@@ -153,27 +141,23 @@ class CallSignature:
         tensors: list[tuple[str, Tensor]] = []
         for (name, spec), value in zip(inputs, values.values(), strict=True):
             _compare_values(name, spec, value, tensors, [])
-        forms = tuple(TensorForm(tuple(t.shape), t.device, layout_of(t), t.requires_grad) for _, t in tensors)
+        forms = tuple(TensorForm(tuple(tensor.shape), tensor.device) for _, tensor in tensors)
         return cls(inputs, forms, _first_same(tensors), current_settings())
 
     @classmethod
     def of_frame(cls, frame: Frame) -> CallSignature:
-        """Returns the signature of the call that `frame` recorded, without properties that were not recorded."""
+        """Returns the signature of the call that `frame` recorded, without the settings of torch."""
         by_name = {str(node.target): node.spec for node in frame.inputs()}
         inputs = tuple((p.name, by_name.get(p.name, ScalarSpec(None))) for p in frame.parameters)
         tensors = [leaf for name, spec in inputs for leaf in tensor_leaves(name, spec)]
-        forms = [TensorForm(tuple(spec.shape), spec.device) for _, spec in tensors]
-        if len(frame.conditions.input_flags) == len(forms):
-            for number, (requires_grad, is_contiguous) in enumerate(frame.conditions.input_flags):
-                layout = CONTIGUOUS if is_contiguous else NOT_CONTIGUOUS
-                forms[number] = replace(forms[number], requires_grad=requires_grad, layout=layout)
+        forms = tuple(TensorForm(tuple(spec.shape), spec.device) for _, spec in tensors)
         numbers = {name: number for number, (name, _) in enumerate(tensors)}
         same = list(range(len(tensors)))
         for places in frame.conditions.same_inputs:
             names = [functools.reduce(_below, map(key_text, dig), parameter) for parameter, dig in places]
             one, other = sorted(numbers.get(name, 0) for name in names)
             same[other] = same[one]
-        return cls(inputs, tuple(forms), tuple(same))
+        return cls(inputs, forms, tuple(same))
 
     @property
     def objects(self) -> list[str]:
@@ -193,27 +177,18 @@ class CallSignature:
         if len(tensors) != len(self.tensors):
             return found
         for number, (name, tensor) in enumerate(tensors):
-            self._compare_tensor(name, self.tensors[number], tensor, found)
+            if tensor.device != (device := self.tensors[number].device):
+                found.append(Difference(Aspect.DEVICE, device, tensor.device, name))
         if Aspect.SIZE not in self.ignored:
             self._compare_sizes(tensors, found)
         same = _first_same(tensors)
         for number, now in enumerate(same):
-            if (was := self.same[number]) != now:
-                aspect = Aspect.SPLIT if now == number else Aspect.JOINED
-                found.append(Difference(aspect, tensors[min(was, now)][0], None, tensors[number][0]))
+            if (was := self.same[number]) != now and now == number:
+                found.append(Difference(Aspect.SPLIT, tensors[was][0], None, tensors[number][0]))
         if self.settings:
             settings = dict(current_settings())
             found += [Difference(key, was, settings[key]) for key, was in self.settings if settings[key] != was]
         return [difference for difference in found if difference.aspect not in self.ignored]
-
-    def _compare_tensor(self, name: str, form: TensorForm, tensor: Tensor, found: list[Difference]) -> None:
-        if tensor.device != form.device:
-            found.append(Difference(Aspect.DEVICE, form.device, tensor.device, name))
-        if form.requires_grad is not None and tensor.requires_grad is not form.requires_grad:
-            found.append(Difference(Aspect.REQUIRES_GRAD, form.requires_grad, tensor.requires_grad, name))
-        layout = layout_of(tensor)
-        if form.layout is not None and not _is_same_layout(form.layout, layout, Aspect.SIZE not in self.ignored):
-            found.append(Difference(Aspect.LAYOUT, form.layout, layout, name))
 
     def _compare_sizes(self, tensors: list[tuple[str, Tensor]], found: list[Difference]) -> None:
         sizes: dict[str, int] = {}
@@ -306,24 +281,3 @@ def _is_of_class(spec: ContainerSpec, value: Any) -> bool:
 
 
 _OF_SIZES = (tuple, torch.Size)
-
-
-def layout_of(tensor: Tensor) -> TensorLayout:
-    """Returns how a tensor is laid out in memory; strides are 0 where they make no difference."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return NOT_CONTIGUOUS
-    if tensor.is_contiguous():
-        return CONTIGUOUS
-    return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _is_same_layout(was: TensorLayout, now: TensorLayout, is_sized: bool) -> bool:
-    if was == NOT_CONTIGUOUS:
-        return now != CONTIGUOUS
-    if is_sized or not isinstance(was, tuple) or not isinstance(now, tuple):
-        return was == now
-    return _order(was) == _order(now)
-
-
-def _order(strides: tuple[int, ...]) -> list[int]:
-    return sorted(range(len(strides)), key=lambda position: strides[position])

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 from torch.nn import Module
 
 from graphpatch_notebook.capture import parameter_without_values
-from graphpatch_notebook.capture.custom_graphs import REASON, CalledModules
 from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphError, UnknownPathError
@@ -57,9 +56,6 @@ class CapturedModel:
         for frame in custom:
             connect_records(frame, frame.custom_graph)
         self._has_custom_graphs = bool(custom)
-        # If all graphs are the program's, modules that they call are looked up by name: users may replace these.
-        is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root.walk())
-        self._called = CalledModules(root) if is_program else None
 
     def edited(self, patch_map: Any = None) -> CapturedModel:
         """Returns another captured model with the same graphs, and no contexts, whose calls also have these patches."""
@@ -114,7 +110,6 @@ class CapturedModel:
     @property
     def hierarchy(self) -> GraphModule:
         """The hierarchy of graph modules, callable like the model."""
-        self.update_called_modules()
         if self._hierarchy is None:
             self._hierarchy = build_hierarchy(self.root)
         return self._hierarchy
@@ -132,11 +127,6 @@ class CapturedModel:
     def renew(self) -> None:
         """Forgets what was derived from the records: these have changed."""
         self._derived = None
-
-    def update_called_modules(self) -> None:
-        """Brings the records up to date where the user replaced modules that custom graphs call by name."""
-        if self._called is not None and self._called.notice_others():
-            self._hierarchy = self._derived = None
 
     # -- patches -------------------------------------------------------------------------------------------------------
 
@@ -199,13 +189,11 @@ class CapturedModel:
         return derived.permanent
 
     def is_current(self, plan: Plan) -> bool:
-        """Whether no graph was edited, and no module replaced, since `plan` was made."""
+        """Whether no graph was edited since `plan` was made."""
         return plan.callers is self._current().callers
 
     def _current(self) -> _Derived:
         """Returns the values derived from the current records."""
-        if self._called is not None:
-            self.update_called_modules()
         derived = self._derived
         if derived is None or derived.edits != self.edits:
             graphs = own_graphs(self.hierarchy) if self.runs_own_graphs else ()

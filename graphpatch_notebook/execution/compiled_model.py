@@ -60,17 +60,15 @@ def verified_fx_module(
         part = PatchedPart(target.index, entry.patches, f"{target.text!r} ({target.node.op})")
         patched.setdefault(target.node, []).append((target.dig, part))
     given = {} if examples is None else inputs_of_call(root.frame, examples.args, examples.kwargs)
-    result, check = plain_fx_module(root, patched, given, any_size=any_size)
+    result = plain_fx_module(root, patched, given, any_size=any_size)
     doubts = listed_doubts(root)
     if doubts and not allow_doubts:
         raise GraphError(
             f"the graphs are a record of one run, and the model may go another way with other inputs: {doubts}; if it "
             "goes this way with all inputs that you have in mind, say allow_doubts=True"
         )
-    check.is_noting_layouts = True
     with _unchanged(patch for entry in entries for patch in entry.patches):
         comparison = compared(root.frame.module, run, result, args, kwargs)
-    check.is_noting_layouts = False
     if not comparison.is_equal:
         because = f"; it is known that the model {doubts}" if doubts else ""
         raise GraphError(f"the graphs do not do what the model does on these inputs: {comparison}{because}")

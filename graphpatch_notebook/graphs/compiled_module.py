@@ -8,7 +8,7 @@ import keyword
 import threading
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import fx
 from torch.compiler import is_compiling
@@ -17,8 +17,6 @@ from torch.nn import Module, ModuleList
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
-from graphpatch_notebook.checks.call_signature import CallSignature
-from graphpatch_notebook.checks.comparison import RunComparison
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.graphs.copies import copied_graph
@@ -33,13 +31,6 @@ from graphpatch_notebook.torch_compat import is_tracing, never_compiled
 _build_lock = threading.RLock()
 
 
-class LastComparison(NamedTuple):
-    """The last comparison of a graph with its module by `verify`: the call, and the result."""
-
-    signature: CallSignature
-    found: RunComparison
-
-
 @final
 class CompiledGraphModule(GraphModule):
     """Runs the graph of one frame as generated code.
@@ -47,9 +38,6 @@ class CompiledGraphModule(GraphModule):
     The code is generated when it is first needed. A graph that is a record of the module runs only where it is asked
     for (`verify`, the interpreter, `to_fx`); in calls the module itself runs. A graph that was edited, or that a custom
     extraction function made, replaces the module: it always runs.
-
-    Attributes:
-        last_comparison: The last comparison of the graph with the module by `verify`; `None` if there was none.
 
     Example:
         >>> import torch
@@ -62,7 +50,6 @@ class CompiledGraphModule(GraphModule):
             return relu
     """
 
-    last_comparison: LastComparison | None = None
     _built: BuiltGraph | None = None
     _edited_calls: EditedCalls | None = None
     _generated: dict[frozenset[str], GeneratedCode]
@@ -269,7 +256,7 @@ class CompiledGraphModule(GraphModule):
     def copied_attributes(self) -> dict[str, Any]:
         """Returns the attributes of a copy. Code is generated again when it is needed, graphs are built again."""
         empty: dict[str, Any] = {"_generated": {}, "_callee_by_frame": {}}
-        return super().copied_attributes() | empty | dict.fromkeys(("_built", "_edited_calls", "last_comparison"))
+        return super().copied_attributes() | empty | dict.fromkeys(("_built", "_edited_calls"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledGraphModule:
         result: CompiledGraphModule = super().__deepcopy__(memo)

@@ -6,7 +6,6 @@ It is slower than generated code, but an error names its node, and a callback se
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
-from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, OpNode
 from graphpatch_notebook.checks.model_state import ModelSnapshot
-from graphpatch_notebook.errors import UnverifiedGraphWarning, add_note, has_note
+from graphpatch_notebook.errors import add_note, has_note
 from graphpatch_notebook.graphs.build import DefaultName
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.running import interpreter
@@ -25,15 +23,14 @@ from graphpatch_notebook.inspection.error_notes import arguments_at_capture, arg
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
 
-_MOST_LISTED = 5
 _STARS = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEYWORD}
 
 
 class GraphInterpreter:
     """Runs a hierarchy of graph modules node by node.
 
-    All graphs run; those that may differ from the model on such inputs give a warning. Modules without a graph run
-    their own code.
+    All graphs run, as snapshots of the model (`verify` compares them with it). Modules without a graph run their own
+    code.
 
     Args:
         graph_module: The root of the hierarchy.
@@ -74,35 +71,13 @@ class GraphInterpreter:
         """
         if self._before_run is not None:
             self._before_run()
-        unverified: list[str] = []
 
         def run_graph(graph_module: CompiledGraphModule, *args: Any, **kwargs: Any) -> Any:
-            if not graph_module.has_own_graph and (doubt := _doubt(graph_module, args, kwargs)) is not None:
-                name = type(graph_module.frame.module).__name__
-                unverified.append(f"{graph_module.path or '<root>'} ({name}): {doubt}")
             return _FrameInterpreter(graph_module, _bound(graph_module, args, kwargs), self._on_node).run()
 
-        state = ModelSnapshot(self._graph_module.frame.module)
-        with afterwards(lambda: state.restore(counts_writes=True)), holding(interpreter, run_graph):
-            result = state.separated(self._graph_module(*args, **kwargs))
-        if unverified:
-            more = f"\n  ... and {len(unverified) - _MOST_LISTED} more" if len(unverified) > _MOST_LISTED else ""
-            lines = "".join(f"\n  {line}" for line in unverified[:_MOST_LISTED])
-            warnings.warn(
-                "graphs were interpreted that are not known to equal the model's own code on such inputs, so that "
-                f"their result may differ from the model's; PatchableGraph.verify compares them:{lines}{more}",
-                UnverifiedGraphWarning,
-                stacklevel=2,
-            )
-        return result
-
-
-def _doubt(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Returns why the graph may not equal the module in calls like this one."""
-    last = graph_module.last_comparison
-    if last is None or last.signature.differences([*inputs_of_call(graph_module.frame, args, kwargs).values()]):
-        return "it was not compared on such inputs"
-    return None if last.found.is_equal else str(last.found)
+        snapshot = ModelSnapshot(self._graph_module.frame.module)
+        with afterwards(lambda: snapshot.restore(counts_writes=True)), holding(interpreter, run_graph):
+            return snapshot.separated(self._graph_module(*args, **kwargs))
 
 
 class _FrameInterpreter(fx.Interpreter):

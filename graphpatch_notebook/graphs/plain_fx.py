@@ -28,7 +28,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.inputs import given_input, passed_on
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, at_keys
-from graphpatch_notebook.checks.call_signature import CONTIGUOUS, Aspect, CallSignature, Difference, has_child
+from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, Difference, has_child
 from graphpatch_notebook.errors import GraphError, GraphPatchError, PatchValueError
 from graphpatch_notebook.graphs.build import Container, printable
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
@@ -69,8 +69,8 @@ Patched = Mapping[Node, Sequence[tuple[tuple[Key, ...], PatchedPart]]]
 
 def plain_fx_module(
     root: GraphModule, patched: Patched, examples: Mapping[str, Any], *, any_size: bool
-) -> tuple[fx.GraphModule, InputCheck]:
-    """Returns the modules from `root` down as plain fx modules, with patches inserted, and the check of the inputs.
+) -> fx.GraphModule:
+    """Returns the modules from `root` down as plain fx modules, with patches inserted, and a check of the inputs.
 
     `examples` are the known example inputs by parameter; `any_size` is as for `InputCheck`. A `GraphError` names all
     frames without a graph.
@@ -85,7 +85,7 @@ def plain_fx_module(
     check.objects = given.recorded()
     if missing := [node.name for node in patched if node not in woven]:
         raise GraphError(f"these patched nodes are not in the graphs: {', '.join(map(repr, missing))}")
-    return result, check
+    return result
 
 
 class PatchedValue(Module):
@@ -452,7 +452,7 @@ def _input_of_model(frame: Frame, node: Node, keys: tuple[Key, ...]) -> str | No
 
 # -- which calls it holds for -----------------------------------------------------------------------------------------
 
-_IGNORED = frozenset({Aspect.CLASS, Aspect.DEVICE, Aspect.REQUIRES_GRAD, Aspect.LAYOUT})
+_IGNORED = frozenset({Aspect.CLASS, Aspect.DEVICE})
 
 
 class InputCheck(Module):
@@ -471,7 +471,6 @@ class InputCheck(Module):
         self.modules_below: list[tuple[str, Module, bool]] = []
         self._frame_inputs = frame.parameters
         self.objects: dict[str, list[tuple[Reads, ValueSpec]]] = {}
-        self.is_noting_layouts = False  # whether the layouts of the inputs are required of all later calls
         self.maker = "pg.to_fx"
 
     def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -494,13 +493,6 @@ class InputCheck(Module):
             raise GraphError(f"{differences[0]}; {self._repair(differences[0])}")
         if self.objects:
             self._check_objects(values)
-        if self.is_noting_layouts:
-            names = [name for name, _ in self.signature.inputs]
-            now = CallSignature.of(dict(zip(names, values, strict=True))).tensors
-            pairs = zip(self.signature.tensors, now, strict=True)
-            tensors = tuple(replace(form, layout=other.layout) for form, other in pairs)
-            ignored = self.signature.ignored - {Aspect.LAYOUT}
-            self.signature = replace(self.signature, tensors=tensors, ignored=ignored)
 
     def _check_objects(self, values: tuple[Any, ...]) -> None:
         """Checks that objects whose tensors the graphs read hold tensors of the same shapes, and the same numbers."""
@@ -525,10 +517,6 @@ class InputCheck(Module):
     def _repair(self, difference: Difference) -> str:
         if difference.aspect is Aspect.SIZE:
             return f"{self.maker}(..., any_size=True) makes a graph for inputs of other sizes"
-        if difference.aspect is Aspect.LAYOUT:
-            contiguous = f"give {difference.name}.contiguous(), or " if difference.was == CONTIGUOUS else ""
-            another = f"make another graph, with {self.maker}(...) on inputs like this one"
-            return f"the model may ask for that; {contiguous}{another}"
         was, now = difference.was, difference.now
         if difference.aspect is Aspect.VALUE and isinstance(was, ScalarSpec) and now == ScalarSpec(None):
             return f"call it with {difference.name}={was.value!r}"

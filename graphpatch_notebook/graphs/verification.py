@@ -18,7 +18,7 @@ from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared, run_and_compare
 from graphpatch_notebook.checks.hooks import HookOwner, owner_of
 from graphpatch_notebook.checks.model_state import copied, preserved
-from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule, LastComparison
+from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.modules import GraphModule, run_live
 from graphpatch_notebook.graphs.running import (
     is_hooked,
@@ -193,14 +193,14 @@ class _Verifier:
             return run(*args, **kwargs)
         assert isinstance(graph_module, CompiledGraphModule)
         frame = graph_module.frame
-        signature = CallSignature.of(inputs_of_call(frame, args, kwargs))
-        doubts = frame.doubts or [Doubt(Reason.IS_GIVEN_OBJECT, name) for name in signature.objects[:1]]
+        objects = CallSignature.of(inputs_of_call(frame, args, kwargs)).objects
+        doubts = frame.doubts or [Doubt(Reason.IS_GIVEN_OBJECT, name) for name in objects[:1]]
         if doubts := doubts or [*_hooks_left_out(frame)][:1]:
             result = run(*args, **kwargs)
             comparison = RunComparison(ComparisonOutcome.NOT_COMPARABLE, listed_doubts(doubts))
         else:
             result, comparison = run_and_compare(module, run, _graph_of(graph_module), args, kwargs)
-        self._note(graph_module, signature, comparison)
+        self.found[graph_module] = comparison
         return result
 
     def compare_as_a_whole(self, root: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -209,12 +209,7 @@ class _Verifier:
         def run(*args: Any, **kwargs: Any) -> Any:
             return run_live(root, args, kwargs)
 
-        signature = CallSignature.of(inputs_of_call(root.frame, args, kwargs))
-        self._note(root, signature, compared(root.frame.module, run, _graph_of(root), args, kwargs))
-
-    def _note(self, graph_module: CompiledGraphModule, signature: CallSignature, comparison: RunComparison) -> None:
-        self.found[graph_module] = comparison
-        graph_module.last_comparison = LastComparison(signature, comparison)
+        self.found[root] = compared(root.frame.module, run, _graph_of(root), args, kwargs)
 
     def _graph_module(self, module: Module) -> GraphModule | None:
         """Returns the graph module of the frame that begins, if it was called during capture."""

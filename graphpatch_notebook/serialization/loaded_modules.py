@@ -121,7 +121,6 @@ class CallCheck:
             found,
             tensors=tuple(forms),
             settings=((Aspect.DEFAULT_DTYPE, default_dtype), (Aspect.AUTOCAST, None)),
-            ignored=frozenset({Aspect.LAYOUT, Aspect.REQUIRES_GRAD}),
         )
 
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -602,19 +602,6 @@ def test_switches_that_no_graph_has_in_it(switch: Any, adds: bool) -> None:
         pg(X)
 
 
-@pytest.mark.parametrize("asks", [lambda x: x.requires_grad, lambda x: not x.is_contiguous()])
-def test_what_code_may_ask_of_a_tensor(asks: Any) -> None:
-    class Asks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2 if asks(x) else x * 3
-
-    pg = PatchableGraph(Asks(), ExtractionOptions(postprocessing_function=double), X)
-    assert torch.equal(pg(X + 1), (X + 1) * 6)
-    other = torch.randn(4, 3).T.requires_grad_()
-    with pytest.raises(GraphError, match="'<root>' .Asks. is not valid for this call"):
-        pg(other)
-
-
 def test_other_dtypes_and_switches_around_are_compared() -> None:
     class Casting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -474,68 +474,6 @@ def _is(pg: PatchableGraph, path: str, parameter: Tensor, program: ExportedProgr
     return _full_name(pg, path) in names
 
 
-class Doubled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value * self.gain
-
-
-def test_a_submodule_is_swapped_for_another() -> None:
-    pg = PatchableGraph.from_exported(CASES["layers"].program())
-    first, second = pg.layers
-    expected = X + Doubled()(X)
-    expected = expected + second(expected)
-    before = pg(X)
-    context = pg.patch({"layers_1.output": ZeroPatch()})
-    with context:
-        assert torch.equal(pg(X), X + first(X))
-    pg.layers[0] = Doubled()
-    assert torch.equal(pg(X), expected)
-    assert torch.equal(pg._module(X), expected)
-    assert torch.equal(pg._graph_module(X), expected)
-    with context:
-        assert torch.equal(pg(X), X * 3)
-    assert "layers_0.up.linear" not in pg.nodes
-    assert (
-        repr(pg.graph.layers_0)
-        == """\
-layers_0: OpaqueGraphModule
-├─value: Tensor(3, 4)
-├─gain: Tensor()
-└─output: Tensor(3, 4)"""
-    )
-    assert "it was put in the place of the module that the graph was made with" in pg.graph.layers_0._code
-    with pg.patch({"layers_0.gain": ZeroPatch(), "layers_0.value": AddPatch(value=1.0)}, strict=True):
-        assert torch.equal(pg(X), X + second(X))
-    with pg.patch({"layers_0.output": ZeroPatch()}, strict=True):
-        assert torch.equal(copy.deepcopy(pg)(X), expected)
-        assert torch.equal(pg(X), X + second(X))
-    pg.layers[0] = first
-    assert torch.equal(pg(X), before)
-    with pg.patch({"layers_0.up.linear": ZeroPatch()}, strict=True):
-        assert not torch.equal(pg(X), before)
-
-
-def test_a_module_with_its_signature_preserved_is_swapped() -> None:
-    program = CASES["dispatched"].program()
-    pg, modules = PatchableGraph.from_exported(program), unflatten(program)
-
-    class Other(nn.Module):
-        def forward(self, x: Tensor, is_long: bool) -> Tensor:
-            return x + 1 if is_long else x - 1
-
-    pg.set_submodule("switch", Other())
-    modules.set_submodule("switch", Other())
-    assert torch.equal(pg(X), modules(X))
-    with pg.patch({"switch_1.output": ZeroPatch()}, strict=True):
-        assert torch.equal(pg(X), torch.zeros(3, 4))
-    with pg.patch({"switch_0.x": ReplacePatch(value=0.0)}, strict=True):
-        assert torch.equal(pg(X), 1 + pg.same(pg.same(X)) - 1)
-
-
 def test_gradients_flow_through_patches() -> None:
     program = CASES["layers"].program()
     pg, modules = PatchableGraph.from_exported(program), unflatten(program)

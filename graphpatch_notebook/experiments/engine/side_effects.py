@@ -10,6 +10,7 @@ profiled: if another thread draws from these, the run is reported to draw.
 from __future__ import annotations
 
 import copyreg
+import dis
 import functools
 import gc
 import logging
@@ -21,7 +22,7 @@ import threading
 import weakref
 import zlib
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,6 +32,7 @@ from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
     CellType,
+    CodeType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -38,21 +40,14 @@ from types import (
     MethodWrapperType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from graphpatch_notebook.capture.held_values import (
-    memory_of,
-    names_in,
-    names_of,
-    raw_dict,
-    slots_of,
-    variables_of,
-)
+from graphpatch_notebook.capture.held_values import memory_of
 from graphpatch_notebook.checks.model_state import (
     Change,
     ModuleState,
@@ -496,3 +491,99 @@ def noticed_draws() -> Iterator[list[str]]:
 def _may_be_of_others() -> bool:
     """Whether other threads may draw from Python's generator, and calls in this one can be profiled."""
     return threading.active_count() > 1 and sys.getprofile() is None
+
+
+# -- what code reads from outside of it --------------------------------------------------------------------------------
+
+
+def raw_dict(container: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns a copy of what a dict holds, whatever its class makes of it: some make modules of classes."""
+    return dict((OrderedDict if isinstance(container, OrderedDict) else dict).items(container))
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Returns the values in the slots of an object whose class is written in Python."""
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> list[str]:
+    scopes = [base.__dict__ for base in kind.__mro__ if "__slots__" in base.__dict__]
+    # As attributes, private ones have the name of the class, too.
+    return [name for scope in scopes for name, part in scope.items() if type(part) is MemberDescriptorType]
+
+
+class OuterValue(NamedTuple):
+    """A variable that code reads from outside of it, an attribute of a class, or what a function holds.
+
+    Attributes:
+        holder: The globals, the cell of a closure, the class, or the function.
+        is_written: Whether the code assigns to it.
+        home: The name of the Python module of the code.
+    """
+
+    name: str
+    holder: Any
+    key: str = ""
+    is_written: bool = False
+    home: str = ""
+
+    def value(self) -> Any:
+        """Returns its current value; `ABSENT` if it has none."""
+        holder, key = self.holder, self.key
+        if type(holder) is dict:
+            return holder.get(key, ABSENT)
+        if type(holder) is CellType:
+            return _content(holder)
+        return getattr(holder, key) if type(holder) is FunctionType else vars(holder).get(key, ABSENT)
+
+
+def variables_of(function: FunctionType) -> Iterator[OuterValue]:
+    """Yields the globals and the closure variables that a function may read, or one that is defined inside it."""
+    code, variables, home = function.__code__, function.__globals__, function.__module__
+    names = names_of(code)
+    for name in names.variables:
+        if name in variables or name in names.written:
+            yield OuterValue(name, variables, name, name in names.written, home)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        yield OuterValue(name, cell, "", name in names.written, home)
+
+
+class CodeNames(NamedTuple):
+    """The names in a code object: of globals, and of globals, closure variables and attributes that are assigned."""
+
+    variables: tuple[str, ...]
+    written: frozenset[str]
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: CodeType) -> CodeNames:
+    """Returns the names of outer variables in a code object, and in the functions defined inside it."""
+    variables: dict[str, None] = {}
+    written: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        action, _, where = instruction.opname.partition("_")
+        if where in ("GLOBAL", "NAME", "FROM_DICT_OR_GLOBALS"):
+            variables[instruction.argval] = None
+        if action in ("STORE", "DELETE") and where in ("GLOBAL", "DEREF", "ATTR"):
+            written.add(instruction.argval)
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            variables |= dict.fromkeys(names_of(part).variables)
+            written |= names_of(part).written
+    return CodeNames(tuple(variables), frozenset(written))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """Returns the names of globals and attributes in a code object, and in the functions defined inside it."""
+    inner = (name for part in code.co_consts if isinstance(part, CodeType) for name in names_in(part))
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return ABSENT
