@@ -35,7 +35,7 @@ from graphpatch_notebook.execution import (
     no_compile_arguments,
     record,
 )
-from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule
+from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule, own_graphs
 from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.inspection.aliases import METHODS
 from graphpatch_notebook.inspection.node_map import NodeMap
@@ -641,12 +641,13 @@ class PatchableGraph(_LikeItsModel):
                 "a graph with permanent patches is saved in two files: save the graph that edit() was called on, and "
                 "the patches with save_patches(file, patches); then PatchableGraph.load(...).edit(load_patches(...))"
             )
-        unpatched = copy.copy(self)  # contexts belong to the object that they were entered with
-        options = self._captured.options
-        source = serialization.GraphToSave(
-            self._graph_module, unpatched, lambda module, root: self._of(module, root, options)
-        )
-        serialization.save(source, file, check)
+        edited = own_graphs(self._graph_module) if self._captured.runs_own_graphs else ()
+
+        def unpatched(*args: Any, **kwargs: Any) -> Any:
+            # A context belongs to the object that it was entered with, not to its copies.
+            return copy.copy(self)(*args, **kwargs)
+
+        serialization.save(self._captured.root, edited, file, check, unpatched, self._of)
 
     @classmethod
     def load(

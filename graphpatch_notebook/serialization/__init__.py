@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from graphpatch_notebook.serialization.loading import Loaded, load
 from graphpatch_notebook.serialization.patch_files import load_patches, save_patches
-from graphpatch_notebook.serialization.saving import GraphToSave, save
+from graphpatch_notebook.serialization.saving import save
 
-__all__ = ["GraphToSave", "Loaded", "load", "load_patches", "save", "save_patches"]
+__all__ = ["Loaded", "load", "load_patches", "save", "save_patches"]

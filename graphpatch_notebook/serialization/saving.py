@@ -16,9 +16,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -29,11 +28,11 @@ from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.functions import SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, OpNode, Ref, Site, SizeGuard
-from graphpatch_notebook.checks.call_signature import tensor_leaves
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.errors import GraphError, SerializationError, StoredFormError, UnstoredFrameWarning
-from graphpatch_notebook.graphs import GraphModule, own_graphs
+from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.graphs.build import BuiltGraph, build
+from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.documents import checked_file, name_of, write_document
 from graphpatch_notebook.serialization.functions import (
@@ -65,6 +64,7 @@ from graphpatch_notebook.values import (
     ValueSpec,
     all_leaves,
     dtype_name,
+    tensor_specs,
     with_own_containers,
 )
 
@@ -77,50 +77,50 @@ _PARTS = frozenset("unbind split split_with_sizes chunk tensor_split hsplit vspl
 _CHECKED_DOUBTS = (Reason.READS_VALUE, Reason.COUNTS_PARTS)
 
 
-@dataclass(frozen=True)
-class GraphToSave:
-    """The graph to save.
+def save(
+    root: Frame,
+    own: Sequence[CompiledGraphModule],
+    file: Any,
+    check: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+    call: Callable[..., Any],
+    runnable: Callable[[Module, Frame, ExtractionOptions], Callable[..., Any]],
+) -> None:
+    """Writes the graph of a root frame to `file`. See `PatchableGraph.save`.
 
-    Attributes:
-        call: Runs it as a user does, without patches.
+    Args:
+        root: The root frame.
+        own: The graph modules whose graph replaces the module.
+        file: As for `PatchableGraph.save`, and `check`, too.
+        check: Calls on which to compare what is loaded with the model.
+        call: Runs the graph as a user does, without patches.
         runnable: Returns a callable that runs a model with the graphs of a root frame.
     """
-
-    graph_module: GraphModule
-    call: Callable[..., Any]
-    runnable: Callable[[Module, Frame], Callable[..., Any]]
-
-
-def save(source: GraphToSave, file: Any, check: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> None:
-    """Writes a graph to `file`. See `PatchableGraph.save`."""
     target = checked_file(file, "write")
-    writer = _Writer(source.graph_module)
+    writer = _Writer(root, own)
     document, tensors = writer.document(), writer.tensors.contents()
     if check:
         written = io.BytesIO()
         write_document(written, METADATA_KEY, document, tensors)
-        _verify(source, written, check, None if not writer.unstored else source.graph_module.frame.module)
+        written.seek(0)
+        loaded = load(written, root.module if writer.unstored else None, None)
+        loaded.module.__dict__["_stored_model"] = None  # the graph has to answer
+        _compare(runnable(loaded.module, loaded.root, ExtractionOptions()), call, check)
     if writer.unstored:
         warnings.warn(writer.warning(name_of(target)), UnstoredFrameWarning, stacklevel=3)
     write_document(target, METADATA_KEY, document, tensors)
 
 
-def _verify(source: GraphToSave, file: IO[bytes], check: Iterable[Any], model: Module | None) -> None:
-    """Compares what will be loaded with the model on the calls of the user."""
-    file.seek(0)
-    loaded = load(file, model, None)
-    loaded.module.__dict__["_stored_model"] = None  # the graph has to answer
-    run = source.runnable(loaded.module, loaded.root)
-    for number, (args, kwargs) in enumerate(check):
+def _compare(graph: Callable[..., Any], model: Callable[..., Any], calls: Iterable[Any]) -> None:
+    for number, (args, kwargs) in enumerate(calls):
         given = with_own_containers(
             (tuple(args), kwargs), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
         )
         try:
             with torch.random.fork_rng(devices=[]):
-                found = run(*given[0], **given[1])
+                found = graph(*given[0], **given[1])
         except StoredFormError as error:
             raise SerializationError(f"check[{number}]: {error}") from error
-        problem = difference(found, source.call(*args, **kwargs), "output")
+        problem = difference(found, model(*args, **kwargs), "output")
         if problem is not None:
             raise SerializationError(f"check[{number}]: the graph does not equal the model: {problem}")
 
@@ -132,13 +132,13 @@ class _Writer:
         unstored: Why frames are not stored, by their ids.
     """
 
-    def __init__(self, graph_module: GraphModule) -> None:
-        self._root = graph_module.frame
+    def __init__(self, root: Frame, own: Sequence[CompiledGraphModule]) -> None:
+        self._root = root
         self._frames = list(self._root.walk())
         self._numbers = {id(frame): number for number, frame in enumerate(self._frames)}
         self.tensors = TensorTable()
         self._modules = _ModuleTable(self._root.module, (frame.module for frame in self._frames), self.tensors)
-        self._graphs = _GraphWriter(graph_module, self._modules)
+        self._graphs = _GraphWriter(own, self._modules)
         self._lines: dict[tuple[str, int, str, str], int] = {}
         self._site_lines: dict[int, list[int]] = {}
         self.unstored: dict[int, str] = {}
@@ -158,7 +158,7 @@ class _Writer:
                     f"the graph of {_where(frame)} replaces its module, as it was edited or is custom, and cannot be "
                     f"stored: {self.unstored[id(frame)]}. Nothing was written; save a PatchableGraph without this edit"
                 )
-        module, specs = self._root.module, [spec for _, spec in _input_tensors(self._root)]
+        module, specs = self._root.module, [spec for node in self._root.inputs() for spec in tensor_specs(node.spec)]
         sizes: list[list[int | None]] = [
             list(spec.shape) if self._root.capture.has_escaped_sizes else [None] * len(spec.shape) for spec in specs
         ]
@@ -263,10 +263,6 @@ def _where(frame: Frame) -> str:
     return repr(format_path(frame.path)) if frame.parent is not None else "the root"
 
 
-def _input_tensors(root: Frame) -> Iterator[tuple[str, TensorSpec]]:
-    return (leaf for node in root.inputs() for leaf in tensor_leaves(str(node.target), node.spec))
-
-
 def _encoded_parameter(parameter: InputParameter) -> ParameterPart:
     try:
         default = [] if parameter.default is inspect.Parameter.empty else [encoded(parameter.default)]
@@ -310,8 +306,8 @@ class _Paths:
 class _GraphWriter:
     """Writes graphs over the attribute paths of their modules."""
 
-    def __init__(self, root: GraphModule, modules: _ModuleTable) -> None:
-        self._edited = {id(m.frame): m for m in own_graphs(root) if m.frame.is_edited and m.frame.custom_graph is None}
+    def __init__(self, own: Sequence[CompiledGraphModule], modules: _ModuleTable) -> None:
+        self._edited = {id(m.frame): m for m in own if m.frame.is_edited and m.frame.custom_graph is None}
         self._modules = modules
 
     def steps(self, frame: Frame) -> list[StepPart]:

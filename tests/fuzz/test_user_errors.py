@@ -135,7 +135,7 @@ def verify(now: Setting) -> None:
 
 def save(now: Setting) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        now.pg.save(f"{folder}/graph.safetensors")
+        now.pg.save(f"{folder}/graph.safetensors", check=[((X,), {})])
 
 
 def interpret(now: Setting) -> None:
