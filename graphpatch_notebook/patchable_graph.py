@@ -20,6 +20,7 @@ from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.checks.model_state import RandomState, copied, preserved
+from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.components import find
 from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
@@ -43,7 +44,6 @@ from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
-from graphpatch_notebook.sharded import sharding_of, with_whole_records
 from graphpatch_notebook.torch_compat import eager_code
 
 if TYPE_CHECKING:
@@ -140,7 +140,10 @@ class PatchableGraph(_LikeItsModel):
                 add_note(error, _COMPILES_ITSELF)
             raise
         drawn = before.changed()
-        root_frame = with_whole_records(root_frame)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from graphpatch_notebook.sharded.sharding import with_whole_records
+
+            root_frame = with_whole_records(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
         if (sharding := sharding_of(root_frame)) is not None:
             self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)

@@ -69,6 +69,7 @@ SPLIT = ("experiments", "notebook")  # packages whose folders are layers of thei
 # Functions of a lower layer that import a higher one when they are called, and their file: `pg.browse()`, `pg.sweep()`,
 # `show_heatmap()`.
 DOORS = {
+    ("checks", "sharded"): "checks/sharding.py",
     ("patchable_graph", "notebook"): "patchable_graph.py",
     ("patchable_graph", "experiments"): "patchable_graph.py",
     ("experiments", "notebook"): "experiments/plotting/plots.py",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
+from graphpatch_notebook.checks.sharding import ShardedModel, sharding_of
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import ComponentWarning, PatchMapError, UnknownPathError
@@ -26,7 +27,6 @@ from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all
 from graphpatch_notebook.patches.kinds import Patch, declares, has_plain_fields
 from graphpatch_notebook.paths import is_pattern, nearest
-from graphpatch_notebook.sharded import Sharding, sharding_of
 from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
@@ -228,7 +228,7 @@ def _problems_inside(text: str, patches: Any) -> list[str]:
     return problems
 
 
-def _placed(sharding: Sharding, entry: Entry, problems: list[str]) -> Entry:
+def _placed(sharding: ShardedModel, entry: Entry, problems: list[str]) -> Entry:
     """Returns an entry of a model that is sharded over processes, with the placement of its value."""
     target, placement = entry.target, sharding.placement(entry.target)
     problem = sharding.problem(target)

@@ -21,6 +21,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites, held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
+from graphpatch_notebook.checks.sharding import ShardedValue
 from graphpatch_notebook.errors import PatchMapError
 from graphpatch_notebook.execution.positions import Restriction
 from graphpatch_notebook.execution.splices import InsidePatch, joined_with_splices
@@ -28,7 +29,6 @@ from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.sharded import Placement
 from graphpatch_notebook.torch_compat import has_compiled_parts, takes_hooks
 from graphpatch_notebook.values import TensorSpec
 
@@ -51,7 +51,7 @@ class Entry:
     sources: Sequence[str] = ()  # the names of the values of the run that the patch (then the only one) reads
     is_source: bool = False  # whether the value is only kept for patches that read it
     # How the value is distributed over processes, if the model is sharded: patches see the whole value.
-    placement: Placement | None = None
+    placement: ShardedValue | None = None
     is_early: bool = False  # whether it comes before the other entries on the value: it is for the op that made it
     # The sort key of entries on one value: what others read comes late, and patches that end the run last.
     rank: int = 0

@@ -35,7 +35,7 @@ from graphpatch_notebook.experiments.executors.executors import dumps, sendable
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.sharded import note_placements
+from graphpatch_notebook.sharded.sharding import note_placements
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import mapped
 from graphpatch_notebook.warning_places import warn_each_time

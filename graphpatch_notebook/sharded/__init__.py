@@ -5,22 +5,3 @@ how each value is distributed is found in a run on all processes. `placements` j
 patches, and splits the result. `agreement` makes sure that all processes call the model with the same patches.
 `processes` lets one of them write files, also under FSDP, and knows which has which stage of a pipeline.
 """
-
-from __future__ import annotations
-
-from graphpatch_notebook.sharded.digests import digest
-from graphpatch_notebook.sharded.placements import Placement, same_value
-from graphpatch_notebook.sharded.processes import Processes, processes_of
-from graphpatch_notebook.sharded.sharding import Sharding, note_placements, sharding_of, with_whole_records
-
-__all__ = [
-    "Placement",
-    "Processes",
-    "Sharding",
-    "digest",
-    "note_placements",
-    "processes_of",
-    "same_value",
-    "sharding_of",
-    "with_whole_records",
-]

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import PatchShapeError, PatchValueError
 from graphpatch_notebook.patches.kinds import Patch, declares
-from graphpatch_notebook.torch_compat import dtensor_module, function_mode_depth, strided_shard
+from graphpatch_notebook.torch_compat import dtensor_module, strided_shard
 
 _SAME = 1e-5
 _FEW = 4  # this many terms are not equal on all processes by chance
@@ -115,17 +114,6 @@ class Placement:
         """Returns the patched value for a value that was `opened`."""
         needs_gradient = isinstance(whole, Tensor) and whole.requires_grad
         return _Close.apply(whole, gradient) if needs_gradient else whole  # type: ignore[no-untyped-call]
-
-
-def same_value(value: Any, result: Any) -> Any:
-    """Returns `result`, which is the same value in another form: all of it, or what this process holds of it.
-
-    Modes that follow values, as derivative rules do, see this call, and none of those that join parts.
-    """
-    is_same_kind = isinstance(value, Tensor) and isinstance(result, Tensor)
-    if value is result or not is_same_kind or not function_mode_depth():
-        return result
-    return handle_torch_function(same_value, (), value, result)
 
 
 class _Gradient:

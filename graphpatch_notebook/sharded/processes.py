@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.nn import Module
 
-from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import ShardedCallError
-from graphpatch_notebook.sharded.digests import digest
 from graphpatch_notebook.torch_compat import is_fully_sharded
 
 _T = TypeVar("_T")
@@ -80,17 +79,10 @@ class Processes:
         return result  # type: ignore[no-any-return]
 
 
-def processes_of(root: Frame) -> Processes | None:
-    """Returns the processes that run the model of a capture together, under tensor parallelism or FSDP.
-
-    The first call is made by all of them. `None` if this one runs it alone.
-    """
-    findings = root.capture.findings
-    if processes_of not in findings:
-        ranks = next((_ranks_of(module) for module in root.module.modules() if is_fully_sharded(module)), ())
-        findings[processes_of] = Processes(ranks) if len(ranks) > 1 else None
-    found: Processes | None = findings[processes_of]
-    return found
+def processes_over(model: Module) -> Processes | None:
+    """Returns the processes over which FSDP distributes a model; `None` if this one has all of it."""
+    ranks = next((_ranks_of(module) for module in model.modules() if is_fully_sharded(module)), ())
+    return Processes(ranks) if len(ranks) > 1 else None
 
 
 def _ranks_of(module: Module) -> Sequence[int]:

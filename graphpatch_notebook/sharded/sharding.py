@@ -25,25 +25,22 @@ from graphpatch_notebook.checks.sharding import (
     holds_some_experts,
     is_distributed,
     is_sharded,
+    processes_of,
     runs_shards,
+    sharding_of,
 )
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded.placements import Placement, is_same_sketch, sketch
-from graphpatch_notebook.sharded.processes import Processes, processes_of
+from graphpatch_notebook.sharded.processes import Processes
 from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor, without_torch_functions
 from graphpatch_notebook.values import TensorSpec, mapped_spec, off_meta, tensor_specs
 
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
 _Key: TypeAlias = "tuple[int, tuple[Any, ...]]"
 _LEAVES = (nn.Linear.forward, nn.Embedding.forward)
-
-
-def sharding_of(root: Frame) -> Sharding | None:
-    """Returns the sharding of the model of a capture; `None` if each process runs all of it."""
-    return root.capture.findings.get(sharding_of)
 
 
 def with_whole_records(local: Frame) -> Frame:

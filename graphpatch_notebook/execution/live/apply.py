@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS
 from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem, unpacked_shape
+from graphpatch_notebook.checks.sharding import ShardedValue, same_value
 from graphpatch_notebook.components.operations import FUSED_ATTENTION
 from graphpatch_notebook.errors import GraphPatchError, PatchShapeError, PatchValueError, add_note
 from graphpatch_notebook.execution.plan import Entry
@@ -17,7 +18,6 @@ from graphpatch_notebook.execution.positions import Indices
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, WritingPatch, problem_of_value, shown_value
 from graphpatch_notebook.patches.slices import index_problem, selection_problem
-from graphpatch_notebook.sharded import Placement, same_value
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 
@@ -119,7 +119,7 @@ def _heads_apart(entry: Entry, value: Tensor) -> Tensor:
     return value if shape is None else value.reshape(shape)
 
 
-def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, indices_in: IndicesIn | None) -> Any:
+def _apply_to_whole(entry: Entry, placement: ShardedValue, value: Tensor, indices_in: IndicesIn | None) -> Any:
     """Returns this process's part of a value, after patches on the whole value."""
     __tracebackhide__ = True
     with without_torch_functions():  # modes see one call, `same_value`

@@ -30,6 +30,7 @@ from torch.autograd.graph import Node as GradientNode
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, Structure, refs_in
 from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.components.flow import walk
 from graphpatch_notebook.errors import ExperimentError, PatchMapError
 from graphpatch_notebook.execution import PatchContext
@@ -42,7 +43,6 @@ from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch
-from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.warning_places import collected_warnings
 

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import decomposition_of
+from graphpatch_notebook.checks.sharding import same_value
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution import composites, relp
@@ -61,7 +62,6 @@ from graphpatch_notebook.experiments.attribution.secants import (
     quotient,
     softmax,
 )
-from graphpatch_notebook.sharded import same_value
 from graphpatch_notebook.torch_compat import base_of
 from graphpatch_notebook.warning_places import level_of_caller, warn
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
 from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
+from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.components.names import MEMBERS
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import row_dimension, sequence_dim, takes_tokens, token_inputs
@@ -34,7 +35,6 @@ from graphpatch_notebook.experiments.methods.positions import (
 from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve_all
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.values import TensorSpec, leaves
 
 Scores = np.ndarray[Any, np.dtype[np.float64]]

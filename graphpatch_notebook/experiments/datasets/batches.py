@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import bind, signature_of
+from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution import (
     DECODER_TOKENS,
@@ -23,7 +24,6 @@ from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection, Selection, selection
-from graphpatch_notebook.sharded import digest
 
 Dataset: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
 """Inputs of all examples (a tensor, or a dict of tensors), or an iterable of batches of inputs."""

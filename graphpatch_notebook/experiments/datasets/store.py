@@ -24,6 +24,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from graphpatch_notebook.checks.digests import digest
+from graphpatch_notebook.checks.sharding import processes_of
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution import active_patches
 from graphpatch_notebook.experiments.datasets.batches import (
@@ -40,7 +42,6 @@ from graphpatch_notebook.experiments.executors.executors import map_batches
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection, selection
 from graphpatch_notebook.paths import nearest
-from graphpatch_notebook.sharded import digest, processes_of
 from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import FUSED_MODULES, NEVER, has_hooks, innermost, own_tensors
 from graphpatch_notebook.experiments.engine.batching import Batching, batching_of, most_cells
@@ -24,7 +25,6 @@ from graphpatch_notebook.experiments.engine.trimming import is_part, last_positi
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.interrupts import on_error
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.torch_compat import has_global_hooks, is_any_compiled, may_compile
 
 _ONE_BY_ONE = "cells ran one by one, each in full"

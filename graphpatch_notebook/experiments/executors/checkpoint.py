@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from graphpatch_notebook.checks.sharding import is_distributed
+from graphpatch_notebook.checks.digests import digest
+from graphpatch_notebook.checks.sharding import is_distributed, processes_of
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, patches_in
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -22,7 +23,6 @@ from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.results.arrays import metric_name, plain_label
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import declares
-from graphpatch_notebook.sharded import digest, processes_of
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from graphpatch_notebook.checks.model_state import preserved
+from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
@@ -17,7 +18,6 @@ from graphpatch_notebook.notebook.views.linked import LinkedView
 from graphpatch_notebook.notebook.views.requests import Answer
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, declares
-from graphpatch_notebook.sharded import sharding_of
 
 Work: TypeAlias = "Callable[[], Callable[[], None]]"
 """Runs the model, and returns a function that keeps the results."""

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.values import IMMUTABLE, tensor_bytes
 
 _DEPTH = 3
@@ -57,6 +56,7 @@ def _described(value: Any, known: dict[int, Any], depth: int) -> Any:
 def _memory_digest(value: Any) -> str:
     """Returns a digest of the numbers of a tensor or an array; of those that are not all here, an empty text."""
     if isinstance(value, Tensor):
-        is_here = value.layout is torch.strided and not value.is_meta and not value.is_quantized
-        return hashlib.sha256(tensor_bytes(value).data).hexdigest() if is_here and not is_distributed(value) else ""
+        is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        is_here = is_plain and not value.is_meta and not value.is_quantized
+        return hashlib.sha256(tensor_bytes(value).data).hexdigest() if is_here else ""
     return hashlib.sha256(repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()).hexdigest()
