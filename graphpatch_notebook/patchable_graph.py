@@ -141,7 +141,7 @@ class PatchableGraph(_LikeItsModel):
             raise
         drawn = before.changed()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            from graphpatch_notebook.sharded.sharding import with_whole_records
+            from graphpatch_notebook.distributed.sharding import with_whole_records
 
             root_frame = with_whole_records(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))

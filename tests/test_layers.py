@@ -35,7 +35,9 @@ LAYERS = [
     "checks",
     "components",
     "inspection",
-    "sharded",
+    "distributed/processes",
+    "distributed/placements",
+    "distributed/sharding",
     "graphs",
     "serialization",  # knows records and graphs only: `PatchableGraph.save` and `load` call it
     "execution",
@@ -44,12 +46,13 @@ LAYERS = [
     "experiments/metrics",
     "experiments/engine",
     "experiments/results",
-    "experiments/executors",
+    "distributed/checkpoint",
+    "distributed/executors",
+    "distributed/remote",
     "experiments/methods",
     "experiments/attribution",
     "experiments/circuits",
     "experiments/datasets",
-    "experiments/remote",
     "experiments/plotting",
     "experiments",
     "notebook/display",
@@ -63,13 +66,15 @@ LAYERS = [
     "notebook/completion",
     "notebook/extension",
     "notebook",
+    "distributed",
     "__init__",
 ]
-SPLIT = ("experiments", "notebook")  # packages whose folders are layers of their own
+SPLIT = ("distributed", "experiments", "notebook")  # packages whose folders are layers of their own
 # Functions of a lower layer that import a higher one when they are called, and their file: `pg.browse()`, `pg.sweep()`,
 # `show_heatmap()`.
 DOORS = {
-    ("checks", "sharded"): "checks/sharding.py",
+    ("checks", "distributed"): "checks/sharding.py",
+    ("patchable_graph", "distributed"): "patchable_graph.py",
     ("patchable_graph", "notebook"): "patchable_graph.py",
     ("patchable_graph", "experiments"): "patchable_graph.py",
     ("experiments", "notebook"): "experiments/plotting/plots.py",
@@ -297,7 +302,7 @@ def test_whether_a_tensor_is_sharded_is_decided_in_one_place() -> None:
         named |= {node.attr for node in nodes if isinstance(node, ast.Attribute)} | imported_names(nodes, file)
         if any(name in SHARDED or name.startswith(SHARDED[1:]) for name in named):
             asking.add(name_of(file))
-    making = {"sharded/placements.py", "torch_compat.py"}  # such tensors
+    making = {"distributed/placements.py", "torch_compat.py"}  # such tensors
     assert asking - making == {"checks/sharding.py"}
 
 

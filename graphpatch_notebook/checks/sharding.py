@@ -192,7 +192,7 @@ def processes_of(root: Frame) -> ProcessGroup | None:
     """
     findings = root.capture.findings
     if processes_of not in findings:
-        from graphpatch_notebook.sharded.processes import processes_over
+        from graphpatch_notebook.distributed.processes import processes_over
 
         findings[processes_of] = processes_over(root.module)
     found: ProcessGroup | None = findings[processes_of]

@@ -27,6 +27,8 @@ packages.
 
 from __future__ import annotations
 
+from graphpatch_notebook.distributed.executors import RayExecutor, map_batches
+from graphpatch_notebook.distributed.remote import remote
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments.attribution.attribute import attribute, top_scores
 from graphpatch_notebook.experiments.attribution.direct_logits import direct_logit_attribution
@@ -37,7 +39,6 @@ from graphpatch_notebook.experiments.circuits.selection import circuit, faithful
 from graphpatch_notebook.experiments.datasets.averages import average, mean_values
 from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
-from graphpatch_notebook.experiments.executors.executors import RayExecutor, map_batches
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
 from graphpatch_notebook.experiments.methods.head_scores import composition_scores, head_scores, keep_heads
@@ -55,7 +56,6 @@ from graphpatch_notebook.experiments.plotting.plots import (
     show_heatmap,
     show_lens,
 )
-from graphpatch_notebook.experiments.remote import remote
 from graphpatch_notebook.experiments.results.files import load_result, save_result
 from graphpatch_notebook.patchable_graph import PatchableGraph
 

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.checks.sharding import processes_of
+from graphpatch_notebook.distributed.checkpoint import weights_digest
+from graphpatch_notebook.distributed.executors import map_batches
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution import active_patches
 from graphpatch_notebook.experiments.datasets.batches import (
@@ -37,8 +39,6 @@ from graphpatch_notebook.experiments.datasets.batches import (
     read_batch,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.executors.checkpoint import weights_digest
-from graphpatch_notebook.experiments.executors.executors import map_batches
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection, selection
 from graphpatch_notebook.paths import nearest

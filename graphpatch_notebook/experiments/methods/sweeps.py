@@ -13,6 +13,8 @@ import numpy as np
 
 from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.checks.sharding import processes_of
+from graphpatch_notebook.distributed.checkpoint import Checkpoint, identity
+from graphpatch_notebook.distributed.executors import Lost, Workers, check_executor
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -20,8 +22,6 @@ from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.purity import made_cells
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
-from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint, identity
-from graphpatch_notebook.experiments.executors.executors import Lost, Workers, check_executor
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric
 from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims

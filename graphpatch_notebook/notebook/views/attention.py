@@ -22,9 +22,9 @@ import traitlets
 from torch import Tensor
 
 from graphpatch_notebook.components import find
+from graphpatch_notebook.distributed.remote import RemoteGraph
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.remote import RemoteGraph
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
 from graphpatch_notebook.notebook.run.model_calls import RunInputs

@@ -30,6 +30,7 @@ from graphpatch_notebook import (
     PatchableGraph,
     ReplacePatch,
 )
+from graphpatch_notebook.distributed.executors import dumps
 from graphpatch_notebook.experiments import (
     LogitDifference,
     Noise,
@@ -46,7 +47,6 @@ from graphpatch_notebook.experiments import (
     path_patch,
     record_to,
 )
-from graphpatch_notebook.experiments.executors.executors import dumps
 from tests.tiny_models import gpt2
 
 WIDTH = 128

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.checks.sharding import sharding_of
+from graphpatch_notebook.distributed.checkpoint import weights_digest
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, add_note
 from graphpatch_notebook.execution import innermost
-from graphpatch_notebook.experiments.executors.checkpoint import weights_digest
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.warning_places import collected_warnings, warn_each_time

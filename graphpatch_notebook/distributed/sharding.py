@@ -29,12 +29,12 @@ from graphpatch_notebook.checks.sharding import (
     runs_shards,
     sharding_of,
 )
+from graphpatch_notebook.distributed.placements import Placement, is_same_sketch, sketch
+from graphpatch_notebook.distributed.processes import Processes
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.sharded.placements import Placement, is_same_sketch, sketch
-from graphpatch_notebook.sharded.processes import Processes
 from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor, without_torch_functions
 from graphpatch_notebook.values import TensorSpec, mapped_spec, off_meta, tensor_specs
 

@@ -29,9 +29,9 @@ from graphpatch_notebook import (
 )
 from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability, SweepInterrupted
-from tests.experiments.executors import sweep_to_kill
+from tests.distributed import sweep_to_kill
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CELLS = 15
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.1, -1.0]])
 AXES = {"path": ["sub_0.output", "sub_1.output"], "unit": range(3)}
