@@ -171,7 +171,8 @@ class CapturedModel:
     @property
     def has_patched_calls(self) -> bool:
         """Whether calls outside of any context differ from those of the model."""
-        return self.runs_own_graphs or bool(self.permanent)
+        runs_them_itself = getattr(self.module, "runs_its_graphs", False) and not self.edits  # a loaded graph
+        return bool(self.permanent) or (self.runs_own_graphs and not runs_them_itself)
 
     @property
     def permanent_paths(self) -> tuple[str, ...]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import keyword
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from graphpatch_notebook.capture.held_values import module_at
@@ -25,6 +25,7 @@ from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.capture.records import Frame, InputParameter
 from graphpatch_notebook.checks.call_signature import Aspect, CallSignature
 from graphpatch_notebook.errors import StoredFormError, UnstoredFrameError
+from graphpatch_notebook.graphs.generated_code import generate
 from graphpatch_notebook.serialization.functions import REPAIR
 
 CONTAINERS: dict[str, type[Module]] = {cls.__name__: cls for cls in (ModuleDict, ModuleList, Sequential)}
@@ -35,15 +36,41 @@ ALIAS = "_graphpatch_"
 
 
 class StoredForward:
-    """`forward` of a module without its code, as graphs run in its place. It has the signature of the original."""
+    """`forward` of a loaded module: runs its graph, or says for what `reason` it has none that it could run alone.
 
-    def __init__(self, class_name: str, parameters: Sequence[InputParameter], reason: str) -> None:
-        self._text = f"this {class_name} cannot run: {reason}"
+    It has the signature of the original.
+    """
+
+    def __init__(self, module: Module, parameters: Sequence[InputParameter], reason: str) -> None:
+        self._module = module
+        self._reason = reason
+        self._code: GraphCode | None = None
         self.__signature__ = signature_with(parameters)
 
+    def set_graph(self, graph: fx.Graph | None) -> None:
+        """Sets the graph that it runs."""
+        self._code = None if graph is None else GraphCode(graph)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises an error, since there is no code to run."""
-        raise UnstoredFrameError(self._text)
+        """Runs the graph."""
+        if self._code is None:
+            raise UnstoredFrameError(f"this {type(self._module).__name__} cannot run: {self._reason}")
+        return self._code.function(self._module, *args, **kwargs)[0]
+
+
+class GraphCode:
+    """The code of a graph, generated when it first runs. Copies share it, as it is a function of the module."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """The code."""
+        return generate(self._graph).function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphCode:
+        return self
 
 
 class LoadedModule(Module):
@@ -52,7 +79,7 @@ class LoadedModule(Module):
     def __init__(self) -> None:
         super().__init__()
         reason = "the example inputs did not reach it, so the file has no graph for it; only the model can run it"
-        self.__dict__["forward"] = StoredForward(type(self).__name__, (), reason)
+        self.__dict__["forward"] = StoredForward(self, (), reason)
 
 
 class RefusedCallError(StoredFormError):
@@ -60,15 +87,22 @@ class RefusedCallError(StoredFormError):
 
 
 class LoadedRoot(LoadedModule):
-    """The root of a loaded graph. If a model is given, it runs the calls that the graph does not hold for."""
+    """The root of a loaded graph. If a model is given, it runs the calls that the graph does not hold for.
 
+    Attributes:
+        runs_its_graphs: Whether it runs by itself as its graphs do: no module has several graphs, for several calls.
+    """
+
+    runs_its_graphs: bool = False
     _stored_check: CallCheck
     _stored_model: Module | None
     _has_edits: bool
 
-    def set_calls(self, check: CallCheck, model: Module | None, *, has_edits: bool) -> None:
+    def set_calls(self, check: CallCheck, model: Module | None, *, has_edits: bool, runs_its_graphs: bool) -> None:
         """Makes `check` check all calls. With edits, the model cannot run in place of the graphs."""
-        self.__dict__.update(_stored_check=check, _stored_model=model, _has_edits=has_edits)
+        self.__dict__.update(
+            _stored_check=check, _stored_model=model, _has_edits=has_edits, runs_its_graphs=runs_its_graphs
+        )
         self.register_forward_pre_hook(check, with_kwargs=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -108,6 +108,7 @@ class _Reader:
         self._allowed = allowed
         self._lines = [SourceLine(*line) for line in document.lines]
         self._modules: list[Module] = []
+        self._counts = collections.Counter(part.module for part in document.frames)
 
     def loaded(self) -> Loaded:
         """Returns what the document holds."""
@@ -126,7 +127,10 @@ class _Reader:
         if first.opaque_reason is None and isinstance(first.module, LoadedRoot):
             stored = list({id(f.module): f.module for f in frames if f.opaque_reason is None}.values())
             check = CallCheck(first, document.sizes, dtype_of(document.default_dtype), stored)
-            first.module.set_calls(check, self._model, has_edits=any(frame.is_edited for frame in frames))
+            has_edits = any(frame.is_edited for frame in frames)
+            first.module.set_calls(
+                check, self._model, has_edits=has_edits, runs_its_graphs=max(self._counts.values()) == 1
+            )
         unstored = {format_path(f.path): f.opaque_reason for f in frames if f.opaque_reason is not None}
         return Loaded(first.module, first, unstored)
 
@@ -211,7 +215,7 @@ class _Reader:
         return callee.call
 
     def _add_graph(self, frame: Frame, part: FramePart) -> None:
-        reason = "its graph runs in a call of the PatchableGraph only"
+        reason = "it has several graphs, which run in a call of the PatchableGraph only"
         if frame.opaque_reason is None:
             frame.custom_graph = _GraphReader(frame, self._allowed).graph(part.graph)
             # All loaded graphs are custom ones. These were edited or custom before they were saved, too.
@@ -223,7 +227,8 @@ class _Reader:
                 "PatchableGraph.load(file, model=model)"
             )
         if isinstance(frame.module, LoadedModule):
-            forward = StoredForward(type(frame.module).__name__, frame.parameters, reason)
+            forward = StoredForward(frame.module, frame.parameters, reason)
+            forward.set_graph(frame.custom_graph if self._counts[part.module] == 1 else None)
             frame.module.__dict__["forward"] = forward
 
 

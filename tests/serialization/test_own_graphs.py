@@ -298,9 +298,13 @@ def test_loaded_models_of_transformers(tmp_path: Path) -> None:
         assert torch.equal(loaded(ids, use_cache=False).logits, expected)
 
 
-def test_modules_of_loaded_graphs_do_not_run_alone(tmp_path: Path) -> None:
-    loaded = reloaded(PatchableGraph(Mlp(), x()), tmp_path)
-    with pytest.raises(UnstoredFrameError, match="PatchableGraph"):
-        loaded.up(x())
+def test_modules_of_loaded_graphs_run_alone_where_they_have_one_graph(tmp_path: Path) -> None:
+    pg, tied = PatchableGraph(Mlp(), x()), nn.Linear(4, 4)
+    loaded = reloaded(pg, tmp_path)
+    assert torch.equal(loaded.up(x()), pg.up(x()))
+    twice = reloaded(PatchableGraph(nn.Sequential(tied, tied), x()), tmp_path)
+    assert torch.equal(twice(x()), tied(tied(x())))
+    with pytest.raises(UnstoredFrameError, match="Linear"):
+        twice.get_submodule("0")(x())
     with loaded.patch({"hidden": [ProbePatch(), ZeroPatch()]}):
         assert torch.equal(loaded(x()), loaded.down.bias.expand(3, 2))
