@@ -91,9 +91,6 @@ def copied_output(value: Any) -> Any:
 
 # -- random generators -------------------------------------------------------------------------------------------------
 
-SHARED = ("torch", "Python", "numpy")
-"""The owners of the random generators that all code shares."""
-
 _OWN = "a generator of its own"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -338,22 +337,3 @@ def _error(problems: list[str], kind: type[PatchMapError]) -> PatchMapError:
     if len(problems) == 1:
         return kind(problems[0])
     return kind("\n".join([f"{len(problems)} problems in this patch map:", *(f"  - {p}" for p in problems)]))
-
-
-class Snapshot:
-    """What a patch map held when it was checked."""
-
-    def __init__(self, patch_map: Mapping[Any, Any]) -> None:
-        self._paths = list(patch_map)
-        self._given = list(patch_map.values())
-        self._lists = [(given, list(given)) for given in self._given if isinstance(given, list)]
-
-    def is_current(self, patch_map: Mapping[Any, Any]) -> bool:
-        """Whether the patch map still has the same paths and the very same patches."""
-        if len(patch_map) != len(self._paths):
-            return False
-        return (
-            all(map(operator.is_, self._paths, patch_map))
-            and all(map(operator.is_, self._given, patch_map.values()))
-            and all(len(now) == len(then) and all(map(operator.is_, now, then)) for now, then in self._lists)
-        )

@@ -5,7 +5,6 @@ It is slower than generated code, but an error names its node, and a callback se
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +12,15 @@ from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
+from graphpatch_notebook.capture.inputs import signature_with
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, OpNode
 from graphpatch_notebook.checks.model_state import ModelSnapshot
 from graphpatch_notebook.errors import add_note, has_note
-from graphpatch_notebook.graphs.build import DefaultName
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.running import interpreter
 from graphpatch_notebook.inspection.error_notes import arguments_at_capture, arguments_text, failure_note
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
-
-_STARS = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEYWORD}
 
 
 class GraphInterpreter:
@@ -153,18 +150,6 @@ class _FrameInterpreter(fx.Interpreter):
 
 def _bound(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the value that the generated code would receive for each placeholder."""
-    known = {parameter.name: parameter for parameter in graph_module.frame.parameters}
-    parameters = []
-    for node in graph_module.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        name = str(node.target).lstrip("*")
-        default = node.args[0] if node.args else inspect.Parameter.empty
-        kind = _STARS.get(str(node.target)[: -len(name)], inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        if name in known:
-            kind = known[name].kind
-            default = known[name].default if isinstance(default, DefaultName) else default
-        parameters.append(inspect.Parameter(name, kind, default=default))
-    bound = inspect.Signature(parameters).bind(*args, **kwargs)
+    bound = signature_with(graph_module.frame.parameters).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments

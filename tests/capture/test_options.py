@@ -82,31 +82,6 @@ def test_opaque_modules_honour_train_and_eval() -> None:
     assert not torch.equal(first, pg(X))
 
 
-def fails(module: nn.Module) -> fx.Graph:
-    raise LookupError("no graph today")
-
-
-def test_a_failing_extraction_function_falls_back_in_silence() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pg = PatchableGraph(Outer().eval(), ExtractionOptions(custom_extraction_functions={Inner: fails}), X)
-    assert "inner.linear.linear" in pg.nodes
-
-
-def test_a_failing_extraction_function_falls_back_with_a_warning() -> None:
-    options = ExtractionOptions(custom_extraction_functions={Inner: fails}, warn_on_compilation_failure=True)
-    with pytest.warns(CompilationWarning, match="'inner' was captured without its custom graph: LookupError: no graph"):
-        PatchableGraph(Outer().eval(), options, X)
-
-
-def test_a_failing_extraction_function_raises_the_original_error() -> None:
-    options = ExtractionOptions(
-        custom_extraction_functions={Inner: fails}, error_on_compilation_failure=True, allow_unused_submodules=True
-    )
-    with pytest.raises(LookupError, match="no graph today"):
-        PatchableGraph(Outer().eval(), options, X)
-
-
 class Locked(Mapping[str, Tensor]):
     """A container whose own code fails when somebody looks inside."""
 

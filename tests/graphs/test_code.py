@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import traceback
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -105,30 +104,6 @@ def test_graphs_run_the_recorded_calls(function: Any) -> None:
     x = torch.tensor([[0.5, -2.0], [3.0, 0.25]])
     module = graph_module(Runs(function), x.clone())
     assert bit_equal(module.run_graph((x.clone(),), {}), function(x.clone())) is None
-
-
-class Moments(NamedTuple):
-    mean: Tensor
-    std: Tensor | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    hidden: Tensor
-    extra: Moments
-    scale: float = 2.0
-
-
-def test_containers_come_back_in_their_class() -> None:
-    x = torch.rand(2, 3)
-    root = graph_module(Runs(lambda x: Result(x + 1, Moments(x.mean(), None))), x)
-    result = root.run_graph((x,), {})
-    assert type(result) is Result
-    assert type(result.extra) is Moments
-    assert torch.equal(result.hidden, x + 1)
-    assert result.extra.std is None
-    assert result.scale == 2.0
-    assert "_Result(hidden = add" in root.code
 
 
 _SENTINEL = object()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ZeroPatch
-from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph, record_name, run_custom
+from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph, run_custom
 from graphpatch_notebook.capture.inputs import input_parameters, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import CaptureError
@@ -143,20 +143,6 @@ def test_nodes_are_recorded_under_their_names() -> None:
     assert [node.target for node in frame.nodes if node.kind == "op"] == ["t", "my_custom_name", "mul", "add"]
 
 
-def test_values_can_be_replaced_on_the_way() -> None:
-    module = Scaled()
-    frame, graph = frame_of(module, extract)
-    seen: list[str] = []
-
-    def on_value(node: fx.Node, value: Any) -> Any:
-        seen.append(record_name(node))
-        return value * 0 if node.name == "my_custom_name" else value
-
-    value = run_custom(graph, module, {"input": X, "shift": 5.0}, on_value)
-    assert torch.equal(value, torch.full((3, 2), 5.0))
-    assert seen == ["input", "shift", "inner_weight", "scale", "t", "my_custom_name", "mul", "add"]
-
-
 def test_values_are_freed_on_the_way() -> None:
     import weakref
 
@@ -187,20 +173,6 @@ def test_graph_module_is_the_graph(copied: Any) -> None:
     assert torch.equal(root(X), expected)
     torch.testing.assert_close(root(input=X, shift=2.0), expected + 1)
     assert root.frame.custom_graph is root.graph
-
-
-def test_calls_of_submodules_are_the_callers_to_record() -> None:
-    module = Scaled()
-
-    def with_call(module: nn.Module) -> fx.Graph:
-        graph = fx.Graph()
-        given, _ = graph.placeholder("input"), graph.placeholder("shift")
-        graph.output((graph.call_module("inner", (given,)),))
-        return graph
-
-    frame, graph = frame_of(module, with_call)
-    assert torch.equal(custom_frame_nodes(graph, frame, {"input": X}), module.inner(X))
-    assert frame.nodes[-1].name == "inner"
 
 
 def test_patches_on_custom_graphs_serve_other_batch_sizes() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from graphpatch_notebook import (
     CompiledGraphModule,
@@ -129,62 +128,6 @@ def test_the_class_of_the_error_stays() -> None:
     assert type(caught.value) is KeyError
     assert caught.value.args == ("shift",)
     assert "'table_shift' (call_function)" in note_of(caught.value)[0]
-
-
-def extract(module: nn.Module) -> fx.Graph:
-    graph = fx.Graph()
-    given, factor = graph.placeholder("x"), graph.placeholder("scale")
-    product = graph.call_function(operator.matmul, (given, factor))
-    product.name = "product"
-    graph.output((product,))
-    return graph
-
-
-class Holder(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.inner(x, y) + 1
-
-
-class Product(nn.Module):
-    def forward(self, x: Tensor, scale: Any = 2.0) -> Tensor:
-        return x @ scale
-
-
-def test_custom_and_edited_graphs() -> None:
-    options = ExtractionOptions(custom_extraction_functions={Product: extract})
-    pg = PatchableGraph(Holder(Product()), options, X, X.T)
-    pg.verify(X, X.T)
-    shown: dict[str, Tensor] = {}
-    assert torch.equal(pg.interpreter(shown.__setitem__).run(X, X.T), X @ X.T + 1)
-    assert torch.equal(shown["inner.product"], X @ X.T)
-    assert torch.equal(shown["inner.output"], X @ X.T)
-    with pytest.raises(RuntimeError) as caught:
-        pg.interpreter().run(X, X)
-    assert "'inner.product' (matmul)" in note_of(caught.value)[0]
-
-
-def test_opaque_modules_run_as_they_are() -> None:
-    pg = PatchableGraph(Holder(Product()), ExtractionOptions(classes_to_skip_compiling={Product}), X, X.T)
-    assert pg.verify(X, X.T).is_equal
-    shown: dict[str, Tensor] = {}
-    assert torch.equal(pg.interpreter(shown.__setitem__).run(X, X.T), X @ X.T + 1)
-    assert torch.equal(shown["inner.output"], X @ X.T)
-    with pytest.raises(RuntimeError) as caught:
-        pg.interpreter().run(X, X)
-    assert "'inner' (Product)" in note_of(caught.value)[0]
-    assert "arguments: Tensor(3, 4), Tensor(3, 4)" in note_of(caught.value)[3]
-
-
-def test_hooks_of_the_model_run() -> None:
-    model = Layers().eval()
-    model.register_forward_hook(lambda module, args, output: output * 7)
-    pg = PatchableGraph(model, X)
-    assert pg.verify(X).is_equal
-    assert torch.equal(pg.interpreter().run(X), model(X))
 
 
 def test_offloaded_weights_are_there() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -234,27 +233,3 @@ def test_verification_ignores_active_patches() -> None:
         assert probe.activation is None
         pg(X)
         assert probe.activation is not None
-
-
-class Alive:
-    """Counts how many of the tensors that it was shown are alive at once."""
-
-    def __init__(self) -> None:
-        self.seen: list[weakref.ref[Tensor]] = []
-        self.most = 0
-
-    def __call__(self, tensor: Tensor) -> Tensor:  # what it counts is not a part of the state of the model
-        self.seen.append(weakref.ref(tensor))
-        self.most = max(self.most, sum(ref() is not None for ref in self.seen))
-        return tensor
-
-
-def test_values_are_freed_as_it_goes() -> None:
-    alive = Alive()
-    with torch.no_grad():
-        pg = PatchableGraph(nn.Sequential(*(Calls(lambda m, x: alive(x * 2)) for _ in range(20))), X)
-        alive.seen.clear()
-        alive.most = 0
-        assert pg.verify(X).is_equal
-    assert len(alive.seen) >= 40
-    assert alive.most <= 6

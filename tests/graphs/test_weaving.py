@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
-from graphpatch_notebook import CustomPatch, PatchableGraph, ZeroPatch
-from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.graphs import CompiledGraphModule, code_generations
-from graphpatch_notebook.graphs.build import build
-from graphpatch_notebook.graphs.generated_code import generate, weave, woven_patches
+from graphpatch_notebook.graphs.generated_code import generate, weave
 from graphpatch_notebook.inspection.resolution import resolve
-from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.patchable_graph import captured
 from tests.laws.captures import (
     Capture,
@@ -139,20 +136,6 @@ def test_code_is_generated_once_for_each_set_of_patched_nodes() -> None:
     assert code_generations() - before == 3
 
 
-def test_a_function_on_a_slice_in_woven_code() -> None:
-    """Also of a value that the model writes in place."""
-    live = PatchableGraph(Mlp(), X)
-    woven = PatchableGraph(live._module, X)
-    woven._graph_module.recompile()
-    for path in ("hidden", "setitem", "mul", "up.bias", "output"):
-        patch = CustomPatch(custom_op=lambda value: value.cos(), slice=(..., slice(1, 2)))
-        with live.patch({path: patch}):
-            expected = live(X)
-        with woven.patch({path: patch}):
-            assert torch.equal(woven(X), expected), path
-        assert not torch.equal(woven(X), expected), path
-
-
 def test_woven_code_reads_like_the_graph() -> None:
     pg = PatchableGraph(Mlp(), X)
     root = pg._graph_module
@@ -164,34 +147,3 @@ def test_woven_code_reads_like_the_graph() -> None:
         "    up = self.up(woven_patched);  woven_patched = None",
     ]
     assert "code_woven_patched(hidden, 'setitem')" in code  # the value of `x[i] = v` is what was written into
-
-
-def test_values_are_passed_by_name_and_the_results_are_used() -> None:
-    frame = captured(PatchableGraph(Mlp(), X)).root
-    graph: fx.Graph = build(frame, _Targets()).graph
-    seen: list[str] = []
-
-    def patched(name: str, value: Any) -> Any:
-        seen.append(name)
-        return torch.zeros_like(value) if name == "mul" else value
-
-    with holding(woven_patches, patched):
-        value = generate(weave(graph, {"x", "scale", "hidden", "mul"})).function(frame.module, X)
-    assert seen == ["x", "scale", "hidden", "mul"]
-    assert torch.equal(value, frame.module.down(torch.zeros(2, 4)))
-
-
-class _Targets:
-    """Graphs over the user's own module."""
-
-    def of_call(self, node: Any) -> str:
-        return str(node.target)
-
-    def of_attribute(self, path: str) -> str:
-        return path
-
-
-def test_frames_without_patches_are_left_alone() -> None:
-    frame: Frame = captured(PatchableGraph(Mlp(), X)).root
-    graph = build(frame, _Targets()).graph
-    assert generate(weave(graph, ())).text == generate(graph).text

@@ -34,8 +34,6 @@ class _Instructions:
         self.instructions = [i for i in dis.get_instructions(code) if i.opname not in _PADDING]
         self.offsets = [i.offset for i in self.instructions]
         self.early_calls = {i.offset for i in dis.get_instructions(code) if i.opname == "PRECALL"}
-        jumps = [i for i in self.instructions if i.opcode in dis.hasjrel or i.opcode in dis.hasjabs]
-        self.loops = [(i.argval, i.offset) for i in jumps if i.argval <= i.offset]
         self.assigned: dict[int, Assigned] = {}
 
     def position(self, lasti: int) -> int:
@@ -65,21 +63,6 @@ def instruction_offset(code: CodeType, lasti: int) -> int:
     """
     known = _known(code)
     return known.offsets[known.position(lasti)]
-
-
-def is_in_loop(code: CodeType, offset: int) -> bool:
-    """Whether the instruction at an offset may run again within one call of the code: a later one jumps back over it.
-
-    Example:
-        >>> def f(x):
-        ...     for _ in range(2):
-        ...         x = abs(x)
-        ...     return round(x)
-        >>> calls = [i.offset for i in dis.get_instructions(f) if i.opname.startswith("CALL")]
-        >>> [is_in_loop(f.__code__, offset) for offset in calls[-2:]]
-        [True, False]
-    """
-    return any(start <= offset <= end for start, end in _known(code).loops)
 
 
 def assigned_variable(code: CodeType, lasti: int) -> Assigned:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphpatch_notebook.capture.naming.bytecode import Assigned, assigned_variable, instruction_offset, is_in_loop
+from graphpatch_notebook.capture.naming.bytecode import Assigned, assigned_variable, instruction_offset
 from graphpatch_notebook.capture.records import Site
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -173,12 +173,6 @@ def chain(frame: FrameType | None) -> tuple[int, ...] | None:
 def steps_of(chain: tuple[int, ...]) -> tuple[tuple[CodeType, int], ...]:
     """Returns the code and the offset of each step of a chain, outermost first."""
     return tuple([(_codes[chain[i]].code, chain[i + 1]) for i in range(len(chain) - 2, -1, -2)])
-
-
-def may_repeat(site: Site) -> bool:
-    """Whether one call of a `forward` may come to a site several times: it is in a loop, or in a function it calls."""
-    (code, offset), *inner = site.steps
-    return bool(inner) or is_in_loop(code, offset)
 
 
 def result_variable(frame: FrameType | None, function_name: str) -> Assigned:
