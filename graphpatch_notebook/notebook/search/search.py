@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
-import difflib
-import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from functools import cached_property
-from itertools import islice
 from typing import Any, cast, overload
 
 from graphpatch_notebook.capture.records import Frame
@@ -26,8 +22,6 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, nearest, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec, dtype_name
 
-# The most names that a misspelled one is compared with: a comparison takes some microseconds.
-_MOST_COMPARED = 2000
 _COLUMNS = (
     Column("path", is_whole=True),
     Column("op", "graph", is_cut=True),
@@ -110,43 +104,14 @@ class NodeColumns:
         return [type(frame.module).__name__.lower() for frame in self.rows.frames]
 
     @cached_property
-    def shapes(self) -> list[tuple[int, ...] | None]:
-        """The shapes; `None` for values that are not tensors."""
-        return [spec.shape if isinstance(spec, TensorSpec) else None for spec in self.rows.specs]
-
-    @cached_property
-    def distinct_shapes(self) -> set[tuple[int, ...]]:
-        return {shape for shape in self.shapes if shape is not None}
-
-    @cached_property
     def dtypes(self) -> list[str]:
         """The names of the dtypes, such as `float32`; empty for values that are not tensors."""
         return [dtype_name(spec.dtype) if isinstance(spec, TensorSpec) else "" for spec in self.rows.specs]
 
-    @cached_property
-    def stems(self) -> dict[str, str]:
-        """The names of the nodes without the number at the end, each with the first name that it comes from."""
-        return _stems(node.name for node in self.rows.nodes)
-
-    @cached_property
-    def words(self) -> list[str]:
-        """The sorted names in paths and of torch functions, except names that need quotes."""
-        return sorted(filter(_is_word, {*self.ops, *self._names()}))
-
-    def _names(self) -> Iterator[str]:
-        seen: set[int] = set()
-        for frame in self.rows.frames:
-            above: Frame | None = frame
-            while above is not None and id(above) not in seen:
-                seen.add(id(above))
-                yield from (node.name for node in above.nodes if not node.is_size)
-                above = above.parent
-
     def words_from(self, prefix: str) -> list[str]:
-        """Returns the words that begin with `prefix`."""
-        words = self.words
-        first = bisect.bisect_left(words, prefix)
-        return list(itertools.takewhile(lambda word: word.startswith(prefix), itertools.islice(words, first, None)))
+        """Returns the names in paths and of torch functions that begin with `prefix`, unless they need quotes."""
+        names = {name for path in self.rows.paths for name in path.split(".")} | {*self.ops}
+        return sorted(name for name in names if name.startswith(prefix) and re.fullmatch(r"[^\W\d][\w.]*", name))
 
     def matching(self, terms: Sequence[Term], patched: Set[str]) -> list[int]:
         """Returns the positions of the nodes that match all terms."""
@@ -167,27 +132,15 @@ class NodeColumns:
             case "text":
                 texts, names, parts = self.texts, self.component_names, value.split("*")
                 meant = self._paths_of_components(value)
-                if len(parts) == 1:
-                    if value in "\n".join(names.values()):
-                        meant |= {path for path, own in names.items() if value in own and value not in path.lower()}
-                    if not meant:
-                        return [value in text for text in texts].__getitem__
-                    return [value in text or path in meant for text, path in zip(texts, paths, strict=True)].__getitem__
-                # Names come after the path, so only those with the last part can match where the path does not.
-                longest, last = max(parts, key=len), next((part for part in reversed(parts) if part), "")
-                near = {path: own for path, own in names.items() if last in own}
-                return lambda at: (
-                    (longest in texts[at] and has_parts(texts[at], parts))
-                    or (near and paths[at] in near and has_parts(f"{texts[at]}\n{near[paths[at]]}", parts))
-                    or paths[at] in meant
-                )
+                if len(parts) > 1:
+                    return lambda at: has_parts(f"{texts[at]}\n{names.get(paths[at], '')}", parts) or paths[at] in meant
+                meant |= {path for path, own in names.items() if value in own}
+                return lambda at: value in texts[at] or paths[at] in meant
             case "exact":
                 meant = self._paths_of_components(value)
                 found = find_components(rows.frames[0].root) if rows.frames else {}
                 meant |= {found[name].path for name in found if has_names(name, value)}
-                return lambda at: (
-                    ((value in paths[at] or '"' in paths[at]) and has_names(paths[at], value)) or paths[at] in meant
-                )
+                return lambda at: has_names(paths[at], value) or paths[at] in meant
             case "op":
                 return is_among(self.ops, value)
             case "module":
@@ -195,9 +148,8 @@ class NodeColumns:
             case "dtype":
                 return is_among(self.dtypes, value)
             case "shape":
-                shapes = self.shapes
-                fitting = {shape for shape in self.distinct_shapes if matches_sizes(value, shape)}
-                return lambda at: shapes[at] in fitting
+                specs = rows.specs
+                return lambda at: isinstance(spec := specs[at], TensorSpec) and matches_sizes(value, spec.shape)
             case "is":
                 return self._state_test(value, patched)
 
@@ -272,14 +224,6 @@ def index_of(pg: PatchableGraph) -> NodeIndex:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Properties of one node
-
-
-def _is_word(name: str) -> bool:
-    return bool(re.fullmatch(r"[^\W\d][\w.]*", name))
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # The table
 
 
@@ -315,50 +259,27 @@ def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterat
         yield f"{len(hidden):,} found that only carry sizes: add is:size"
         return
     columns = index.without_sizes
+    ops = sorted({*columns.ops} - {""})
     for term in terms:
-        if term.is_excluded or columns.matching([term], patched):
+        if term.kind not in ("text", "exact", "op") or term.is_excluded or columns.matching([term], patched):
             continue
         value = str(term.value)
-        ops = sorted({*columns.ops} - {""})
-        if term.kind in ("op", "text", "exact") and value.lower() in _INSIDE and (fused := FUSED_ATTENTION & {*ops}):
+        if value.lower() in _INSIDE and (fused := FUSED_ATTENTION & {*ops}):
             shown = ", ".join(dict.fromkeys(node.name for node in columns.rows.nodes if node.is_inner))
             closed = ", and not shown: leave decompose out of the ExtractionOptions"
             yield f"it is computed inside {min(fused)}" + (f": see {shown}" if shown else closed)
-        if term.kind == "op" and value in NODE_KINDS:
+        if value in NODE_KINDS:
             yield f"{value} is a kind of node, not a torch function: write is:{value}"
         elif term.kind == "op":
             yield f"no torch function is named {value}; nearest: {', '.join(nearest(value, ops))}"
-        elif term.kind in ("text", "exact") and is_component_name(value):
+        elif is_component_name(value):
             try:
                 find_components(index.nodes.root).lookup(value)
             except UnknownPathError as error:
                 yield str(error)
-        elif term.kind in ("text", "exact"):
-            close = _close(value.lower(), {op: op for op in ops} | columns.stems)
-            if re.search("[.|]", value):
-                close = nearest_paths(index.nodes.root, ParsedPath(tuple(re.split(r"[.|]", value))))
+        else:
+            close = nearest_paths(index.nodes.root, ParsedPath(tuple(re.split(r"[.|]", value))))
             yield f"no path or torch function contains {value}" + (f"; nearest: {', '.join(close)}" if close else "")
-
-
-def _stems(names: Iterable[str]) -> dict[str, str]:
-    """Returns the names without the number at the end, each with the first name that it comes from.
-
-    Example:
-        >>> _stems(["x_1", "x_2", "hidden"])
-        {'x': 'x_1', 'hidden': 'hidden'}
-    """
-    found: dict[str, str] = {}
-    for name in names:
-        found.setdefault(name.rstrip("_0123456789").lower() or name, name)
-    return found
-
-
-def _close(value: str, names: Mapping[str, str]) -> list[str]:
-    """Returns the names whose stems are similar to `value`, with or without its number."""
-    stems = list(islice(names, _MOST_COMPARED))
-    close = difflib.get_close_matches(value, stems, cutoff=0.7)
-    close += difflib.get_close_matches(value.rstrip("_0123456789"), stems, cutoff=0.7)
-    return [names[stem] for stem in dict.fromkeys(close)][:3]
 
 
 _INSIDE = INSIDE_ATTENTION | {"softmax"}
@@ -401,15 +322,15 @@ def has_parts(text: str, parts: Iterable[str]) -> bool:
 
 def is_among(names: Sequence[str], pattern: str) -> Callable[[int], bool]:
     """Returns a function of a position: whether the name there matches the pattern. `*` matches any text."""
-    if "*" not in pattern:
-        return lambda at: names[at] == pattern
     parts = pattern.split("*")
     wanted = {name for name in set(names) if name and _is_made(name, parts)}
     return lambda at: names[at] in wanted
 
 
 def _is_made(name: str, parts: Sequence[str]) -> bool:
-    """Whether a name consists of two or more parts in this order, with any text between them."""
+    """Whether a name consists of these parts in this order, with any text between them."""
+    if len(parts) == 1:
+        return name == parts[0]
     first, *middle, last = parts
     if len(name) < len(first) + len(last) or not name.startswith(first) or not name.endswith(last):
         return False

@@ -182,7 +182,7 @@ def test_where_nothing_is_found_a_hint_says_why() -> None:
     assert "is:size" in repr(find(pg, "size_"))
     assert "nearest: relu" in repr(find(pg, "op:rely"))
     assert "nearest: blocks_0.linear" in repr(find(pg, "blocks_0.linaer"))
-    assert repr(find(pg, "zzz")).endswith("no path or torch function contains zzz")
+    assert "no path or torch function contains zzz" in repr(find(pg, "zzz"))
     assert "nearest: relu" in repr(find(pg, "rely"))
     assert "nearest: relu" in repr(find(pg, "rely_77"))
     assert "nothing found" in find(pg, "zzz")._repr_html_()
