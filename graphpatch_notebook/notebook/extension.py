@@ -5,13 +5,10 @@ The commands and the completer are imported when they are first used.
 
 from __future__ import annotations
 
-import ast
-import asyncio
 import functools
-import inspect
 import sys
 import weakref
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, context_matcher
@@ -145,8 +142,8 @@ class GraphPatchMagic:
         """
         __tracebackhide__ = True
         try:
-            if cell is not None:
-                return self._run_cell(line, cell)
+            if cell is not None:  # an empty body, or code that starts the cell magic
+                raise UsageError("the cell below %%graphpatch is empty, or %%graphpatch is not its first line")
             if line.startswith("%%"):
                 return self._run_part_of_cell(line)
             from graphpatch_notebook.notebook.magics.commands import run
@@ -189,36 +186,3 @@ class GraphPatchMagic:
     def _is_silent(self) -> bool:
         result = getattr(self._shell.displayhook, "exec_result", None)
         return bool(result is not None and result.info is not None and result.info.silent)
-
-    def _run_cell(self, line: str, cell: str) -> None:
-        """Runs a cell that code starts with `get_ipython().run_cell_magic("graphpatch", line, body)`."""
-        __tracebackhide__ = True
-        shell = self._shell
-        text = f"{cells.MARKER} {line}\n{cell}"
-        marked = cells.mark_cell(text.splitlines(keepends=True))
-        if marked[0].startswith("%%"):
-            raise UsageError("the cell below %%graphpatch is empty")
-        source = shell.transform_cell("".join(marked))
-        name = shell.compile.cache(source, shell.execution_count)
-        tree = shell.transform_ast(shell.compile.ast_parse(source, filename=name))
-        is_all = shell.ast_node_interactivity == "all"
-        with shell.compile.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT):
-            code = shell.compile(ast.Interactive(tree.body) if is_all else tree, name, "single" if is_all else "exec")
-        self._execute(code)
-
-    def _execute(self, code: CodeType) -> None:
-        __tracebackhide__ = True
-        is_async = bool(code.co_flags & inspect.CO_COROUTINE)
-        if is_async and _is_in_loop():
-            raise UsageError("a cell with a top-level await must begin with %%graphpatch")
-        done = eval(code, self._shell.user_ns)
-        if is_async:
-            self._shell.loop_runner(done)
-
-
-def _is_in_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -68,12 +68,6 @@ def test_wrap_remembers_what_was_typed(shell: Shell, text: str, model: str, argu
     assert (origin.model, origin.arguments) == (model, arguments)
 
 
-def test_wrap_binds_no_other_name(shell: Shell) -> None:
-    before = set(shell.namespace)
-    shell.ok("%graphpatch wrap pg = model(y := x)")
-    assert {name for name in set(shell.namespace) - before if not re.fullmatch(r"_i+|_i?\d+", name)} == {"pg", "y"}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -136,12 +130,6 @@ def test_wrapping_another_model_says_what_is_dropped(pg: Shell) -> None:
     assert said[1] == "1 patch carried over from the previous graph in pg"
     assert said[2].startswith("dropped #1 zero hidden: no node 'hidden'")
     assert chosen(pg) == ["add up.linear 2.5"]
-
-
-def test_wrapping_over_another_variable_is_an_assignment(shell: Shell) -> None:
-    shell.ok("pg = 3")
-    shell.ok("%graphpatch wrap pg = model(x)")
-    assert isinstance(shell.namespace["pg"], PatchableGraph)
 
 
 def test_use(pg: Shell) -> None:
@@ -222,12 +210,6 @@ def test_choosing_says_what_was_chosen(pg: Shell, line: str, said: str) -> None:
     assert len(chosen(pg)) == 1
 
 
-def test_ipython_expands_nothing(pg: Shell) -> None:
-    pg.ok("a = 'wrong'")
-    pg.ok("%graphpatch custom hidden lambda v: f'{a}$a' and v")
-    assert chosen(pg) == ["custom hidden lambda v: f'{a}$a' and v"]
-
-
 def test_a_slice_beyond_the_recorded_size_is_warned_of(pg: Shell) -> None:
     said = lines(pg.ok("%graphpatch zero hidden[9]").out)
     assert said[0] == "#1 zero hidden[9] -> (8,)"
@@ -261,12 +243,6 @@ def test_undefined_names_are_reported(pg: Shell) -> None:
     assert said[1:] == ["note: 'steer' is not defined yet"]
 
 
-@pytest.mark.parametrize("name", ["In", "Out", "exit", "quit", "get_ipython"])
-def test_names_of_ipython_are_not_variables(pg: Shell, name: str) -> None:
-    assert pg.refused(f"%graphpatch probe hidden {name}").startswith(f"{name!r} is a variable of IPython")
-    assert pg.refused(f"%graphpatch wrap {name} = model(x)").startswith(f"{name!r} is a variable of IPython")
-
-
 def test_quotes_globs_and_lists_in_names(pg: Shell) -> None:
     for path in ("up.weight", "up.bias", "down.bias"):
         pg.ok(f"%graphpatch zero {path}")
@@ -282,30 +258,6 @@ def test_quotes_globs_and_lists_in_names(pg: Shell) -> None:
         assert sorted(line.split()[-1] for line in removed) == expected
         pg.ok("%graphpatch undo")
     assert pg.refused("%graphpatch rm up.[xyz]*").startswith("no chosen patch matches 'up.[xyz]*'; nearest:")
-
-
-UNUSUAL = """
-import weakref
-class Anything: pass
-thing = Anything()
-dead = weakref.proxy(thing)
-del thing
-class Raising:
-    @property
-    def __class__(self): raise RuntimeError("unbound")
-raising = Raising()
-globals()[5] = 5
-"""
-
-
-def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
-    pg.ok("%graphpatch zero hidden")
-    pg.ok(UNUSUAL)
-    for line in ("", "list", "probe mul", "ls", "export"):
-        pg.ok(f"%graphpatch {line}")
-    pg.ok("%%graphpatch\npg(x)")
-    assert "unknown variable 'nope'; graphs: pg" in pg.refused("%%graphpatch nope\npg(x)")
-    assert "is not a PatchableGraph but an object of" in pg.refused("%graphpatch use dead")
 
 
 @pytest.mark.parametrize(
@@ -362,13 +314,6 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
 def test_errors_are_shown_in_one_line(pg: Shell, line: str, message: str) -> None:
     assert re.match(message, pg.refused(f"%graphpatch {line}"))
     assert chosen(pg) == []
-
-
-def test_space_around_words(pg: Shell) -> None:
-    pg.ok("%graphpatch   zero \t hidden[ :, 0 ]   ")
-    pg.ok("%graphpatch add\thidden\t1")
-    assert chosen(pg) == ["zero hidden[:, 0]", "add hidden 1"]
-    assert repr(pg.ok("%graphpatch  # what is there").value) == repr(pg.ok("%graphpatch").value)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -609,20 +554,6 @@ def test_export_to_a_file(four: Shell, tmp_path: Path) -> None:
     assert file.read_text("utf8") == "mine"
     four.ok(f'%graphpatch export -o "{file}" --force')
     assert "cannot be written" in four.refused(f"%graphpatch export -o {tmp_path}/nope/a.py")
-
-
-def test_an_export_is_written_whole_or_not_at_all(four: Shell, tmp_path: Path) -> None:
-    link, file = tmp_path / "link.py", tmp_path / "file.py"
-    link.symlink_to(file)
-    assert "which does not exist" in four.refused(f"%graphpatch export -o {link}")
-    assert not file.exists()
-    four.ok(f"%graphpatch export -o {file}")
-    number = file.stat().st_ino
-    four.ok(f"%graphpatch export -o {link}")
-    assert link.is_symlink()
-    assert file.stat().st_ino != number  # replaced, not written into
-    assert "is a directory" in four.refused(f"%graphpatch export -o {tmp_path}/ --force")
-    assert sorted(tmp_path.iterdir()) == [file, link]
 
 
 def test_export_to_a_cell(four: Shell) -> None:
