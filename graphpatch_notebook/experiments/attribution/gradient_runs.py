@@ -17,7 +17,7 @@ new leaf replaces it, so autograd never reaches the weights, whether they requir
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,18 +28,17 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GradientNode
 
-from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, Structure, refs_in
+from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.checks.sharding import sharding_of
-from graphpatch_notebook.components.flow import walk
+from graphpatch_notebook.components.flow import Flow, walk
 from graphpatch_notebook.errors import ExperimentError, PatchMapError
 from graphpatch_notebook.execution import PatchContext
 from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
 from graphpatch_notebook.experiments.attribution.rules import DerivativeRules, Method, rules_of
-from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode, Scores
+from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode, Scores, flow_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import noted_metric
-from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch
@@ -151,16 +150,17 @@ class AttributionRuns:
 
     def __post_init__(self) -> None:
         self._choices = Choices(self.routing)
-        self._state: ModuleState | None = None
-        self._roots = Roots()
+        self._has_run = False
+        self._flow = flow_of(self.pg.nodes.root)
+        self._roots = Roots(self._flow)
         self._copied: set[str] = set()
         self._found = AttributionResults()
         self._found.scores = {node.path: np.zeros(()) for node in self.nodes if node.is_parameter}
 
     def run(self) -> AttributionResults:
         """Returns the scores. The model and the random state are restored."""
-        state = ModuleState(captured(self.pg).module)
-        with collected_warnings() as messages, torch.inference_mode(False), afterwards(state.restore):
+        self._state = ModuleState(captured(self.pg).module)
+        with collected_warnings() as messages, torch.inference_mode(False), afterwards(self._state.restore):
             (self._run_one_by_one if self.is_one_sided else self._run_all)()
         self.watched.listener = _pass_on
         self._found.roots = list(dict.fromkeys(path for path, _ in self._roots.clean))
@@ -198,9 +198,9 @@ class AttributionRuns:
             return
         left = {node.path}
         while left:
-            self._roots = Roots()
+            self._roots = Roots(self._flow)
             left = self._score(left, restored=clean, is_careful=True)
-        self._roots = Roots()
+        self._roots = Roots(self._flow)
         if node.path in self._found.scores:
             self._found.changes[node.path] = self._found.clean - self._found.corrupted
 
@@ -264,10 +264,9 @@ class AttributionRuns:
         return number
 
     def _output(self, listener: Callable[[ScoredNode, Any], Any], inputs: Inputs) -> Any:
-        if self._state is None:
-            self._state = ModuleState(captured(self.pg).module)
-        else:
+        if self._has_run:
             self._state.restore()  # all runs have the same random numbers and buffers
+        self._has_run = True
         self.watched.listener = listener
         with self._choices.recorded() if inputs is self.clean else self._choices.held(), self.watched.context:
             return inputs.run(self.pg)
@@ -412,16 +411,23 @@ class Roots:
 
     Attributes:
         clean: The clean values of the roots.
-        tracked: The ids of nodes that autograd traces back to a root.
-        untracked: The ids of nodes whose values differ, but were computed without gradients.
-        flow: How values depend on each other, from the capture.
+        tracked: The nodes that autograd traces back to a root.
+        untracked: The nodes whose values differ, but were computed without gradients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, flow: Flow) -> None:
         self.clean: dict[tuple[str, int], Tensor] = {}
-        self.tracked: set[int] = set()
-        self.untracked: set[int] = set()
-        self.flow = ValueFlow()
+        self.tracked: set[Node] = set()
+        self.untracked: set[Node] = set()
+        self._flow = flow
+
+    def computed(self, node: ScoredNode) -> Node:
+        """Returns the operation that computes the value of a node."""
+        own = node.node
+        if own.kind == "output" and node.frame.opaque_reason is not None and node.frame.call is not None:
+            own = node.frame.call
+        value = self._flow.resolve(own)
+        return own if value is None else value.node
 
     def may_begin_at(self, node: ScoredNode) -> bool:
         """Whether a value that differs, but has no gradient, becomes a root.
@@ -430,11 +436,24 @@ class Roots:
         gradients, since such code does not expect them. But the result of a part that runs under `torch.no_grad` is a
         root for the parts after it.
         """
-        if not node.can_be_cut:
-            return False
-        if any(id(inner) in self.untracked for inner in self.flow.made_of(node)):
-            return True
-        return not self.flow.comes_from(node, self.tracked)
+        own = self.computed(node)
+        sources = {own, *(value.node for value in self._flow.reads(own))}
+        before = walk([own], lambda made: (value.node for value in self._flow.reads(made)))
+        return node.can_be_cut and (not sources.isdisjoint(self.untracked) or self.tracked.isdisjoint(before))
+
+    def has_one_use(self, node: ScoredNode) -> bool:
+        """Whether the value of a node is known to have a single use in its frame: an operation, a call, the output."""
+        frame, own = node.frame.parent if node.node.kind == "output" else node.frame, self.computed(node)
+        if frame is None or frame.opaque_reason is not None or frame.has_own_graph:
+            return frame is None
+        flow, uses, inner = self._flow, 0, set[Frame]()
+        for user in flow.users.get(own, ()):
+            around = list(flow.frame_of[user].frames_above())
+            if frame in around[1:]:
+                inner.add(around[around.index(frame) - 1])
+            uses += around[0] is frame
+        places = [*flow.outputs(frame), *(place for each in inner for place in flow.inputs(each))]
+        return uses + sum(place.value.node is own for place in places) == 1
 
 
 class Differences:
@@ -558,7 +577,7 @@ class GradientRun:
         stays |= node.is_in_container  # a view would need a copy of the container
         if stays or not node.can_be_cut or not torch.is_grad_enabled():
             # With a view, the gradient of values that the model writes in place would be lost.
-            if not torch.is_grad_enabled() or not self._roots.flow.has_one_use(before):
+            if not torch.is_grad_enabled() or not self._roots.has_one_use(before):
                 self._shared.add(edge)
             if edge in self._shared:
                 self._differences.problems.setdefault(node.path, _SHARED)
@@ -583,7 +602,7 @@ class GradientRun:
         if not clean[occurrence].is_current:
             differences.rewritten.add(path)
         if value.requires_grad and self._depends_on_root(value):
-            self._roots.tracked.add(id(node.node))
+            self._roots.tracked.add(self._roots.computed(node))
             self._note(path, occurrence, value, self._edge(value))
         elif _is_equal(clean[occurrence].tensor, value):
             differences.by_path.setdefault(path, []).append(None)
@@ -591,10 +610,10 @@ class GradientRun:
         elif path in differences.rewritten:
             pass  # decided when the value is copied before it is changed
         elif not torch.is_grad_enabled():
-            self._roots.untracked.add(id(node.node))
+            self._roots.untracked.add(self._roots.computed(node))
             differences.problems[path] = _NO_GRADIENT
         elif self._roots.may_begin_at(node):
-            self._roots.tracked.add(id(node.node))
+            self._roots.tracked.add(self._roots.computed(node))
             self._roots.clean[path, occurrence] = clean[occurrence].tensor.detach()
             value, edge = self._cut(node, value, clean[occurrence].tensor)
             self._note(path, occurrence, value, edge)
@@ -793,54 +812,3 @@ def _as_arrays(tensors: Sequence[Tensor]) -> dict[int, Scores]:
         for tensor, part in zip(present, flat.split([tensor.numel() for tensor in present]), strict=True):
             arrays[id(tensor)] = part.reshape(tensor.shape).numpy()
     return arrays
-
-
-_NO_USE = ("requires_grad_",)
-_HOLDERS = (tuple, list, dict, slice, Structure)
-
-
-class ValueFlow:
-    """Follows values through the captured graphs, across module calls."""
-
-    def __init__(self) -> None:
-        self._uses: dict[int, Counter[int]] = {}
-
-    def has_one_use(self, node: ScoredNode) -> bool:
-        """Whether the value of a node is known to have a single use."""
-        used, frame = node.node, node.frame
-        if node.node.kind == "output":
-            if frame.call is None or frame.parent is None:
-                return True
-            used, frame = frame.call, frame.parent
-        if frame.opaque_reason is not None or frame.has_own_graph:
-            return False
-        uses = self._uses.get(id(frame))
-        if uses is None:
-            uses = self._uses[id(frame)] = Counter(id(ref.node) for ref in refs_in(frame.output))
-            for inner in frame.nodes:
-                if inner.op not in _NO_USE and not inner.is_inner:
-                    for value in (*inner.args, *inner.kwargs.values()):
-                        if type(value) is Ref:
-                            uses[id(value.node)] += 1
-                        elif isinstance(value, _HOLDERS):
-                            uses.update(id(ref.node) for ref in refs_in(value))
-        return uses[id(used)] == 1
-
-    def comes_from(self, node: ScoredNode, sources: Collection[int]) -> bool:
-        """Whether a value depends on one of the nodes with the ids in `sources`."""
-        before = walk(_made_of(node.node, node.frame), lambda made: _made_of(*made))
-        return any(id(inner) in sources for inner, _ in before)
-
-    def made_of(self, node: ScoredNode) -> list[Node]:
-        """Returns the nodes that a value is computed from directly; for a module call, the output node of that call."""
-        return [
-            inner.frame.output_node if isinstance(inner, CallNode) and inner.frame.nodes else inner
-            for inner, _ in _made_of(node.node, node.frame)
-        ]
-
-
-def _made_of(node: Node, frame: Frame) -> Iterator[tuple[Node, Frame]]:
-    if node.kind == "output" and frame.opaque_reason is not None:
-        yield from ((inner, frame) for inner in frame.nodes if inner.kind in ("input", "call"))
-    else:
-        yield from ((source.node, source.frame) for source in sources_of(SourceValue(node, frame)))

@@ -11,8 +11,7 @@ import numpy as np
 
 from graphpatch_notebook.capture.records import CallNode
 from graphpatch_notebook.components import operations
-from graphpatch_notebook.components.flow import Flow
-from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode
+from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode, flow_of
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import resolve
 
@@ -45,7 +44,8 @@ def ranked(
     """
     names = names or {}
     sizes = np.where(np.isfinite(scores), np.abs(scores), -1.0)
-    order = np.argsort(-sizes, kind="stable").tolist()[: int((sizes >= 0).sum())]
+    rounded = np.array([float(f"{size:.5g}") for size in sizes])  # ranks do not depend on the machine's last digits
+    order = np.argsort(-rounded, kind="stable").tolist()[: int((sizes >= 0).sum())]
     ranks: list[Rank] = []
     known: dict[tuple[Any, ...], list[Rank]] = {}
     for number in order:
@@ -77,7 +77,7 @@ def same_values(nodes: NodeMap, scored_nodes: Iterable[ScoredNode]) -> dict[str,
     A value keeps its identity when modules pass it on, and when it is reshaped with all its entries. The representative
     is a module output (of the outermost module, if there are several), otherwise the first name in order of execution.
     """
-    flow = Flow(nodes.root)
+    flow = flow_of(nodes.root)
     groups: dict[Any, list[ScoredNode]] = {}
     for scored in scored_nodes:
         node = scored.node

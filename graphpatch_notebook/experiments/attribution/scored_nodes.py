@@ -15,6 +15,7 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
 from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
 from graphpatch_notebook.checks.sharding import sharding_of
+from graphpatch_notebook.components.flow import Flow
 from graphpatch_notebook.components.names import MEMBERS
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import row_dimension, sequence_dim, takes_tokens, token_inputs
@@ -174,6 +175,14 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
     if wanted is None:
         places = {node.path: ScoredPlace(node.path) for node in found if node.is_wanted}
     return Selected(named, places, found, skipped)
+
+
+def flow_of(root: Frame) -> Flow:
+    """Returns the flow of values through a capture; each capture is searched once."""
+    findings = root.capture.findings
+    if Flow not in findings:
+        findings[Flow] = Flow(root)
+    return cast("Flow", findings[Flow])
 
 
 def _targets(nodes: NodeMap, paths: Iterable[Any]) -> list[Target]:

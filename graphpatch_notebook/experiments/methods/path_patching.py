@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from graphpatch_notebook.components.flow import Flow
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.engine.measurements import baseline_of
 from graphpatch_notebook.experiments.methods.arguments import (
     Paths,
     check_graph,
@@ -26,7 +24,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     targets,
 )
 from graphpatch_notebook.experiments.methods.heads import head_layout
-from graphpatch_notebook.experiments.methods.reference_runs import Array, MetricRange, record
+from graphpatch_notebook.experiments.methods.reference_runs import MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results.arrays import component_grid
 from graphpatch_notebook.inspection.node_path import NodePath
@@ -34,7 +32,7 @@ from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.patches.slices import index_text
-from graphpatch_notebook.values import TensorSpec
+from graphpatch_notebook.values import TensorSpec, readable_children
 from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
@@ -140,7 +138,7 @@ def path_patch(
     other = record(pg, inputs, dict.fromkeys([*ends, *edges.held]), metric)
     check_same_shapes(run.values, other.values)
     comparison = MetricRange(run.measurement.values, other.measurement.values, normalize)
-    unreached = edges.record(inputs, metric, run.values, other.values, other.measurement.values)
+    unreached = edges.record(inputs, run.values, other.values)
     remarks = edges.remarks()
     if unreached:
         remarks.append(
@@ -211,17 +209,17 @@ class _Edges:
     def record(
         self,
         inputs: Inputs,
-        metric: Callable[[Any], Any],
         clean: Mapping[str, Tensor],
         corrupted: Mapping[str, Tensor],
-        baseline: Array,
     ) -> list[str]:
         """Records the values of receivers that each sender's clean value reaches; returns senders that reach none.
 
-        `inputs` are the corrupted ones, with the metric `baseline`. The clean values of senders, and the corrupted ones
-        of all ends and components, are given by path.
+        `inputs` are the corrupted ones. The clean values of senders, and the corrupted ones of all ends and components,
+        are given by path.
         """
         unreached = []
+        with torch.no_grad():
+            before = None if all(end.path for end in self._receivers.values()) else inputs.run(self._pg)
         for start, sender in self._senders.items():
             components = [target.path for target in self._components if not self._lies_in(sender, target)]
             value = sender.part(clean[sender.path])
@@ -232,9 +230,7 @@ class _Edges:
             # Probes come first: they read what a held receiver computes.
             with torch.no_grad(), self._pg.patch(probes), self._pg.patch(self._through[start]):
                 output = inputs.run(self._pg)
-            is_changed = len(ends) > len(probes) and not np.array_equal(
-                baseline_of(metric, output).values, baseline, equal_nan=True
-            )
+            is_changed = len(ends) > len(probes) and not _is_same(output, before)
             for end in ends:
                 if end.path:
                     part = end.part(probes[end.path].activation.detach())
@@ -272,6 +268,14 @@ class _Edges:
         missing = count - len(self._pairs)
         why = "the receiver does not run after the sender, and the metric is the corrupted one"
         return [f"in {missing} of {count} pairs, {why}"] if missing else []
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether all tensors of two values are equal."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    parts, others = readable_children(value) or [], readable_children(other) or []
+    return len(parts) == len(others) and all(_is_same(a, b) for (_, a), (_, b) in zip(parts, others, strict=True))
 
 
 def _insides(pg: PatchableGraph) -> tuple[Flow, dict[str, frozenset[Node]]]:
