@@ -44,7 +44,7 @@ def ranked(
     """
     names = names or {}
     sizes = np.where(np.isfinite(scores), np.abs(scores), -1.0)
-    rounded = np.array([float(f"{size:.5g}") for size in sizes])  # ranks do not depend on the machine's last digits
+    rounded = np.array([float(f"{size:.6g}") for size in sizes])  # ranks do not depend on the machine's last digits
     order = np.argsort(-rounded, kind="stable").tolist()[: int((sizes >= 0).sum())]
     ranks: list[Rank] = []
     known: dict[tuple[Any, ...], list[Rank]] = {}
