@@ -105,6 +105,10 @@ class LoadedRoot(LoadedModule):
         )
         self.register_forward_pre_hook(check, with_kwargs=True)
 
+    def answer_all(self) -> None:
+        """Makes calls that the graph does not hold for errors, with a model, too."""
+        self.__dict__["_stored_model"] = None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph, or the model in its place."""
         if self in _checked.get() or "_stored_check" not in self.__dict__:  # it may call itself

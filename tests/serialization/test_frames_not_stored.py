@@ -123,6 +123,15 @@ def test_skipped_modules(tmp_path: Path) -> None:
     assert PatchableGraph.load(tmp_path / "again").unstored == loaded.unstored
 
 
+def test_checks_leave_a_model_alone_whose_graph_is_not_stored(tmp_path: Path) -> None:
+    model = Numpy()
+    before = set(vars(model))
+    with pytest.warns(UnstoredFrameWarning, match="the root"):
+        PatchableGraph(model, x()).save(tmp_path / "graph", check=[((x(),), {})])
+    assert set(vars(model)) == before
+    assert torch.equal(PatchableGraph.load(tmp_path / "graph", model=model)(x()), model(x()))
+
+
 def test_a_module_is_stored_with_all_of_its_calls_or_with_none(tmp_path: Path) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
