@@ -65,6 +65,7 @@ class StandIn:
         self.module: Module = object.__new__(type(module))
         # A separate dict first: some models override `__setattr__`.
         state = dict(module.__dict__)
+        state.pop("_call_impl", None)  # a swapped call is one of the module itself
         for registry in _REGISTRIES:
             state[registry] = type(state[registry])(state[registry])
         self.module.__dict__.update(state)
