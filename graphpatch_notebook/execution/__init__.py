@@ -1,27 +1,20 @@
 """Execution: patched runs of the user's own model.
 
 `patch_map` checks a patch map before anything runs, `plan` sorts its patches by frame, and `context` makes them active
-in a `with` block. `live/` is a call in the block. `steps` and `positions` limit patches to parts of a generation,
-`recording` keeps many values of one run, `replay` reuses the results of frames in sweeps, and `compiled_model` writes
-the patches into graphs for compilers. The last two are imported when they are first asked for.
+in a `with` block. `run` is a call in the block, on the model's own code: `apply` patches one value, `stand_in` lets a
+forward run on other tensors than its module holds, and `tracebacks` names the node that raised an error. `steps` and
+`positions` limit patches to parts of a generation, `recording` keeps many values of one run, `replay` reuses results
+of frames in sweeps, and `compiled_model` writes the patches into graphs for compilers. The last two are imported when
+they are first asked for.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from graphpatch_notebook.execution.apply import apply_to_rows
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext, active_patches, innermost
-from graphpatch_notebook.execution.live.apply import apply_to_rows
-from graphpatch_notebook.execution.live.boundaries import FrameWatch, frames_seen
-from graphpatch_notebook.execution.live.stand_in import (
-    GENERATION_CONFIG,
-    copied_config,
-    generating_with,
-    held_value,
-    no_compile_arguments,
-    tensor_at,
-)
 from graphpatch_notebook.execution.plan import FUSED_MODULES, Entry
 from graphpatch_notebook.execution.positions import (
     DECODER_TOKENS,
@@ -37,8 +30,17 @@ from graphpatch_notebook.execution.positions import (
     token_inputs,
 )
 from graphpatch_notebook.execution.recording import Recording, record, results_of
+from graphpatch_notebook.execution.run import FrameWatch, frames_seen
 from graphpatch_notebook.execution.skipped_calls import call_problem, target_of_call
 from graphpatch_notebook.execution.splices import is_part_of_splice
+from graphpatch_notebook.execution.stand_in import (
+    GENERATION_CONFIG,
+    copied_config,
+    generating_with,
+    held_value,
+    no_compile_arguments,
+    tensor_at,
+)
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount, caches_of
 from graphpatch_notebook.lazy_names import lazy_names
 

@@ -18,7 +18,7 @@ from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, PatchNotF
 from graphpatch_notebook.capture.observers import is_swapped, observer
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution import innermost
-from graphpatch_notebook.execution.live.boundaries import watch
+from graphpatch_notebook.execution.run import watch
 from graphpatch_notebook.patchable_graph import captured as captured_model
 from graphpatch_notebook.torch_compat import function_mode_depth
 from tests.experiments.engine.loops import TOLERANCE, disagreement, looped, swept

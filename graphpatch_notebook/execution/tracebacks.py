@@ -26,7 +26,7 @@ from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import is_module_call
 
 if TYPE_CHECKING:
-    from graphpatch_notebook.execution.live.boundaries import Run
+    from graphpatch_notebook.execution.run import Run
 
 _MOST_NAMES, _MOST_PATCHED = 4, 6
 
