@@ -29,9 +29,9 @@ from graphpatch_notebook.errors import (
     SharedGradientWarning,
 )
 from graphpatch_notebook.execution.captured_model import CapturedModel
+from graphpatch_notebook.execution.patch_map import refuse_with_cache
 from graphpatch_notebook.execution.plan import Entry, FramePlan, Plan
 from graphpatch_notebook.execution.run import Run, WatchedRun, was_in_checkpoint, watch
-from graphpatch_notebook.execution.skipped_calls import refuse_with_cache
 from graphpatch_notebook.execution.splices import check_splices
 from graphpatch_notebook.execution.stand_in import original_of
 from graphpatch_notebook.execution.steps import GenerationSteps, StepCount, Unreached

@@ -30,8 +30,8 @@ from graphpatch_notebook.checks.dimensions import CallInputs
 from graphpatch_notebook.checks.sharding import is_parallel_machinery
 from graphpatch_notebook.errors import AliasedPatchWarning, GraphPatchError, PatchShapeError, PatchValueError
 from graphpatch_notebook.execution.apply import MissingChildError, apply_at, apply_patch, value_at, write_back
+from graphpatch_notebook.execution.patch_map import passing_input
 from graphpatch_notebook.execution.plan import EntriesByChain, Entry, FramePlan, PatchedCode, Plan, SiteEntries
-from graphpatch_notebook.execution.skipped_calls import passing_input
 from graphpatch_notebook.execution.stand_in import bound_with, held_value, holding_tensors
 from graphpatch_notebook.execution.steps import GenerationSteps, HeldBackError
 from graphpatch_notebook.patches.kinds import RunStopped
