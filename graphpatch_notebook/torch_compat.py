@@ -179,6 +179,14 @@ def called_by(call: Callable[..., Any]) -> dict[str, Any]:
     return {"_compiled_call_impl": call}
 
 
+def own_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """Returns what calls the forward of a module with its hooks, whatever attribute of the module replaces it.
+
+    `Module._call_impl`: torch 2.0 to 2.13. Tested by: tests/execution/test_contexts.py.
+    """
+    return type(module)._call_impl.__get__(module)
+
+
 def called_attribute(module: torch.nn.Module) -> str:
     """Returns the attribute that `Module.__call__` calls, which a module may have of its own: its forward with hooks.
 

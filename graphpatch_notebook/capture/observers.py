@@ -99,8 +99,13 @@ class _SwappedCall(_SwappedForward):
         watching = observer.get()
         if watching is None:
             return self._unobserved(args, kwargs)
-        on_call = getattr(watching, "on_call", None)
-        return self.original(*args, **kwargs) if on_call is None else on_call(self._module, self.original, args, kwargs)
+        return self.observed(self.original, *args, **kwargs)
+
+    def observed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Hands a call of the module, or of a copy that stands for it, to the observer."""
+        __tracebackhide__ = True
+        on_call = getattr(observer.get(), "on_call", None)
+        return call(*args, **kwargs) if on_call is None else on_call(self._module, call, args, kwargs)
 
 
 _lock = threading.RLock()

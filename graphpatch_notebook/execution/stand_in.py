@@ -19,7 +19,7 @@ from graphpatch_notebook.capture import Packing, held_by
 from graphpatch_notebook.capture.observers import innermost_forward, is_swapped, observer, original_forward
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import PatchValueError
-from graphpatch_notebook.torch_compat import called_by
+from graphpatch_notebook.torch_compat import called_by, own_call
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _ORIGINAL = "_graphpatch_original"
@@ -65,7 +65,9 @@ class StandIn:
         self.module: Module = object.__new__(type(module))
         # A separate dict first: some models override `__setattr__`.
         state = dict(module.__dict__)
-        state.pop("_call_impl", None)  # a swapped call is one of the module itself
+        if (swapped := state.get("_call_impl")) is not None:  # calls the module itself
+            observed = swapped.func if isinstance(swapped, functools.partial) else swapped.observed
+            state["_call_impl"] = functools.partial(observed, own_call(self.module))
         for registry in _REGISTRIES:
             state[registry] = type(state[registry])(state[registry])
         self.module.__dict__.update(state)
