@@ -184,7 +184,8 @@ def own_call(module: torch.nn.Module) -> Callable[..., Any]:
 
     `Module._call_impl`: torch 2.0 to 2.13. Tested by: tests/execution/test_contexts.py.
     """
-    return type(module)._call_impl.__get__(module)
+    call: Callable[..., Any] = type(module)._call_impl.__get__(module)
+    return call
 
 
 def called_attribute(module: torch.nn.Module) -> str:
