@@ -43,12 +43,13 @@ LAYERS = [
     "execution",
     "patchable_graph",
     "experiments/extras",
-    "experiments/metrics",
-    "experiments/engine",
-    "experiments/results",
     "distributed/checkpoint",
     "distributed/executors",
     "distributed/remote",
+    "experiments/elsewhere",
+    "experiments/metrics",
+    "experiments/engine",
+    "experiments/results",
     "experiments/methods",
     "experiments/attribution",
     "experiments/circuits",
@@ -179,6 +180,16 @@ def imported_from_above(file: Path) -> set[str]:
     above = {layer for layer in inside - {own} if LAYERS.index(layer) > LAYERS.index(own)}
     doors = {way for way, opened in DOORS.items() if opened == name_of(file)}
     return {layer for layer in above if (own.split("/")[0], layer.split("/")[0]) not in doors}
+
+
+def test_two_seams_lead_to_other_processes() -> None:
+    """How a value is made whole, and where a run happens; workers load a module of this room first."""
+    room = f"{ROOT.name}.distributed"
+    outside = [file for file in FILES if file.parent != ROOT / "distributed"]
+    importing = {name_of(file) for file in outside if room in str(imported_names(ast.walk(parse(file)), file))}
+    assert importing == {"checks/sharding.py", "patchable_graph.py", "experiments/elsewhere.py"}
+    for file in set(FILES) - set(outside):
+        assert not any(f"{ROOT.name}.experiments" in name for name in imported_names(parse(file).body, file))
 
 
 def test_only_contexts_import_patched_calls() -> None:

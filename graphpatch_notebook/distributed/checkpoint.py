@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,7 @@ from torch import Tensor
 from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.checks.sharding import is_distributed, processes_of
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, patches_in
-from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.measurements import Measurement
-from graphpatch_notebook.experiments.results.arrays import metric_name, plain_label
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
-from graphpatch_notebook.patches.kinds import declares
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file
@@ -59,47 +54,15 @@ def weights_digest(pg: PatchableGraph) -> str:
     return own if processes is None else digest(processes.gathered(own))
 
 
-def identity(
-    axes: Mapping[str, Sequence[Any]],
-    key: str,
-    metric: Callable[[Any], Any],
-    baseline: Measurement,
-    inputs: Inputs,
-    pg: PatchableGraph,
-    cells: Sequence[Cell],
-) -> dict[str, Any]:
-    """Returns JSON data that identifies a sweep: its axes, the baseline, and digests of the rest.
-
-    Raises:
-        ExperimentError: Patches are functions, which only a key can identify, and there is no key.
-    """
-    patches = {type(patch).__name__: patch for cell in cells for patch in patches_in(cell.patches)}
-    unknown = [name for name, patch in patches.items() if not declares(patch, "is_pure")]
-    if unknown and not key:
-        raise ExperimentError(
-            f"checkpoint= does not see what a {unknown[0]} does: give a text that names this version of it, and change "
-            'it when that changes: checkpoint="sweep", checkpoint_key="version 1"'
-        )
-    return {
-        "axes": {name: [repr(plain_label(value)) for value in values] for name, values in axes.items()},
-        "checkpoint_key": key,
-        "metric": [metric_name(metric), digest(metric)],
-        "inputs": digest(inputs.args, inputs.kwargs),
-        "weights or modes": weights_digest(pg),
-        "numbers without patches": baseline.to_json(),
-        "patches": digest([cell.patches for cell in cells]),
-    }
-
-
 class Checkpoint:
     """The checkpoint of one sweep.
 
     Args:
         folder: The name of the folder; it need not exist.
-        own: The `identity` of the sweep.
+        own: JSON data that identifies the sweep, by what messages call it.
 
     Attributes:
-        done: The results in the folder, by the number of the cell, without those of failed cells.
+        done: The results in the folder, as JSON data by the number of the cell.
 
     Raises:
         ExperimentError: The folder holds other data. It is not changed.
@@ -125,15 +88,13 @@ class Checkpoint:
             )
         files = sorted(self._folder.glob("[0-9]*.json"))
         self._count = int(files[-1].stem) + 1 if files else 0
-        cells = {int(number): data for file in files for number, data in json.loads(file.read_text()).items()}
-        self.done = {number: CellResult(number, Measurement.from_json(data)) for number, data in cells.items()}
+        self.done = {int(number): data for file in files for number, data in json.loads(file.read_text()).items()}
 
-    def append(self, results: Sequence[CellResult]) -> None:
-        """Writes the results of a chunk, and returns when they are on the disk.
+    def append(self, cells: Mapping[int, Any]) -> None:
+        """Writes the results of a chunk, as JSON data by the number of the cell, and returns when they are on the disk.
 
         If that fails (for example, because the disk is full), a warning is issued and the sweep continues in memory.
         """
-        cells = {each.number: each.measurement.to_json() for each in results if each.measurement is not None}
         if not cells:
             return
         try:

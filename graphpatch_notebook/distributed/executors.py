@@ -28,7 +28,6 @@ from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.distributed.checkpoint import weights_digest
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, add_note
 from graphpatch_notebook.execution import innermost
-from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.warning_places import collected_warnings, warn_each_time
 
@@ -67,6 +66,8 @@ class RayExecutor(Executor):
     """
 
     def __init__(self, **options: Any) -> None:
+        from graphpatch_notebook.experiments.extras import extra
+
         ray = extra("ray", "RayExecutor", ": pip install ray")
         # With `max_calls=0`, workers with GPUs keep the model after a task.
         self._call = ray.remote(**{"num_cpus": 1, "max_retries": 0, "max_calls": 0} | options)(_call)
@@ -361,6 +362,8 @@ def dumps(value: Any) -> bytes:
 
 @functools.cache
 def _pickler_class() -> Any:
+    from graphpatch_notebook.experiments.extras import extra
+
     class Pickler(extra("cloudpickle", "executor=").Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, PatchableGraph) or (

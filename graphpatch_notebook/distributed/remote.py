@@ -33,7 +33,6 @@ from graphpatch_notebook.distributed.executors import dumps, sendable
 from graphpatch_notebook.distributed.sharding import note_placements
 from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchWarning, add_note
 from graphpatch_notebook.execution import GENERATION_CONFIG, PatchContext, Recording, active_patches, innermost
-from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.torch_compat import version_of
@@ -86,6 +85,8 @@ def remote(cluster: Any, recipe: Callable[[], Any], *example_args: Any, **exampl
         ...     with pg.patch({"layers[3].attn.heads[5].z": ZeroPatch()}):
         ...         logits = pg(input_ids=ids).logits
     """
+    from graphpatch_notebook.experiments.extras import extra
+
     extra("ipyparallel", "remote")
     if isinstance(recipe, Module) or not callable(recipe):
         raise ExperimentError(

@@ -27,8 +27,6 @@ packages.
 
 from __future__ import annotations
 
-from graphpatch_notebook.distributed.executors import RayExecutor, map_batches
-from graphpatch_notebook.distributed.remote import remote
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments.attribution.attribute import attribute, top_scores
 from graphpatch_notebook.experiments.attribution.direct_logits import direct_logit_attribution
@@ -39,6 +37,7 @@ from graphpatch_notebook.experiments.circuits.selection import circuit, faithful
 from graphpatch_notebook.experiments.datasets.averages import average, mean_values
 from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
+from graphpatch_notebook.experiments.elsewhere import RayExecutor, map_batches, remote
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
 from graphpatch_notebook.experiments.methods.head_scores import composition_scores, head_scores, keep_heads

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import ModuleState
-from graphpatch_notebook.distributed.executors import map_batches
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
 from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
 from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
@@ -40,6 +39,7 @@ from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_
 from graphpatch_notebook.experiments.circuits.positions import WrittenPositions, read_ahead
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Summand, Writer, index_of, rows_of
+from graphpatch_notebook.experiments.elsewhere import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.engine.measurements import measurement
 from graphpatch_notebook.experiments.extras import extra

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.checks.sharding import processes_of
-from graphpatch_notebook.distributed.checkpoint import weights_digest
-from graphpatch_notebook.distributed.executors import map_batches
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution import active_patches
 from graphpatch_notebook.experiments.datasets.batches import (
@@ -38,6 +36,7 @@ from graphpatch_notebook.experiments.datasets.batches import (
     numbered,
     read_batch,
 )
+from graphpatch_notebook.experiments.elsewhere import map_batches, weights_digest
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection, selection

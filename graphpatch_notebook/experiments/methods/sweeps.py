@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.checks.sharding import processes_of
-from graphpatch_notebook.distributed.checkpoint import Checkpoint, identity
-from graphpatch_notebook.distributed.executors import Lost, Workers, check_executor
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
-from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of
+from graphpatch_notebook.experiments.elsewhere import Checkpoint, Lost, Workers, check_executor, weights_digest
+from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of, patches_in
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.purity import made_cells
@@ -24,8 +24,9 @@ from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric
-from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims
+from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims, metric_name, plain_label
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import declares
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -73,7 +74,7 @@ def run_sweep(
     metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
     ledger = _Ledger(runner.baseline)
     if checkpoint is not None:
-        own = identity(values, checkpoint_key, metric, runner.baseline, inputs, pg, made.made)
+        own = _identity(values, checkpoint_key, metric, runner.baseline, inputs, pg, made.made)
         ledger = _Ledger(runner.baseline, *_opened(checkpoint, own, pg))
     results = ledger.results
     shared, alone = runner.chunks(made.shared, made.entries), [[cell] for cell in made.alone]
@@ -122,7 +123,9 @@ class _Ledger:
         results = [self._checked(result) for result in results]
         self.results |= {result.number: result for result in results}
         if self.checkpoint is not None:
-            self.checkpoint.append(results)
+            self.checkpoint.append(
+                {each.number: each.measurement.to_json() for each in results if each.measurement is not None}
+            )
         if self.progress is not None:
             self.progress.update(len(self.results) - before)
 
@@ -204,20 +207,56 @@ def _worthwhile(request: SweepRequest, count: int) -> SweepRequest:
     return replace(request, paths=()) if count < (_FEW if may_share else _FEW_ALONE) else request
 
 
+def _identity(
+    axes: Mapping[str, Sequence[Any]],
+    key: str,
+    metric: Callable[[Any], Any],
+    baseline: Measurement,
+    inputs: Inputs,
+    pg: PatchableGraph,
+    cells: Sequence[Cell],
+) -> dict[str, Any]:
+    """Returns JSON data that identifies a sweep: its axes, the baseline, and digests of the rest.
+
+    Raises:
+        ExperimentError: Patches are functions, which only a key can identify, and there is no key.
+    """
+    patches = {type(patch).__name__: patch for cell in cells for patch in patches_in(cell.patches)}
+    unknown = [name for name, patch in patches.items() if not declares(patch, "is_pure")]
+    if unknown and not key:
+        raise ExperimentError(
+            f"checkpoint= does not see what a {unknown[0]} does: give a text that names this version of it, and change "
+            'it when that changes: checkpoint="sweep", checkpoint_key="version 1"'
+        )
+    return {
+        "axes": {name: [repr(plain_label(value)) for value in values] for name, values in axes.items()},
+        "checkpoint_key": key,
+        "metric": [metric_name(metric), digest(metric)],
+        "inputs": digest(inputs.args, inputs.kwargs),
+        "weights or modes": weights_digest(pg),
+        "numbers without patches": baseline.to_json(),
+        "patches": digest([cell.patches for cell in cells]),
+    }
+
+
 def _opened(
     name: str | os.PathLike[str], own: dict[str, Any], pg: PatchableGraph
 ) -> tuple[Checkpoint | None, dict[int, CellResult]]:
     """Returns the checkpoint of a sweep, which the first of several processes writes, and what is done."""
     if (processes := processes_of(captured(pg).root)) is None:
         checkpoint = Checkpoint(name, own)
-        return checkpoint, dict(checkpoint.done)
+        return checkpoint, _results(checkpoint)
     if not processes.are_same((os.fspath(name), own | {"numbers without patches": None})):  # last digits may differ
         raise ExperimentError(
             "checkpoint= is one folder of all processes, but they give other names, inputs, metrics or patches: give "
             "the same on all of them, or leave it out"
         )
     checkpoint = processes.on_first(lambda: Checkpoint(name, own))
-    return (checkpoint if processes.is_first else None), dict(checkpoint.done)
+    return (checkpoint if processes.is_first else None), _results(checkpoint)
+
+
+def _results(checkpoint: Checkpoint) -> dict[int, CellResult]:
+    return {number: CellResult(number, Measurement.from_json(data)) for number, data in checkpoint.done.items()}
 
 
 def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:

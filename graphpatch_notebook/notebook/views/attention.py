@@ -22,8 +22,8 @@ import traitlets
 from torch import Tensor
 
 from graphpatch_notebook.components import find
-from graphpatch_notebook.distributed.remote import RemoteGraph
 from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.experiments.elsewhere import RemoteGraph
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 import traitlets
 
-from graphpatch_notebook.distributed.remote import RemoteGraph
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.elsewhere import RemoteGraph
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.readouts import STREAMS, Readouts, ReadStates, RemoteReadouts
 from graphpatch_notebook.experiments.plotting.labels import tick_text
