@@ -44,11 +44,15 @@ def ranked(
     """
     names = names or {}
     sizes = np.where(np.isfinite(scores), np.abs(scores), -1.0)
-    rounded = np.array([float(f"{size:.6g}") for size in sizes])  # ranks do not depend on the machine's last digits
-    order = np.argsort(-rounded, kind="stable").tolist()[: int((sizes >= 0).sum())]
+    order: list[list[int]] = []  # nearly equal scores keep their order, whatever the last digits on a machine are
+    for number in np.argsort(-sizes, kind="stable").tolist()[: int((sizes >= 0).sum())]:
+        if order and _is_close(sizes[order[-1][0]], sizes[number]):
+            order[-1].append(number)
+        else:
+            order.append([number])
     ranks: list[Rank] = []
     known: dict[tuple[Any, ...], list[Rank]] = {}
-    for number in order:
+    for number in (each for close in order for each in sorted(close)):
         path, *more = labels[number]
         if path not in names:
             ranks.append(Rank(number))
