@@ -508,7 +508,7 @@ READABLE = set(
 )
 # What reads the private attributes of objects of other files, and why. Nothing is added to it.
 READ_PRIVATE = {
-    "notebook/magics/cells.py": {"_since", "_kept"},  # of a `RecordPatch`: a cell checks only the new values
+    "notebook/magics/cells.py": {"_since"},  # of a `RecordPatch`: a cell checks only the new values
 }
 
 

@@ -17,7 +17,7 @@ from IPython.core.magic import no_var_expand
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.magics import cells
-from graphpatch_notebook.notebook.magics.cells import CellRun, CellTransformer, mark_cell, remove_leftover_patches
+from graphpatch_notebook.notebook.magics.cells import CellResults, CellTransformer, begin_cell, mark_cell
 
 if TYPE_CHECKING:
     from graphpatch_notebook.notebook.completion.completion import PathCompleter
@@ -40,8 +40,6 @@ class Extension:
         shell.register_magic_function(self.magic.graphpatch, magic_kind="line_cell", magic_name=_NAME)
         shell.input_transformers_cleanup.append(mark_cell)
         shell.ast_transformers.append(self._transformer)
-        # Patches that an interrupt left active must not apply to the next cell, even if that has no magic.
-        shell.events.register("pre_execute", remove_leftover_patches)
 
         # Before all other matchers: where a path is expected, no other matcher has a completion, and need not search.
         @context_matcher(identifier=_NAME, priority=1000)  # type: ignore[untyped-decorator,unused-ignore]
@@ -68,7 +66,6 @@ class Extension:
     def remove(self, shell: Any) -> None:
         """Restores the shell."""
         _remove(shell.Completer.custom_matchers, self._matcher)
-        shell.events.unregister("pre_execute", remove_leftover_patches)
         for table in shell.magics_manager.magics.values():
             table.pop(_NAME, None)
         for kind, magic in self._before.items():
@@ -168,14 +165,13 @@ class GraphPatchMagic:
         """Runs a line that `CellTransformer` inserted into a cell."""
         part, _, rest = line.partition(" ")
         if part == cells.PATCHES:
-            cell = sys._getframe(3)
-            if cell.f_code.co_name != "<module>":
+            if sys._getframe(3).f_code.co_name != "<module>":
                 raise UsageError("%%graphpatch must be the first line; put the other cell magic below it")
-            return CellRun(self.workspace, rest, cell, self._is_silent()).patches()
+            return begin_cell(self.workspace, rest, self._is_silent())
         if part == cells.RESULTS:
-            return CellRun.current().results()
+            return CellResults.current()
         if part == cells.DISPLAY:
-            return CellRun.current().display
+            return CellResults.current().display
         if part == cells.EMPTY:
             raise UsageError("the cell below %%graphpatch is empty")
         raise UsageError(

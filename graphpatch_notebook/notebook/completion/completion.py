@@ -1,9 +1,8 @@
 """Completes node paths and all other arguments of `%graphpatch`, in magics and in Python code.
 
-CompletionContext -> `Argument` or `Cursor` -> `Offers` -> what IPython's completer takes
+CompletionContext -> the arguments of a parser, or `pg.patch({"`, `pg.nodes["`, `pg.graph.` -> `Offers`
 
-Nothing is evaluated: names are looked up in the user's namespace, attributes in the `__dict__` of objects. A path is
-completed one segment at a time.
+Nothing is evaluated: names are looked up in the user's namespace. A path is completed one segment at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,19 +24,17 @@ from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.inspection.locations import Location, is_child
-from graphpatch_notebook.inspection.node_path import NodePath, location_of
 from graphpatch_notebook.inspection.resolution import is_patchable
-from graphpatch_notebook.notebook.completion.cursor import (
-    Accessor,
-    Argument,
-    Cursor,
-    Expression,
-    argument_at_end,
-    cursor_at_end,
-)
 from graphpatch_notebook.notebook.display.labels import visible
-from graphpatch_notebook.notebook.magics.command_line import cut_place
-from graphpatch_notebook.notebook.magics.commands import commands
+from graphpatch_notebook.notebook.magics.command_line import (
+    COMPONENT,
+    OPEN_STRING,
+    STRING,
+    CommandParser,
+    TypedPath,
+    words,
+)
+from graphpatch_notebook.notebook.magics.commands import CELL, commands
 from graphpatch_notebook.notebook.search.query import KEYS, NODE_KINDS, STATES
 from graphpatch_notebook.notebook.search.search import NodeColumns, index_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, is_a
@@ -45,6 +42,17 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import NAMED_STEPS
 from graphpatch_notebook.paths import format_segment
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, ValueSpec, leaves
+
+_LONGEST = 5_000
+_MAGIC = re.compile(r"\s*(?P<assigned>[^\s%!?\"'(\[{#][^%!?\"'(\[{#]*=\s*)?(?P<mark>%{0,2})graphpatch(?=\s)")
+_IDENTIFIER = re.compile(r"(?<![\w.])(?:[^\W\d]\w*)?$")
+_PATCH_MAP = re.compile(r"(?<![\w.])([^\W\d]\w*)\.patch\(\s*(?:patch_map\s*=\s*)?\{")
+_PATH = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^"\[])*')
+_QUOTED_ITEM = r"""\[(?:"[^"\\\n]*"|'[^'\\\n]*')\]"""
+_PLACE = re.compile(
+    rf"""(?<![\w.])([^\W\d]\w*)\.(graph|nodes)((?:\.\w+|{_QUOTED_ITEM})*)(?:\.(\w*)|\[(["'])([^"'\\\n]*))$"""
+)
+_LINK = re.compile(r"""\.(\w+)|\["([^"]*)"\]|\['([^']*)'\]""")
 
 
 class PathCompleter:
@@ -81,18 +89,29 @@ class PathCompleter:
     def offers(self, lines: Sequence[str]) -> Offers | None:
         """Returns the completions at the end of the lines of a cell. `start` is an offset in the cell."""
         line = lines[-1]
-        argument = argument_at_end(
-            line,
-            is_first=not any(map(str.strip, lines[:-1])),
-            may_lack_mark=bool(self._shell.automagic) and "graphpatch" not in self._namespace,
-        )
-        if argument is None:
-            text = "\n".join(lines)
-            cursor = cursor_at_end(text)
-            return None if cursor is None else _python_offers(cursor, self._namespace)
-        found = self._argument_offers(argument)
-        before = sum(len(above) + 1 for above in lines[:-1])
-        return None if found is None else Offers(before + argument.start + found.start, found.offers)
+        match = _MAGIC.match(line)
+        if match is None or not self._is_magic(match, lines):
+            return self._python_offers("\n".join(lines))
+        before = [(match.end() + start, word) for start, word in words(line[match.end() :], OPEN_STRING)]
+        is_at_end = before and before[-1][0] + len(before[-1][1]) == len(line)
+        start, typed = before.pop() if is_at_end else (len(line), "")
+        texts = [word for _, word in before]
+        if match["mark"] == "%%":
+            found = self._argument_offers(CELL, texts, typed)
+        elif not texts:
+            found = _beginning(typed, (Offer(name, "command") for name in commands()))
+        elif (command := commands().get(texts[0])) is not None:
+            found = self._argument_offers(command.parser, texts[1:], typed)
+        else:
+            return None
+        above = sum(len(line) + 1 for line in lines[:-1])
+        return None if found is None else Offers(above + start + found.start, found.offers)
+
+    def _is_magic(self, match: re.Match[str], lines: Sequence[str]) -> bool:
+        if match["mark"] == "%%":
+            return not match["assigned"] and not any(map(str.strip, lines[:-1]))
+        is_automagic = bool(self._shell.automagic) and "graphpatch" not in self._namespace
+        return bool(match["mark"]) or (is_automagic and not match["assigned"])
 
     @property
     def _namespace(self) -> dict[str, Any]:
@@ -101,25 +120,26 @@ class PathCompleter:
 
     # --- arguments of the magic -------------------------------------------------------------------------------------
 
-    def _argument_offers(self, argument: Argument) -> Offers | None:
-        typed = argument.typed
-        match argument.kind:
-            case "node" | "place" | "name" | "chosen":
-                return self._offers_in_graph(argument, self._active())
-            case "slice":
-                # A slice is complete and needs a space. Without an offer, IPython would complete the word.
-                return Offers(0, [Offer(f"{typed} ", "slice")])
+    def _argument_offers(self, parser: CommandParser, before: Sequence[str], typed: str) -> Offers | None:
+        kind = parser.completes(before)
+        options = [Offer(option, "option") for option in parser.options if option not in before]
+        starts_option = typed.startswith("-") and any(offer.text.startswith(typed) for offer in options)
+        if starts_option or (kind in (None, "text") and not typed):
+            return _beginning(typed, options)
+        is_model = lambda value: is_a(value, Module) and not is_a(value, PatchableGraph)  # noqa: E731
+        is_number = lambda value: is_a(value, (Tensor, int, float, complex))  # noqa: E731
+        match kind:
+            case "node" | "place" | "chosen" | "name":
+                active = self._active()
+                return None if active is None else self._offers_in_graph(kind, active, before, typed)
             case "command":
                 return _beginning(typed, (Offer(name, "command") for name in commands()))
-            case "option":
-                return _beginning(typed, (Offer(name, "option") for name in argument.options))
             case "graph":
                 return _beginning(typed, self._variables(lambda value: is_a(value, PatchableGraph)))
             case "model":
-                is_model = lambda value: is_a(value, Module) and not is_a(value, PatchableGraph)  # noqa: E731
-                return self._values(typed, is_model)
+                return self._values(typed, is_model) if any("=" in word for word in before) else None
             case "value":
-                return self._values(typed, lambda value: is_a(value, (Tensor, int, float, complex)))
+                return self._values(typed, is_number)
             case "query":
                 return self._query_offers(typed)
             case "steps":
@@ -129,23 +149,26 @@ class PathCompleter:
             case _:
                 return None
 
-    def _offers_in_graph(self, argument: Argument, active: ActiveGraph | None) -> Offers | None:
-        if active is None:
-            return None
-        if argument.kind == "name":
-            return self._name_offers(argument, active)
-        if argument.kind == "chosen":
-            return _beginning(argument.typed, _chosen_offers(argument.typed, active))
-        root = Location.of_root(active.graph.nodes.root)
-        return _path_offers(root, argument.typed, patchable=argument.kind == "node")
-
-    def _name_offers(self, argument: Argument, active: ActiveGraph) -> Offers | None:
-        try:
-            place = cut_place(argument.path, captured(active.graph).root)
-            name = active.session.free_name(place.path, self._taken())
-        except (SessionError, ValueError):
-            return None
-        return _beginning(argument.typed, [Offer(name, "variable")])
+    def _offers_in_graph(self, kind: str, active: ActiveGraph, before: Sequence[str], typed: str) -> Offers | None:
+        root = captured(active.graph).root
+        if kind == "chosen":
+            return _beginning(typed, _chosen_offers(typed, active))
+        if kind == "name":
+            path = next(word for word in before if (not word.startswith("-") and "." in word) or word in root.names)
+            try:
+                name = active.session.free_name(TypedPath.parse(path, root).path, self._taken())
+            except (SessionError, ValueError):
+                return None
+            return _beginning(typed, [Offer(name, "variable")])
+        before_slice = COMPONENT.match(typed) or _PATH.match(typed)
+        end = before_slice.end() if before_slice else 0
+        if kind == "node" and typed.startswith("[", end):
+            if typed.endswith("]") and typed.count("[") == typed.count("]"):
+                # A slice is complete and needs a space. Without an offer, IPython would complete the word.
+                return Offers(0, [Offer(f"{typed} ", "slice")])
+            found = self._values(typed[end:], lambda value: is_a(value, (Tensor, int)))
+            return None if found is None else Offers(end + found.start, found.offers)
+        return _path_offers(Location.of_root(root), typed, patchable=kind == "node")
 
     def _variables(self, is_meant: Callable[[Any], bool]) -> Iterator[Offer]:
         hidden = self._shell.user_ns_hidden
@@ -154,24 +177,87 @@ class PathCompleter:
             if not is_hidden and name.isidentifier() and is_meant(value):
                 yield Offer(name, visible(type(value).__name__))
 
-    def _values(self, typed: str, is_likely: Callable[[Any], bool]) -> Offers:
-        """Returns the variables for a Python expression, most likely ones first."""
+    def _values(self, typed: str, is_likely: Callable[[Any], bool]) -> Offers | None:
+        """Returns the variables for the end of a Python expression, most likely ones first."""
+        identifier = _IDENTIFIER.search(typed)
+        if identifier is None:
+            return None
         likely = list(self._variables(is_likely))
         others = self._variables(lambda value: not is_likely(value) and not isinstance(value, types.ModuleType))
-        return _beginning(typed, [*likely, *others])
+        return Offers(identifier.start(), _beginning(identifier.group(), [*likely, *others]).offers)
 
     def _query_offers(self, typed: str) -> Offers | None:
-        key, colon, value = typed.partition(":")
+        start = 1 if typed.startswith("-") else 0
+        key, colon, value = typed[start:].partition(":")
         active = self._active()
         columns = index_of(active.graph).without_sizes if active is not None else None
         if not colon:
             keys = [Offer(f"{name}:", "search") for name in KEYS if name != "kind"]
-            words = columns.words_from(typed) if typed and columns is not None else ()
-            return _beginning(typed, [*keys, *(Offer(word, "name") for word in words)])
+            names = columns.words_from(key) if key and columns is not None else ()
+            return Offers(start, _beginning(key, [*keys, *(Offer(name, "name") for name in names)]).offers)
+        found = _beginning(value, (Offer(name, key) for name in _search_values(key.lower(), columns)))
         # Nothing else is valid here, and the completions of IPython would take seconds.
-        values = _search_values(key.lower(), columns)
-        found = _beginning(value, (Offer(name, key) for name in values))
-        return Offers(len(key) + 1, found.offers) if found.offers else Offers(0, [Offer(typed, "search")])
+        return Offers(start + len(key) + 1, found.offers) if found.offers else Offers(0, [Offer(typed, "search")])
+
+    # --- Python code ------------------------------------------------------------------------------------------------
+
+    def _python_offers(self, text: str) -> Offers | None:
+        """Returns the completions of `pg.patch({"`, `pg.nodes["`, `pg.graph["` and `pg.graph.`."""
+        recent = text[-_LONGEST:]
+        if match := _PLACE.search(recent):
+            typed = match[6] if match[4] is None else match[4]
+            links = [next(filter(None, link), "") for link in _LINK.findall(match[3])]
+            quote, is_patchable = match[5] or "", match[2] == "nodes"
+        else:
+            maps = list(_PATCH_MAP.finditer(recent))
+            match = maps[-1] if maps else None
+            key = None if match is None else _open_key(recent[match.end() :])
+            if match is None or key is None:
+                return None
+            quote, typed, links, is_patchable = key[0], key[1:], [], True
+        graph = self._namespace.get(match[1])
+        if not is_a(graph, PatchableGraph) or "\\" in typed:
+            return None
+        place = Location.of_root(graph.nodes.root)
+        for link in links:
+            if link == "_shape":
+                continue
+            if link not in place.keys():  # noqa: SIM118  # a method of `Location`
+                return None
+            place = place.at(link)
+        found = next_segments(place, typed, patchable=is_patchable)
+        if found is None:
+            return None
+        offers = [Offer(_escaped(offer.text, quote), offer.label) for offer in found.offers]
+        if not quote:
+            offers = [offer for offer in offers if offer.text.isidentifier()]
+            offers += [Offer(name, "NodePath") for name in ("_code", "_shape") if name.startswith(typed)]
+        return Offers(len(text) - len(typed) + found.start, offers)
+
+
+def _escaped(text: str, quote: str) -> str:
+    return text.replace("\\", "\\\\").replace(quote, f"\\{quote}") if quote else text
+
+
+def _open_key(text: str) -> str | None:
+    """Returns the string that is open at the end of a dict literal, with its quote, if it is a key.
+
+    Example:
+        >>> _open_key('"a": [f(1)], "h_0.m'), _open_key('"a": "h_0.m')
+        ('"h_0.m', None)
+    """
+    position, depth, last = 0, 0, ","
+    while position < len(text):
+        if string := STRING.match(text, position):
+            position, last = string.end(), "string"
+            continue
+        character = text[position]
+        if character in "\"'":
+            return text[position:] if depth == 0 and last == "," else None
+        depth += (character in "([{") - (character in ")]}")
+        last = last if character.isspace() else character
+        position += 1
+    return None
 
 
 def _chosen_offers(typed: str, active: ActiveGraph) -> Iterator[Offer]:
@@ -229,71 +315,6 @@ def _file_offers(typed: str) -> Offers | None:
             is_folder = file.is_dir()
             offers.append(Offer(f"{file.name}/" if is_folder else file.name, "folder" if is_folder else "file"))
     return Offers(start, offers[:MOST_OFFERS])
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Python code
-
-
-# The attributes of a `PatchableGraph` whose keys, items or attributes are paths.
-_WAYS = {"key": ("patch",), "item": ("graph", "nodes"), "attribute": ("graph",)}
-
-
-def _python_offers(cursor: Cursor, namespace: Mapping[str, Any]) -> Offers | None:
-    found = _place(cursor.of, namespace)
-    if found is None:
-        return None
-    place, way = found
-    if way not in _WAYS[cursor.role]:
-        return None
-    offers = next_segments(place, cursor.typed, patchable=way != "graph")
-    if offers is None:
-        return None
-    texts = [Offer(cursor.escaped(offer.text), offer.label) for offer in offers.offers]
-    if cursor.role == "attribute":
-        texts = [offer for offer in texts if offer.text.isidentifier()]
-        texts += [Offer(name, "NodePath") for name in ("_code", "_shape") if name.startswith(cursor.typed)]
-    return Offers(cursor.offsets[offers.start], texts)
-
-
-def _place(expression: Expression, namespace: Mapping[str, Any]) -> tuple[Location, str] | None:
-    """Returns the place that an expression refers to, and the attribute of the graph in it: graph, nodes or patch."""
-    value: Any = namespace.get(expression.variable)
-    links = list(expression.links)
-    while links and not is_a(value, (PatchableGraph, NodePath)):
-        value = _value_at(value, links.pop(0))
-    if is_a(value, NodePath):
-        return _below(location_of(value), links)
-    if not is_a(value, PatchableGraph) or not links or links[0][0] != "attribute":
-        return None
-    way = links.pop(0)[1]
-    root = Location.of_root(value.nodes.root)
-    if way == "graph":
-        return _below(root, links)
-    return (root, way) if way in ("nodes", "patch") and not links else None
-
-
-def _below(place: Location, links: Sequence[Accessor]) -> tuple[Location, str] | None:
-    for kind, name in links:
-        if kind == "attribute" and name == "_shape" and place.child(name) is None:
-            continue  # shapes have the same children as the value
-        child = place.child(name) if kind == "attribute" else place.at(name)
-        if child is None:
-            return None
-        place = child
-    return place, "graph"
-
-
-def _value_at(value: Any, link: Accessor) -> Any:
-    """Returns an attribute or item of an object, without running code of its class."""
-    kind, name = link
-    if kind == "item":
-        return value.get(name) if type(value) is dict else None
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return attributes.get(name) if type(attributes) is dict else None
 
 
 # --------------------------------------------------------------------------------------------------------------------

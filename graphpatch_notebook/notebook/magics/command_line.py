@@ -1,82 +1,33 @@
-"""Parses the line after `%graphpatch`: options, `PATH[slice]`, variables in paths, and the rest as it was typed.
+"""The line after `%graphpatch`: its words, the parser of a command, `PATH[slice]`, and variables in paths.
 
-Paths can contain quotes, slices can contain spaces and commas, and values can contain anything: each part has its own
-rules for where it ends.
+Slices contain spaces and values are Python, so brackets and quotes keep a word together.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
-import json
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
 
 from IPython.utils.text import EvalFormatter
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.names import BRACKETS
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.session.expressions import undefined
 from graphpatch_notebook.paths import nearest
 
-# The options of commands that choose a patch, each with how the help calls its argument, if it takes one.
-OPTIONS = {
-    "--steps": "STEPS",
-    "--positions": "POSITIONS",
-    "--position-dim": "DIM",
-    "--any-shape": "",
-    "--allow-empty": "",
-}
 STRING = re.compile("|".join(rf"{quote}(?:[^\\]|\\.)*?{quote}" for quote in ('"""', "'''", '"', "'")), re.DOTALL)
 OPEN_STRING = re.compile(r"""(["'])(?:[^\\]|\\.)*?(?:\1|\\?$)""", re.DOTALL)
-_PATH = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^\s\["]|"(?=[^"]*$))*')
+_PATH = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^\["]|"(?=[^"]*$))*')
 COMPONENT = re.compile(
     rf"(?:[^\s\[\]@]+\.)?(?:layers{BRACKETS}(?:\.[\w*]+(?:{BRACKETS}(?=\.))?)+|@[\w*]+(?=[\s\[]|$))"
     rf"|\*[\w.*]*\.(?:heads|experts){BRACKETS}(?:\.[\w*]+)+"
 )
-_OPTION = re.compile(r"(--[A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class TypedPath:
-    """`PATH[slice]` at the start of a text, and the rest of the text."""
-
-    path: str
-    slice: str | None
-    rest: str
-
-    @classmethod
-    def cut(cls, text: str) -> TypedPath:
-        """Parses the start of a text.
-
-        Raises:
-            SessionError: A bracket is not closed, or no space follows it.
-
-        Example:
-            >>> TypedPath.cut('h_0.output|"a b"[:, 3:5] 0.5 * x["y"]')
-            TypedPath(path='h_0.output|"a b"', slice=':, 3:5', rest='0.5 * x["y"]')
-            >>> TypedPath.cut("layers[3].attn.heads[0].z[:, -1] 0.5")
-            TypedPath(path='layers[3].attn.heads[0].z', slice=':, -1', rest='0.5')
-        """
-        text = text.lstrip()
-        match = COMPONENT.match(text) or _PATH.match(text)
-        path = match.group() if match else ""
-        after = text[len(path) :]
-        if not after.startswith("["):
-            return cls(path, None, after.strip())
-        end = _closing(after)
-        if end is None:
-            raise SessionError(f"the bracket after {path!r} is not closed: {after.strip()!r}")
-        rest = after[end:]
-        if rest and not rest[0].isspace():
-            raise SessionError(
-                f"a space is missing between the slice of {path!r} and {rest.split()[0]!r}; "
-                "for an item of a tuple or list, write output|sub_0"
-            )
-        return cls(path, after[1 : end - 1].strip(), rest.strip())
+_OPTION = re.compile(r"--[A-Za-z][\w-]*(?:=.*)?", re.DOTALL)
 
 
 def words(text: str, string: re.Pattern[str] = STRING) -> Iterator[tuple[int, str]]:
@@ -102,122 +53,28 @@ def words(text: str, string: re.Pattern[str] = STRING) -> Iterator[tuple[int, st
         yield start, text[start:position]
 
 
-def arguments(text: str) -> list[str]:
-    """Returns the words of a text, up to a comment.
+def split_line(text: str) -> list[str]:
+    """Returns the words of a line up to its comment. A word that ends in a comma includes the next one.
 
     Example:
-        >>> arguments("#2 h_0.output[:, 0]  # both")
-        ['#2', 'h_0.output[:, 0]']
+        >>> split_line("#2 h_0.output[:, 0] --steps 2, 4 # both")
+        ['#2', 'h_0.output[:, 0]', '--steps', '2, 4']
     """
-    found = []
+    found: list[str] = []
     for _, word in words(text):
-        if word.startswith("#") and not word[1:2].isdigit():
+        if re.match(r"#(?![\d{$])", word):
             break
-        found.append(word)
+        if found and found[-1].endswith(","):
+            found[-1] += f" {word}"
+        else:
+            found.append(word)
     return found
 
 
-def without_comment(text: str) -> str:
-    """Returns Python code without the comment at its end.
-
-    Example:
-        >>> without_comment('f("#1")  # one')
-        'f("#1")'
-    """
-    position = 0
-    while position < len(text):
-        if text[position] == "#":
-            return text[:position].rstrip()
-        string = STRING.match(text, position)
-        position = string.end() if string else position + 1
-    return text.rstrip()
-
-
-def split_options(text: str, known: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """Returns the options at the start and at the end of a text, and the text between them.
-
-    `known` has something true for each option that takes an argument; the value of one that takes none is `""`.
-
-    Raises:
-        SessionError: An option is unknown, given twice, without its argument, or in the middle of other text.
-
-    Example:
-        >>> split_options("--any-shape 0.5 * x --steps 2, 4", {"--any-shape": False, "--steps": True})
-        ({'--any-shape': '', '--steps': '2, 4'}, '0.5 * x')
-    """
-    found: dict[str, str] = {}
-    rest = _take_options(text.strip(), known, found)
-    start = next((start for start, word in words(rest) if _is_option(word, known)), len(rest))
-    after = _take_options(rest[start:], known, found)
-    if after:
-        option = next(word for _, word in words(rest[start:]))
-        raise SessionError(f"{option!r} is in the middle of other text: write options last, after {after!r}")
-    return found, rest[:start].rstrip()
-
-
-def leading_options(text: str) -> tuple[dict[str, str], str]:
-    """Returns the options before a path, and the text after them."""
-    found: dict[str, str] = {}
-    return found, _take_options(text.lstrip(), OPTIONS, found)
-
-
-def _take_options(text: str, known: Mapping[str, Any], found: dict[str, str]) -> str:
-    """Moves the options at the start of `text` to `found`, and returns the rest."""
-    while (first := next(words(text), None)) and _is_option(first[1], known):
-        word = first[1]
-        match = _OPTION.fullmatch(word)
-        name, given = match.groups() if match else (word, None)
-        if name not in known:
-            close = ", ".join(nearest(name, list(known))) if known else ""
-            hint = f"nearest: {close}" if close else "this command takes none"
-            if name == "--slice":
-                hint = "a slice is written directly after the path, as in h_0.output[:, 3]"
-            raise SessionError(f"unknown option {name}; {hint}")
-        if name in found:
-            raise SessionError(f"the option {name} is given twice")
-        text = text[first[0] + len(word) :].lstrip()
-        if not known[name]:
-            if given is not None:
-                raise SessionError(f"the option {name} takes no argument")
-            found[name] = ""
-            continue
-        if given is None:
-            given, text = _argument(text)
-        if not given or _is_option(given, known):
-            raise SessionError(f"the option {name} needs an argument")
-        found[name] = _string_value(given)
-    return text
-
-
-def _is_option(word: str, known: Mapping[str, Any]) -> bool:
-    return word in known or _OPTION.fullmatch(word) is not None
-
-
-def _argument(text: str) -> tuple[str, str]:
-    """Returns the first word together with words that follow a comma, and the rest."""
-    end = 0
-    for start, word in words(text):
-        end = start + len(word)
-        if not word.endswith(","):
-            break
-    return text[:end], text[end:].lstrip()
-
-
-def _string_value(text: str) -> str:
+def unquoted(text: str) -> str:
+    """Returns the content of a string literal, and any other text as it is."""
+    text = text.strip()
     return str(ast.literal_eval(text)) if STRING.fullmatch(text) else text
-
-
-def _closing(text: str, position: int = 0) -> int | None:
-    """Returns the position after the bracket that closes the one at `position`. Brackets in quotes do not count."""
-    opening, depth = text[position], 0
-    closing = {"[": "]", "{": "}"}[opening]
-    while position < len(text):
-        string = STRING.match(text, position)
-        depth += 0 if string else (text[position] == opening) - (text[position] == closing)
-        position = string.end() if string else position + 1
-        if depth == 0:
-            return position
-    return None
 
 
 def one_line(error: BaseException | str) -> str:
@@ -227,86 +84,124 @@ def one_line(error: BaseException | str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Paths as people type them
+# The parser of a command
 
 
-_LIST_ITEM = re.compile(r"\[(\d+)\](?=[.|\[])")
-_HEAD = re.compile(r"\s*\S*")
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command.
 
-
-def cut_place(text: str, root: Frame) -> TypedPath:
-    """Returns `PATH[slice]` at the start of a text, without quotes around the path.
-
-    Raises:
-        SessionError: It is not a path. If it is a Python expression for a module in a list, the message has its path.
+    Attributes:
+        line: The syntax of the command.
+        positional: What Tab completes as each positional argument.
+        options: What Tab completes after each option; `None` for an option without an argument.
+        is_repeated: Whether the last positional argument can be repeated.
     """
-    try:
-        place = TypedPath.cut(text)
-    except SessionError:
-        if quoted := STRING.match(text.lstrip()):  # the path may have brackets
-            return cut_place(ast.literal_eval(quoted.group()) + text.lstrip()[quoted.end() :], root)
-        if (meant := _of_list_items(text, root)) is not None:
-            typed = text.split(maxsplit=1)[0]
-            raise SessionError(f"{typed!r} is not a path: a path has no brackets; did you mean {meant!r}?") from None
-        raise
-    return replace(place, path=unquoted(place.path, root.names))
 
-
-def unquoted(path: str, names: Container[str]) -> str:
-    """Returns a path without the quotes that code has around it. A path that is one of `names` is not changed."""
-    if len(path) < 3 or path[0] != path[-1] or path[0] not in "\"'":
-        return path
-    if path[0] == "'":  # a name in a path can have them, but does not need them
-        return path if path in names else path[1:-1]
-    try:
-        inside = str(json.loads(path))
-    except ValueError:
-        return path
-    return path if inside in names else inside
-
-
-def _of_list_items(text: str, root: Frame) -> str | None:
-    """Returns the path and slice for Python such as `model.layers[1].mlp.output`, or `None` if it does not exist."""
-    head = _HEAD.match(text)
-    assert head is not None  # it may be empty
-    try:
-        place = TypedPath.cut(_LIST_ITEM.sub(r"_\1", head.group()) + text[head.end() :])
-        resolve(root, place.path)
-    except SessionError:
-        return None
-    except Unresolvable as problem:
-        if problem.is_unknown:
-            return None
-    return _with_slice(place.path, place.slice)
-
-
-def advice(message: str, place: TypedPath, kind: str, root: Frame) -> str:
-    """Returns the message for a path that cannot be patched, in the syntax of the magic, with the slice as typed."""
-    if "*" in re.sub(r'"[^"]*"', "", place.path):
-        has_one_star = place.path.count("*") == 1
-        path = _with_slice(place.path.replace("*", "{i}") if has_one_star else "{path}", place.slice)
-        return (
-            f"{place.path!r} is a pattern for several nodes, but a patch has one node: choose them in a loop, "
-            f"for {'i in range(...)' if has_one_star else 'path in [...]'}: with %graphpatch {kind} {path} in its body"
+    def __init__(self, prog: str, usage: str = "", summary: str = "", notes: str = "") -> None:
+        super().__init__(
+            prog,
+            f"%(prog)s {usage}".rstrip(),
+            summary,
+            notes.strip("\n") or None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=False,
+            allow_abbrev=False,
         )
-    if whole := re.search(r"use '(.+)' with slice=\.\.\.$", message):
-        return f"{message[: whole.start()]}write {whole[1]}[{place.slice or '...'}]"
-    if place.slice is None:
-        return message
-    what, parted, repairs = message.partition("; ")
-    return what + parted + re.sub(r"'([^']+)'", lambda match: _repaired(match[1], place.slice, root), repairs)
+        self.line = f"{prog} {usage}".rstrip()
+        self.positional: list[str] = []
+        self.options: dict[str, str | None] = {}
+        self.is_repeated = False
+
+    def add(self, *names: str, completes: str | None = None, **settings: Any) -> CommandParser:
+        """Adds an argument, and returns the parser."""
+        if "action" not in settings:
+            settings.setdefault("type", str.strip)
+        self.add_argument(*names, **settings)
+        if names[0].startswith("-"):
+            self.options[names[0]] = completes
+        else:
+            self.positional.append(completes or "text")
+            self.is_repeated = settings.get("nargs") in ("*", "+") and completes != "name"
+        return self
+
+    def completes(self, words: Sequence[str]) -> str | None:
+        """Returns what Tab completes after these words; `None` if only options can follow."""
+        if words and self.options.get(words[-1]):
+            return self.options[words[-1]]
+        if "--only" in words:
+            return self.options.get("--only")
+        after_option = [False, *(self.options.get(word) is not None for word in words)]
+        count = sum(not skip and word not in self.options for word, skip in zip(words, after_option, strict=False))
+        if count < len(self.positional):
+            return self.positional[count]
+        return self.positional[-1] if self.is_repeated else None
+
+    def parse_line(self, text: str) -> argparse.Namespace:
+        """Returns the arguments in a line. An option can be anywhere, and any other word can begin with a minus.
+
+        Raises:
+            SessionError: They are not those of the command.
+        """
+        # For argparse, a word with a space in front is an argument: `-1`, `-steering`, `-op:mul`.
+        return self.parse_intermixed_args(
+            [word if word in self.options or _OPTION.fullmatch(word) else f" {word}" for word in split_line(text)]
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the message as a `SessionError`."""
+        unknown = re.search(r"(--[A-Za-z][\w-]*)", message) if message.startswith("unrecognized") else None
+        close = nearest(unknown[1], list(self.options), 1) if unknown and self.options else []
+        hint = f"; nearest: {close[0]}" if close else ""
+        raise SessionError(f"{message}{hint}; write {self.line}") from None
 
 
-def _repaired(quoted: str, slice_text: str | None, root: Frame) -> str:
-    try:
-        resolve(root, quoted)
-    except Unresolvable:
-        return f"'{quoted}'"
-    return f"'{_with_slice(quoted, slice_text)}'"
+# --------------------------------------------------------------------------------------------------------------------
+# Paths
 
 
-def _with_slice(path: str, slice_text: str | None) -> str:
-    return path if slice_text is None else f"{path}[{slice_text}]"
+@dataclass(frozen=True, slots=True)
+class TypedPath:
+    """`PATH[slice]`."""
+
+    path: str
+    slice: str | None
+
+    @classmethod
+    def parse(cls, word: str, root: Frame) -> TypedPath:
+        """Returns the parts of a word, without quotes around the path. A name of the root may have its own quotes.
+
+        Raises:
+            SessionError: A bracket is not closed, or text follows it.
+        """
+        quoted = STRING.match(word)
+        if quoted and word[quoted.end() :][:1] in ("", "["):
+            inside = unquoted(quoted.group())
+            if word[0] == "'" or inside not in root.names:
+                word = inside + word[quoted.end() :]
+        return cls.cut(word)
+
+    @classmethod
+    def cut(cls, word: str) -> TypedPath:
+        """Returns the parts of a word.
+
+        Example:
+            >>> TypedPath.cut('h_0.output|"a b"[:, 3:5]')
+            TypedPath(path='h_0.output|"a b"', slice=':, 3:5')
+            >>> TypedPath.cut("layers[3].attn.heads[0].z[:, -1]")
+            TypedPath(path='layers[3].attn.heads[0].z', slice=':, -1')
+        """
+        match = COMPONENT.match(word) or _PATH.match(word)
+        path = match.group() if match else ""
+        after = word[len(path) :]
+        if not after:
+            return cls(path, None)
+        if not after.endswith("]"):
+            listed = re.sub(r"\[(\d+)\]", r"_\1", word)
+            raise SessionError(
+                f"{word!r} is not a path, or its bracket is not closed; for a module in a list write {listed}, "
+                "for an item of a tuple output|sub_0"
+            )
+        return cls(path, after[1:-1].strip())
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -316,48 +211,22 @@ def _with_slice(path: str, slice_text: str | None) -> str:
 
 Variables: TypeAlias = Callable[[], Mapping[str, Any]]
 
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
-_DOLLAR = re.compile(r"\$([^\W\d]\w*)")
+_FIELD = re.compile(r'"(?:[^"\\]|\\.)*"|\{[^{}]+\}|\$([^\W\d]\w*)')
 
 
-def expanded_patch(text: str, variables: Variables, *, has_name: bool) -> str:
-    """Expands variables in the path, and in the text after it if that is the name of a variable."""
-    component = COMPONENT.match(text)  # `layers[{i}].mlp_out`
-    begin = 0 if component is None else component.end()
-    text = _until(text[:begin], variables, lambda _: False) + _until(
-        text[begin:], variables, lambda character: character.isspace() or character == "["
-    )
-    if not has_name:
-        return text
-    try:
-        rest = TypedPath.cut(text).rest
-    except SessionError:  # choosing the patch raises the same error
-        return text
-    return text[: len(text) - len(rest)] + expanded_words(rest, variables)
+def expanded(word: str, variables: Variables) -> str:
+    """Returns a word with the values of variables. Text in double quotes stays as it is, unless it is in braces.
 
+    Example:
+        >>> expanded("h_{i:02d}.$name", lambda: {"i": 3, "name": "mlp"})
+        'h_03.mlp'
+    """
 
-def expanded_words(text: str, variables: Variables) -> str:
-    end = next((start for start, word in words(text) if word == "#"), len(text))  # where the comment begins
-    return _until(text[:end], variables, lambda _: False) + text[end:]
+    def value(field: re.Match[str]) -> str:
+        text = f"{{{field[1]}}}" if field[1] else field.group()
+        return text if text.startswith('"') else _value(text, variables())
 
-
-def _until(text: str, variables: Variables, is_end: Callable[[str], bool]) -> str:
-    """Returns the text with variables expanded, up to the first end character outside quotes and braces."""
-    parts: list[str] = []
-    position = 0
-    while position < len(text) and not is_end(text[position]):
-        end = _closing(text, position) if text[position] == "{" else None
-        if end is not None:
-            parts.append(_value(text[position:end], variables()))
-        elif dollar := _DOLLAR.match(text, position):
-            parts.append(_value(f"{{{dollar[1]}}}", variables()))
-            end = dollar.end()
-        else:
-            quoted = _QUOTED.match(text, position)
-            end = quoted.end() if quoted else position + 1
-            parts.append(text[position:end])
-        position = end
-    return "".join(parts) + text[position:]
+    return _FIELD.sub(value, word)
 
 
 def _value(field: str, variables: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.notebook.display.labels import visible
-from graphpatch_notebook.notebook.magics.command_line import arguments, split_options, without_comment
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.session_file import digest, real_file, replace_text
 from graphpatch_notebook.notebook.session.workspace import Workspace, counted, is_a
@@ -19,33 +19,28 @@ from graphpatch_notebook.patchable_graph import captured
 if TYPE_CHECKING:
     from graphpatch_notebook.notebook.export.source_code import SourceCode
 
-_EXPORT_OPTIONS = {"-o": True, "--cell": False, "--force": False}
 # The first line of an exported file, followed by a hash of the rest. A file whose hash matches may be overwritten.
 MARK = "# Written by %graphpatch export, sha256 "
 
 
-def export(workspace: Workspace, text: str) -> SourceCode | None:
+def export(workspace: Workspace, args: Namespace) -> SourceCode | None:
     """Returns the chosen patches as Python code. With a target, writes the code there instead, and returns `None`."""
     from graphpatch_notebook.notebook.export import patch_code
 
-    options, rest = split_options(without_comment(text), _EXPORT_OPTIONS)
-    if rest:
-        raise SessionError(f"unexpected argument {rest!r}; write export [-o NAME|FILE] [--cell]")
-    session = workspace.current().session
-    target = options.get("-o")
+    session, target = workspace.current().session, args.o
     is_variable = target is not None and target.isidentifier()
-    if target is not None and keyword.iskeyword(target):
+    if is_variable and keyword.iskeyword(target):
         raise SessionError(f"{target!r} is a keyword and cannot be a variable name; for a file, write ./{target}")
     # A file runs on its own, so it also contains the code that creates the graph.
     code = patch_code.export(session, wrap=target is not None and not is_variable)
-    if target is not None and is_variable:
-        _to_variable(workspace.namespace, target, code, "--force" in options)
+    if is_variable:
+        _to_variable(workspace.namespace, target, code, args.force)
     elif target is not None:
-        _to_file(target, code, "--force" in options)
-    if "--cell" in options:
+        _to_file(target, code, args.force)
+    if args.cell:
         workspace.put_in_new_cell(code.rstrip("\n"))
         print("the code is in a new cell")
-    return code if target is None and "--cell" not in options else None
+    return code if target is None and not args.cell else None
 
 
 def _to_variable(namespace: dict[str, Any], name: str, code: SourceCode, is_forced: bool) -> None:
@@ -91,22 +86,20 @@ def _check_overwritten(target: Path) -> None:
 # Sessions
 
 
-def save(workspace: Workspace, text: str) -> None:
+def save(workspace: Workspace, args: Namespace) -> None:
     """Saves the chosen patches to a file."""
-    options, rest = split_options(without_comment(text), {"--force": False})
-    name, session = _name(rest, "save"), workspace.current().session
-    session_file.save(session, name, force="--force" in options)
-    print(f"saved {counted(len(session.chosen.patches))} to {name}")
+    session = workspace.current().session
+    session_file.save(session, args.file, force=args.force)
+    print(f"saved {counted(len(session.chosen.patches))} to {args.file}")
 
 
-def load(workspace: Workspace, text: str) -> None:
+def load(workspace: Workspace, args: Namespace) -> None:
     """Replaces the chosen patches by those in a file."""
-    options, rest = split_options(without_comment(text), {"--trust": False})
-    name, session = _name(rest, "load"), workspace.current().session
+    session = workspace.current().session
     before = len(session.chosen.patches)
-    patches = session_file.load(session, name, is_trusted="--trust" in options)
+    patches = session_file.load(session, args.file, is_trusted=args.trust)
     instead = f", replacing {counted(before)}; use undo to restore those" if before else ""
-    print(f"loaded {counted(len(patches))} from {name}{instead}")
+    print(f"loaded {counted(len(patches))} from {args.file}{instead}")
     for one in patches:
         if is_component_name(one.path):
             print(f"#{one.number}: {one.path} is {resolve(captured(session.graph).root, one.path).path} here")
@@ -114,12 +107,3 @@ def load(workspace: Workspace, text: str) -> None:
     for file in dict.fromkeys(code.values()):
         print(f"these values are code, which does not run until you trust the file: {'; '.join(code)}")
         print(f"after you have read them, trust the file: {file.repair}")
-
-
-def _name(text: str, command: str) -> str:
-    names = arguments(text)
-    if len(names) != 1:
-        raise SessionError(f"{command} takes one file name; put a name with spaces in quotes")
-    name = names[0]
-    is_quoted = len(name) > 1 and name[0] in "\"'" and name[-1] == name[0]
-    return name[1:-1] if is_quoted else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from argparse import Namespace
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,8 +18,7 @@ from graphpatch_notebook.inspection.source_text import CodeText
 from graphpatch_notebook.inspection.tree import unused_modules, used_modules
 from graphpatch_notebook.notebook.display.labels import op_label, spec_label
 from graphpatch_notebook.notebook.display.tables import Column, Table
-from graphpatch_notebook.notebook.magics.choosing import refuse_arguments
-from graphpatch_notebook.notebook.magics.command_line import cut_place, split_options, without_comment, words
+from graphpatch_notebook.notebook.magics.command_line import TypedPath
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import undefined
 from graphpatch_notebook.notebook.session.session import Session
@@ -53,9 +53,8 @@ def status(workspace: Workspace) -> Table[ChosenPatch]:
     return _chosen_table(active, notes)
 
 
-def listed(workspace: Workspace, text: str) -> Table[ChosenPatch]:
+def listed(workspace: Workspace, _: Namespace) -> Table[ChosenPatch]:
     """Returns the chosen patches as a table."""
-    refuse_arguments(text, "list")
     return _chosen_table(workspace.current(), [])
 
 
@@ -96,71 +95,51 @@ def _shape(session: Session, patch: ChosenPatch) -> str:
 # The graph
 
 
-def show(workspace: Workspace, text: str) -> Browser:
+def show(workspace: Workspace, args: Namespace) -> Browser:
     """Returns a browser opened at a path. Without widgets, it displays as the tree below this path."""
     from graphpatch_notebook.notebook.browser.widget import browser_of
 
-    asked = _Asked.of(workspace, text)
-    place = location_of(_place(workspace, asked.rest))
+    graph, options = _view(workspace, args)
+    place = location_of(_place(workspace, args.path))
     with _problems_as_messages():
-        return browser_of(asked.graph, workspace, place.path, typed=asked.typed, tokenizer=asked.tokenizer)
+        return browser_of(graph, workspace, place.path, **options)
 
 
-def attention(workspace: Workspace, text: str) -> AttentionView:
+def attention(workspace: Workspace, args: Namespace) -> AttentionView:
     """Returns the attention view of the active graph."""
     from graphpatch_notebook.notebook.views.attention import attention_of
 
-    asked = _Asked.of(workspace, text)
-    refuse_arguments(asked.rest, "attention")
+    graph, options = _view(workspace, args)
     with _problems_as_messages():
-        return attention_of(asked.graph, workspace, typed=asked.typed, tokenizer=asked.tokenizer)
+        return attention_of(graph, workspace, **options)
 
 
-def lens(workspace: Workspace, text: str) -> LensView:
+def lens(workspace: Workspace, args: Namespace) -> LensView:
     """Returns a lens view of the active graph."""
     from graphpatch_notebook.notebook.views.lens import lens_of
 
-    asked = _Asked.of(workspace, text, "--stream")
-    target, stream = _token(asked.rest.strip()), asked.options.get("--stream") or "residual"
+    graph, options = _view(workspace, args, "tokens")
     with _problems_as_messages():
-        return lens_of(asked.graph, workspace, typed=asked.typed, target=target, stream=stream, tokens=asked.tokenizer)
+        return lens_of(graph, workspace, target=_token(args.token), stream=args.stream, **options)
 
 
-def generation(workspace: Workspace, text: str) -> GenerationView:
+def generation(workspace: Workspace, args: Namespace) -> GenerationView:
     """Returns a view of the tokens that the active graph generates."""
     from graphpatch_notebook.notebook.views.generation import generation_of
 
-    asked = _Asked.of(workspace, text)
-    typed = asked.rest.strip()
-    if typed and not typed.isdecimal():
-        raise SessionError(f"COUNT is how many tokens are generated at most, not {typed!r}")
-    count = int(typed or 20)
+    graph, options = _view(workspace, args, "tokens")
     with _problems_as_messages():
-        return generation_of(asked.graph, workspace, typed=asked.typed, tokens=asked.tokenizer, max_new_tokens=count)
+        return generation_of(graph, workspace, max_new_tokens=args.count, **options)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What a command that opens a view asks for: its options, the text besides these, a tokenizer, inputs as code."""
-
-    graph: PatchableGraph
-    options: dict[str, str]
-    rest: str
-    tokenizer: Any
-    typed: str | None
-
-    @classmethod
-    def of(cls, workspace: Workspace, text: str, *more: str) -> _Asked:
-        """Returns the request in a text, which may also have `more` options."""
-        known = dict.fromkeys((*more, "--tokenizer", "--inputs"), True)
-        options, rest = split_options(_without_note(text), known)
-        active, namespace = workspace.current(), workspace.namespace
-        name, typed = options.get("--tokenizer"), options.get("--inputs")
-        if name is not None and name not in namespace:
-            raise SessionError(f"--tokenizer takes a variable: {undefined(name, namespace)}")
-        if typed is not None:
-            replace(active.session.origin, arguments=typed)  # raises an error if they are not valid
-        return cls(active.graph, options, rest, None if name is None else namespace[name], typed)
+def _view(workspace: Workspace, args: Namespace, key: str = "tokenizer") -> tuple[PatchableGraph, dict[str, Any]]:
+    """Returns the active graph, and the options that each view has: a tokenizer, under `key`, and typed inputs."""
+    active, namespace = workspace.current(), workspace.namespace
+    if args.tokenizer is not None and args.tokenizer not in namespace:
+        raise SessionError(f"--tokenizer takes a variable: {undefined(args.tokenizer, namespace)}")
+    if args.inputs is not None:
+        replace(active.session.origin, arguments=args.inputs)  # raises an error if they are not valid
+    return active.graph, {"typed": args.inputs, key: namespace.get(args.tokenizer)}
 
 
 @contextmanager
@@ -172,9 +151,9 @@ def _problems_as_messages() -> Iterator[None]:
         raise SessionError(str(problem)) from None
 
 
-def _token(text: str) -> int | str | None:
+def _token(text: str | None) -> int | str | None:
     """Returns the token that was typed: a number, or a text in quotes."""
-    if not text:
+    if text is None:
         return None
     token: object = None
     with suppress(ValueError, SyntaxError):
@@ -184,29 +163,19 @@ def _token(text: str) -> int | str | None:
     return token
 
 
-def _without_note(text: str) -> str:
-    """Returns a line without the comment at its end. A `#` inside a path does not begin a comment."""
-    found = (start for start, word in words(text) if word.startswith("#") and not word[1:2].isdigit())
-    return text[: next(found, len(text))]
-
-
-def ls(workspace: Workspace, text: str) -> Listing:
+def ls(workspace: Workspace, args: Namespace) -> Listing:
     """Returns a table of the contents of a graph."""
     active = workspace.current()
-    path = _path(text, active)
-    try:
-        return listing(active.graph, path, _patched(active))
-    except UnknownPathError as problem:
-        raise SessionError(str(problem)) from None
+    return Listing(location_of(_place(workspace, args.path)), _patched(active))
 
 
-def find(workspace: Workspace, text: str) -> FoundNodes:
+def find(workspace: Workspace, args: Namespace) -> FoundNodes:
     """Returns a table of the nodes that match a query."""
     from graphpatch_notebook.notebook.search import search
 
     active = workspace.current()
     try:
-        return search.find(active.graph, text.partition(" # ")[0].strip(), _patched(active))
+        return search.find(active.graph, " ".join(args.text), _patched(active))
     except ValueError as problem:
         raise SessionError(str(problem)) from None
 
@@ -215,41 +184,34 @@ def _patched(active: ActiveGraph) -> list[str]:
     return [patch.path for patch in active.session.chosen.enabled]
 
 
-def code(workspace: Workspace, text: str) -> CodeText:
+def code(workspace: Workspace, args: Namespace) -> CodeText:
     """Returns the code of a graph, or the source lines that compute a node."""
-    return _place(workspace, text)._code
+    return _place(workspace, args.path)._code
 
 
-def shape(workspace: Workspace, text: str) -> ValueShapes | tuple[int, ...]:
+def shape(workspace: Workspace, args: Namespace) -> ValueShapes | tuple[int, ...] | None:
     """Returns the recorded shape at a path, or the shape of its slice."""
     session = workspace.current().session
-    place = cut_place(without_comment(text), captured(session.graph).root)
+    place = TypedPath.parse(args.path or "", captured(session.graph).root)
     if place.slice is None:
-        return _place(workspace, text)._shape
+        return _place(workspace, args.path)._shape
     check = session.check(ChosenPatch(place.path, "zero", slice=place.slice))
     if check.warning:
         print(f"warning: {check.warning}")
     return check.sliced
 
 
-def _place(workspace: Workspace, text: str) -> NodePath:
-    active = workspace.current()
-    root, path = active.graph.graph, _path(text, active)
-    if path in ("", "<root>"):
+def _place(workspace: Workspace, word: str | None) -> NodePath:
+    root = workspace.current().graph.graph
+    if word in (None, "", "<root>"):
         return root
+    place = TypedPath.parse(str(word), captured(workspace.current().graph).root)
+    if place.slice is not None:
+        raise SessionError(f"this command does not take a slice: {word!r}; write only the path")
     try:
-        return root[path]
+        return root[place.path]
     except UnknownPathError as problem:
         raise SessionError(str(problem)) from None
-
-
-def _path(text: str, active: ActiveGraph) -> str:
-    place = cut_place(text, captured(active.graph).root)
-    if place.slice is not None:
-        raise SessionError(f"this command does not take a slice: {text.strip()!r}; write only the path")
-    if without_comment(place.rest):
-        raise SessionError(f"unexpected argument {place.rest!r}; this command takes one path")
-    return "" if place.path.startswith("#") else place.path
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ast
 import time
+from argparse import Namespace
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch.nn import Module
 
 from graphpatch_notebook.errors import OptionError, SessionError
 from graphpatch_notebook.notebook.display.progress import capture_progress
-from graphpatch_notebook.notebook.magics.command_line import arguments
 from graphpatch_notebook.notebook.session.chosen_patch import reserved
-from graphpatch_notebook.notebook.session.expressions import undefined
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.session.workspace import Workspace, counted, is_a, transfer
@@ -23,7 +20,6 @@ from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _USAGE = "write %graphpatch wrap NAME = MODEL(EXAMPLE INPUTS)"
-_PACKAGE = Path(__file__).parents[2]
 _TYPED = "<%graphpatch wrap>"  # the file name of the typed line in tracebacks
 _MAKE = "<graphpatch>"  # not a name that a user can define
 
@@ -67,10 +63,10 @@ class Assignment:
         return ", ".join([*texts[1:], f"extraction_options={texts[0]}"] if has_options_first else texts)
 
 
-def wrap(workspace: Workspace, text: str) -> None:
+def wrap(workspace: Workspace, args: Namespace) -> None:
     """Assigns a new `PatchableGraph` to a variable. Patches that were chosen for the graph before are carried over."""
     __tracebackhide__ = True
-    assignment = Assignment.parse(text)
+    assignment = Assignment.parse(" ".join(args.text))
     namespace = workspace.namespace
     _check_name(assignment, namespace)
     start = time.perf_counter()
@@ -89,9 +85,8 @@ def wrap(workspace: Workspace, text: str) -> None:
 def _check_name(assignment: Assignment, namespace: dict[str, Any]) -> None:
     name = assignment.name
     inputs = [*assignment.call.args, *(keyword.value for keyword in assignment.call.keywords)]
-    nodes = [node for value in inputs for node in ast.walk(value)]
     why = reserved(name)
-    if any(isinstance(node, ast.Name) and node.id == name for node in nodes):
+    if any(isinstance(node, ast.Name) and node.id == name for value in inputs for node in ast.walk(value)):
         why = "is one of the example inputs, and the graph would overwrite it"
     if assignment.model == name and not is_a(namespace.get(name), PatchableGraph):
         why = "is the model itself, and the graph would overwrite it"
@@ -105,19 +100,17 @@ def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> tuple[Patcha
     Evaluates the typed call in the user's namespace, with `PatchableGraph` in place of the model.
     """
     __tracebackhide__ = True
-    positional: list[Any] = []
+    has_options_first = False
 
     def make(module: Any, *args: Any, **kwargs: Any) -> PatchableGraph:
         __tracebackhide__ = True
-        _check_model(module, assignment)
-        positional.extend(args)
-        try:
-            with capture_progress(module):
-                return PatchableGraph(module, *args, **kwargs)
-        except OptionError as error:
-            raise SessionError(str(error)) from None
-        except BaseException as error:
-            raise error.with_traceback(_without_own_frames(error.__traceback__))  # noqa: B904  # the same error
+        nonlocal has_options_first
+        has_options_first = bool(args) and isinstance(args[0], ExtractionOptions)
+        if isinstance(module, PatchableGraph) or not isinstance(module, Module):
+            kind = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+            raise SessionError(f"{assignment.model!r} must be a torch.nn.Module, but is {kind}; {_USAGE}")
+        with capture_progress(module):
+            return PatchableGraph(module, *args, **kwargs)
 
     function = ast.copy_location(ast.Name(_MAKE, ast.Load()), assignment.call.func)
     call = ast.copy_location(
@@ -127,50 +120,13 @@ def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> tuple[Patcha
     local: dict[str, Any] = {_MAKE: make, "__tracebackhide__": True}
     try:
         graph = eval(code, namespace, local)
-    except NameError as error:
-        if not _is_raised_by_line(error):
-            raise
-        raise SessionError(undefined(error.name, namespace)) from None
+    except OptionError as error:
+        raise SessionError(str(error)) from None
     namespace.update({name: value for name, value in local.items() if name not in (_MAKE, "__tracebackhide__")})
-    assert isinstance(graph, PatchableGraph)
-    has_options_first = bool(positional) and isinstance(positional[0], ExtractionOptions)
     return graph, has_options_first and not isinstance(assignment.call.args[0], ast.Starred)
 
 
-def _is_raised_by_line(error: NameError) -> bool:
-    """Whether the typed line itself raised an error, and not code that it calls."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and last.tb_frame.f_code.co_filename == _TYPED
-
-
-def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without the frames of this package, except for the innermost frame."""
-    places = []
-    while traceback is not None:
-        places.append(traceback)
-        traceback = traceback.tb_next
-    kept: TracebackType | None = None
-    for place in reversed(places):
-        if kept is None or not Path(place.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
-            kept = TracebackType(kept, place.tb_frame, place.tb_lasti, place.tb_lineno)
-    return kept
-
-
-def _check_model(module: Any, assignment: Assignment) -> None:
-    if isinstance(module, PatchableGraph):
-        raise SessionError(f"{assignment.model!r} is already a PatchableGraph; use it, or wrap the model itself")
-    if not isinstance(module, Module):
-        kind = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
-        raise SessionError(f"{assignment.model!r} must be a torch.nn.Module, but is {kind}; {_USAGE}")
-
-
-def use(workspace: Workspace, text: str) -> None:
+def use(workspace: Workspace, args: Namespace) -> None:
     """Selects the graph that commands apply to."""
-    names = arguments(text)
-    if len(names) != 1:
-        there = ", ".join(workspace.graphs())
-        raise SessionError("use takes the name of a graph" + (f"; graphs: {there}" if there else f"; {_USAGE}"))
-    active = workspace.use(names[0])
+    active = workspace.use(args.name)
     print(f"{active.title}, {counted(len(active.session.chosen.patches))} chosen")
