@@ -858,32 +858,27 @@ class PatchableGraph(_LikeItsModel):
     ) -> DataArray:
         """Returns the metric for each combination of the values of `axes`, as an `xarray.DataArray`.
 
-        A sweep is the loop `for ...: with pg.patch(make_patches(...)): metric(pg(*inputs))`, under `torch.no_grad()`.
-        Cells share work only if this cannot change results: if their patches are `ZeroPatch`, `AddPatch` and
-        `ReplacePatch` with plain data and tensors. These are copied when they are made, so you may reuse tensors and
-        patches. From the first other patch on (a `CustomPatch`, a `ProbePatch`, your own kind), each cell is made just
-        before it runs, runs once by itself, and may use state that earlier cells changed. `attrs["remarks"]` says so.
+        A sweep of pure functions is the loop `for ...: with pg.patch(make_patches(...)): metric(pg(*inputs))`, under
+        `torch.no_grad()`. Cells share forwards as rows of a batch if their patches declare that they are pure:
+        `ZeroPatch`, `AddPatch`, `ReplacePatch`, `CustomPatch(..., by_row=True)`, and kinds of yours with
+        `is_pure = True`. Cells with other patches run alone, just after their patches were made. Patches are copied
+        when they are made, so you may reuse tensors and patches.
 
-        What the cells have in common is computed once: modules that ran before the first patched value return what they
-        returned without patches, cells share a forward as rows of a batch, and language models do not compute logits
-        that the metric does not read. In batches the last bits may differ; with `batch=None` all bits are equal. If it
-        is not certain that the numbers are the same, cells run one by one; `attrs["remarks"]` has the reason.
+        What the cells have in common is computed once: modules that ran before the first patched value return what
+        they returned without patches, and language models do not compute logits that the metric does not read. In
+        batches the last bits may differ; `batch=None` is the loop. One of the cells that share forwards runs again
+        alone, and so does the first one at the end: if a number differs by more than rounding, an `ExperimentWarning`
+        names the cell, and the loop is run. `attrs["remarks"]` says why cells ran one by one.
 
         If a cell fails, it is NaN, `attrs["errors"]` has the reason, and the other cells run; one `ExperimentWarning`
-        is raised at the end. This includes cells that are made just before they run, if `make_patches` fails or names
-        an unknown path.
+        is raised at the end.
 
         Args:
             axes: The dimensions of the result: a dict from names to values.
-            make_patches: Maps a value of each axis to the patch map of a cell. It is called once for each cell, in
-                order. Cells that share work are made before any of them runs, and it is an error if they change the
-                model or its inputs. If a run of the model, or the metric, changes what `make_patches` may read, each
-                cell is made just before it runs.
+            make_patches: Maps a value of each axis to the patch map of a cell: a pure function, perhaps called twice.
             *inputs: Positional inputs of the model, which may write into them: each run gets a copy.
-            metric: Maps the output of the model to a number, an array of numbers, or a dict from names to numbers. It
-                is first called on the run without patches (more than once, if parts of the output may be skipped), then
-                once for each cell: in order, if a call changes the state of the metric or if cells do not share
-                forwards.
+            metric: Maps the output of the model to a number, an array of numbers, or a dict from names to numbers: a
+                pure function. It is first called on the run without patches.
             batch: The number of cells in one forward, `"auto"`, or `None` for one cell at a time.
             progress: Whether to show the progress, the cells per second, and the remaining time.
             backward: Whether to call `backward` on the metric of each cell; gradients accumulate. Not with `checkpoint`
@@ -908,7 +903,8 @@ class PatchableGraph(_LikeItsModel):
             SweepInterrupted: On an interrupt while cells run. It is a `KeyboardInterrupt`; its `.result` has the
                 finished cells.
             ExperimentError: Arguments are not valid (raised before any cell runs), or all cells failed.
-            UnknownPathError, PatchMapError: `pg.patch` would refuse a path or patch. Raised before any cell runs.
+            UnknownPathError, PatchMapError: `pg.patch` would refuse a path or patch. Raised before any cell runs, if
+                all cells share forwards.
 
         Example:
             >>> import torch

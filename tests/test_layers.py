@@ -283,8 +283,6 @@ fx.graph._z
 ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_change", "IncomparableError"}
 SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
 COMPARE_TENSORS = {
-    "experiments/engine/purity.py",
-    "experiments/engine/runner.py",
     "notebook/run/model_calls.py",
     "serialization/saving.py",
 }

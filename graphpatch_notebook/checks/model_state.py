@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -383,6 +384,10 @@ def _changed_keys(name: str, container: Any, saved: Any, *, is_exact: bool = Fal
     """
     if not container and not saved:
         return
+    if isinstance(saved, dict) and len(container) == len(saved):  # the usual case, without copies
+        values = [*container.values()]
+        if len(values) == len(saved) and all(map(is_, values, saved.values())) and [*container] == [*saved]:
+            return
     now = _saved(name, container)
     if isinstance(saved, set):
         yield from saved ^ now

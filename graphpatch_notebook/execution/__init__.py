@@ -56,16 +56,15 @@ if TYPE_CHECKING:
     )
     from graphpatch_notebook.execution.replay import (
         NEVER,
-        FrameFlow,
         FrameNode,
         FrameRecording,
         FrameReplay,
         FrameTree,
+        TensorCall,
         does_nothing,
         has_hooks,
         leaves_of,
         own_tensors,
-        storage_of,
     )
 
 __all__ = [
@@ -78,7 +77,6 @@ __all__ = [
     "CompiledPatches",
     "CompiledSteps",
     "Entry",
-    "FrameFlow",
     "FrameNode",
     "FrameRecording",
     "FrameReplay",
@@ -91,6 +89,7 @@ __all__ = [
     "Recording",
     "Restriction",
     "StepCount",
+    "TensorCall",
     "TokenDims",
     "active_patches",
     "apply_to_rows",
@@ -116,7 +115,6 @@ __all__ = [
     "row_and_position_dims",
     "row_dimension",
     "sequence_dim",
-    "storage_of",
     "takes_tokens",
     "target_of_call",
     "tensor_at",

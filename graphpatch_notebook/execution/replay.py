@@ -1,7 +1,7 @@
 """Recorded results of module calls ("frames"), which later runs reuse instead of computing them again.
 
     FrameTree             all frames that were seen, each identified by its caller, its module and its number there
-    ├── FrameRecording    a run that notes when each frame ended, and keeps what some of them returned
+    ├── FrameRecording    a run that keeps when each frame ended, and what some of them returned
     └── FrameReplay       a run in which some frames return what was kept, or do only a part of their work
 
 Frames are identified during the run, not by the capture: on other inputs a model may call its modules differently.
@@ -13,38 +13,39 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import Module
 
-from graphpatch_notebook.capture.held_values import all_modules, memory_of, plain_tensors
-from graphpatch_notebook.capture.inputs import ExampleInputs
-from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.checks.hooks import is_inert
-from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
-from graphpatch_notebook.values import IMMUTABLE, mapped, readable_children, with_own_containers
+from graphpatch_notebook.values import ABSENT, IMMUTABLE, mapped, readable_children, with_own_containers
 
 NEVER = float("inf")
+
+
+class TensorCall(NamedTuple):
+    """A call of a module with one tensor, which returned one."""
+
+    given: Tensor
+    returned: Tensor
+    keyword: str | None  # the name of the argument, if it was given by keyword
 
 
 @dataclass(eq=False, slots=True)
 class FrameNode:
     """One frame, the same one in all runs."""
 
-    module: Module | None  # its module; `None` for the frame above the model
-    place: tuple[tuple[int, int], ...] = ()  # the calls from the model down to it: module (its id) and number of each
-    # The frames that it calls, by module (its id) and number.
+    module: Module | None  # `None` for the frame above the model
+    # The calls from the model down to it: the id of each module, and the number of its call in its caller.
+    place: tuple[tuple[int, int], ...] = ()
     children: dict[tuple[int, int], FrameNode] = field(default_factory=dict)
     # Whether the frames that it calls are recorded one by one: it holds a value that will be patched.
     is_open: bool = False
-    began: float = NEVER  # when it was called, by the clock of the recording; `NEVER` if that was not seen
-    ended: float = NEVER  # when its `forward` returned
-    value: Any = None  # what it returned, if that was kept
-    pair: tuple[Tensor, Tensor] | None = None  # its input and its output, if each is one tensor, and these were kept
-    problem: str | None = "it was not recorded"  # why a run cannot leave it out; `None` if it can
-    is_written_later: bool = False  # whether the model writes into what it returned: then each run needs a copy
+    ended: float = NEVER  # when its `forward` returned, by the clock of the recording
+    value: Any = ABSENT  # what it returned, if runs may return that instead of computing it
+    call: TensorCall | None = None  # for frames that may be computed in parts
 
     def child(self, module: Module, number: int) -> FrameNode:
         """Returns the frame of the call of `module` with that number in this frame."""
@@ -67,7 +68,7 @@ class FrameTree:
 
     def __init__(self) -> None:
         self.root = FrameNode(None, is_open=True)  # above the model
-        self.clock = 0  # the number of events in the recording so far
+        self.clock = 0
 
     def tick(self) -> int:
         """Returns a time that is later than all earlier ones."""
@@ -84,14 +85,13 @@ class FrameTree:
                 found[id(node.module)] = node.module
         return list(found.values())
 
-    def replayable(self, until: float, among: Container[FrameNode] | None = None) -> list[FrameNode]:
-        """Returns the outermost frames (of those `among`) that ended before a time and that a run can skip."""
+    def replayable(self, until: float, among: Container[FrameNode]) -> list[FrameNode]:
+        """Returns the outermost frames of those `among` that ended before a time."""
         found: list[FrameNode] = []
         frames = list(self.root.children.values())
         while frames:
             frame = frames.pop()
-            is_wanted = among is None or frame in among
-            if frame.problem is None and frame.ended < until and is_wanted:
+            if frame.ended < until and frame in among:
                 found.append(frame)
             elif frame.is_open:
                 frames += frame.children.values()
@@ -102,14 +102,13 @@ class FrameTree:
 class _RunningFrame:
     node: FrameNode
     counts: dict[int, int] = field(default_factory=dict)
-    given: ExampleInputs | None = None
-    change: str | None = None
+    given: Any = None  # what it was given
+    versions: list[tuple[int, int | None]] | None = None  # the same, with how often each had been written into
+    call: tuple[Tensor, str | None] | None = None
     has_returned: bool = False
-    is_paired: bool = False
-    is_kept: bool = False
 
 
-class _SeenFrames:
+class _RunningFrames:
     """The frames of a run that are running, innermost last."""
 
     def __init__(self, tree: FrameTree) -> None:
@@ -124,193 +123,73 @@ class _SeenFrames:
         return running
 
 
-# -- recording ---------------------------------------------------------------------------------------------------------
-
-
-class FrameFlow(Protocol):
-    """Observes frames with one tensor as input, and decides for which of them input and output are kept."""
-
-    def begins(self, node: FrameNode, value: Tensor) -> bool:
-        """Called when a frame with one tensor as input begins; returns whether to call `returns` or `fails`, too."""
-
-    def returns(self, node: FrameNode, given: Tensor, output: Any) -> bool:
-        """Called when such a frame returns; returns whether to keep its input and output."""
-
-    def fails(self, node: FrameNode) -> None:
-        """Called when such a frame ends in another way."""
-
-
 class FrameRecording:
-    """Records when each frame ends, what it changes, and the results of frames that a running frame calls.
+    """Records when frames end, and what those return that an open frame calls.
 
-    `tree` is where results are written to; its open frames must be marked already. `flow` decides for which frames, of
-    those with one input tensor and one output tensor, both are kept. Changes by modules are found by `state`, if it is
-    given: a snapshot of the model before.
+    Args:
+        tree: Receives the records; its open frames must be marked already.
+        is_kept: Whether to keep the call of a frame with one tensor, too, if no frame in it holds a patched value.
     """
 
-    def __init__(
-        self, tree: FrameTree, model: Module, flow: FrameFlow | None = None, state: ModuleState | None = None
-    ) -> None:
-        self._tree = tree
-        self._model = model
-        self._flow = flow
-        self._state = state
-        self._stack = _SeenFrames(tree)
-        self._kept: list[tuple[FrameNode, list[tuple[Tensor, int | None]]]] = []
-        self._given: list[tuple[FrameNode, Tensor, int | None]] = []
-        self.state_change: str | None = None  # what the run changes in the model; `None` for nothing
+    def __init__(self, tree: FrameTree, is_kept: Callable[[FrameNode, Tensor], bool] = lambda *_: False) -> None:
+        self._tree, self._is_kept = tree, is_kept
+        self._stack = _RunningFrames(tree)
 
     def begin(self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_kept = self._stack.running[-1].node.is_open
+        is_replayable = self._stack.running[-1].node.is_open
         running = self._stack.push(module)
-        running.node.began = self._tree.tick()
         with without_torch_functions():
-            value = self._only_tensor(module, args, kwargs)
-            if self._flow is not None and value is not None and not running.node.is_open:
-                running.is_paired = True  # also if an interrupt arrives now
-                running.is_paired = self._flow.begins(running.node, value)
-            if is_kept or running.is_paired:
-                running.given = ExampleInputs(args, kwargs)
-            running.is_kept = is_kept
+            if is_replayable:
+                running.given, running.versions = (args, kwargs), _versions((args, kwargs))
+            if not running.node.is_open and len(args) + len(kwargs) == 1:
+                (value,) = args or kwargs.values()
+                if type(value) is Tensor and self._is_kept(running.node, value):
+                    running.call = value.clone(), next(iter(kwargs), None)
 
     def returned(self, output: Any) -> None:
         running = self._stack.running[-1]
-        if not running.has_returned:
-            running.has_returned = True
-            with without_torch_functions():
-                self._note(running, output)
-
-    def _note(self, running: _RunningFrame, output: Any) -> None:
+        if running.has_returned:  # this is the output after patches
+            return
+        running.has_returned = True
         node = running.node
-        assert node.module is not None
-        change = running.change
-        if change is None and self._state is not None and not _is_stateless(node.module):
-            found = next(self._state.changes(node.module), None)
-            change = running.change = None if found is None else str(found)
-        self.state_change = self.state_change or change
         node.ended = self._tree.tick()
-        node.problem = change
-        node.pair = None
-        is_paired = self._is_paired(running, output)
-        if running.given is None or change is not None:
-            return
-        problem = _problem_of_result(running.given, output)
-        if running.is_kept:
-            node.problem = problem
-        if problem is not None:
-            return
-        kept = with_own_containers(own_tensors(output) if node.is_written_later else output)
-        if running.is_kept:
-            node.value = kept
-        if is_paired:
-            (tensor,) = running.given.values
-            node.pair = (tensor, kept)
-            self._given.append((node, tensor, version_of(tensor)))
-            for inner in node.walk():
-                inner.pair = inner.pair if inner is node else None
-        if running.is_kept or is_paired:
-            self._kept.append((node, [(tensor, version_of(tensor)) for tensor in plain_tensors(output)]))
-
-    def _only_tensor(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Returns the input of a module with weights, if that is one tensor of floats."""
-        if self._flow is None or len(args) + len(kwargs) != 1:
-            return None
-        (value,) = args or kwargs.values()
-        if type(value) is not Tensor or value.dim() < 2 or not value.is_floating_point():
-            return None
-        return value if _holds_weights(module) else None
-
-    def _is_paired(self, running: _RunningFrame, output: Any) -> bool:
-        if not running.is_paired:
-            return False
-        assert self._flow is not None
-        assert running.given is not None
-        running.is_paired = False
-        return self._flow.returns(running.node, running.given.values[0], output)
+        with without_torch_functions():
+            # Copies, since the model may write into these later.
+            if running.versions is not None and _is_replayable(running, output):
+                node.value = own_tensors(output)
+            if running.call is not None and type(output) is Tensor:
+                given, keyword = running.call
+                if output.shape[:-1] == given.shape[:-1]:
+                    node.call = TensorCall(given, output.clone(), keyword)
 
     def end(self) -> None:
-        running = self._stack.running.pop()
-        if running.is_paired and self._flow is not None:
-            self._flow.fails(running.node)
-        caller = self._stack.running[-1]
-        caller.change = caller.change or running.change
-
-    def close(self) -> bool:
-        """Ends the recording; returns whether the model wrote into the result of a frame: if so, record again."""
-        is_spoilt = False
-        hooked = [module for module in all_modules(self._model) if has_hooks(module)]
-        if self.state_change is None and self._state is not None:
-            found = next(self._state.changes(), None)
-            self.state_change = None if found is None else str(found)
-        for node, marks in self._kept:
-            if not node.is_written_later and any(version_of(tensor) != version for tensor, version in marks):
-                node.is_written_later = is_spoilt = True
-            inside = all_modules(node.module) if hooked and node.module is not None else ()
-            if any(module is not node.module and module in hooked for module in inside):
-                node.problem, node.value, node.pair = "there are hooks on modules inside it", None, None
-        for node, tensor, version in self._given:
-            if version_of(tensor) != version:
-                node.pair = None
-        return is_spoilt
+        self._stack.running.pop()
 
 
-def _holds_weights(module: Module) -> bool:
-    if any(weight is not None for weight in module._parameters.values()):
-        return True
-    return any(_holds_weights(child) for child in module._modules.values() if child is not None)
+def _versions(value: Any) -> list[tuple[int, int | None]]:
+    return [(id(leaf), version_of(leaf)) for leaf in leaves_of(value)]
 
 
-# -- side effects: a run can only skip frames without any --------------------------------------------------------------
-
-_STATELESS = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Softmax)
-
-
-def _is_stateless(module: Module) -> bool:
-    """Whether a module is one of torch's own that never changes when it runs."""
-    if type(module) not in _STATELESS:
-        return False
-    return getattr(original_forward(module), "__func__", None) is type(module).forward  # not replaced
+def _is_replayable(frame: _RunningFrame, output: Any) -> bool:
+    """Whether a frame only computes its result from what it is given: it writes into none of that."""
+    given, returned = list(leaves_of(frame.given)), list(leaves_of(output))
+    return (
+        _versions(frame.given) == frame.versions
+        and all(isinstance(leaf, _LEAVES) or callable(leaf) for leaf in given)  # another object may be a cache
+        and all(isinstance(leaf, _LEAVES) for leaf in returned)
+        and not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in returned)
+    )
 
 
 def does_nothing(module: Module) -> bool:
     """Whether a module is one of torch's own that returns what it is given."""
-    return type(module) in (nn.Dropout, nn.Identity) and not module.training and _is_stateless(module)
-
-
-def _problem_of_result(given: ExampleInputs, output: Any) -> str | None:
-    """Returns why a run cannot skip a frame with these inputs and this result; `None` if it can.
-
-    Hooks of modules inside it are another reason: see `close`.
-    """
-    storages = set()
-    for value in given.values:
-        if isinstance(value, Tensor):
-            storages.add(storage_of(value))
-            if value.is_inference():
-                return "it is given a tensor of inference mode, for which torch does not count writes"
-        elif not isinstance(value, IMMUTABLE) and readable_children(value) is None and not callable(value):
-            return f"it may change the {type(value).__name__} that it is given"
-    if (change := given.change()) is not None or not given.are_all_seen:
-        return f"it changes what it is given: {change or 'too many values to compare'}"
-    for leaf in leaves_of(output):
-        if isinstance(leaf, Tensor):
-            # If the sweep needs no gradients, the model itself uses them.
-            if leaf.requires_grad:
-                return "gradients flow through it"
-            if leaf.is_inference() or storage_of(leaf) in storages:
-                return "it returns what it is given"
-        elif not isinstance(leaf, IMMUTABLE):
-            return f"it returns an object of type {type(leaf).__name__}"
-    return None
+    return type(module) in (nn.Dropout, nn.Identity) and not module.training
 
 
 def has_hooks(module: Module) -> bool:
     """Whether a module has forward hooks that may have an effect."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     return bool(before or after) and not all(map(is_inert, (*before.values(), *after.values())))
-
-
-# -- replaying ---------------------------------------------------------------------------------------------------------
 
 
 Substitute = Callable[..., Any]
@@ -327,7 +206,7 @@ class FrameReplay:
         substitutes: Mapping[FrameNode, Substitute] | None = None,
     ) -> None:
         self._tree = tree
-        self._stack = _SeenFrames(tree)
+        self._stack = _RunningFrames(tree)
         self._values = values
         self._substitutes = substitutes or {}
 
@@ -366,11 +245,6 @@ def leaves_of(value: Any) -> Iterator[Any]:
         return
     for _, child in inside:
         yield from leaves_of(child)
-
-
-def storage_of(tensor: Tensor) -> Any:
-    """Returns a key that identifies the memory of a tensor."""
-    return memory_of(tensor) or id(tensor)
 
 
 def own_tensors(value: Any) -> Any:

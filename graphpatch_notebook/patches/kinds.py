@@ -669,6 +669,8 @@ class CustomPatch(_SlicedPatch):
         slice: The part to change, as in `value[slice] = custom_op(value[slice])`; `None` for all of it. `custom_op`
             receives a copy and returns a tensor that broadcasts to the slice, or a number. The dtype of the value
             does not change.
+        by_row: Whether `custom_op` is a pure function that works on each row of the batch alone: cells of a sweep then
+            share forwards, and it is given the rows of its cell. Else such cells run alone.
 
     Example:
         >>> CustomPatch(custom_op=lambda t: t.flip(0)).op(torch.arange(3))
@@ -681,6 +683,7 @@ class CustomPatch(_SlicedPatch):
     _: KW_ONLY
     requires_clone: bool = True  # type: ignore[misc]  # an instance field: the user chooses
     slice: TensorIndex = _Index()
+    by_row: bool = False
 
     def op(self, original_output: Any) -> Any:
         if self.slice is None:
@@ -720,6 +723,9 @@ class CustomPatch(_SlicedPatch):
             return f"custom_op must be callable, not {custom_op!r}"
         if self.slice is not None and not self.requires_clone:
             return "the result of custom_op is written into the value: slice= needs requires_clone=True"
+        by_row: Any = self.by_row
+        if not isinstance(by_row, bool):
+            return f"by_row must be True or False, not {by_row!r}"
         return index_problem(self.slice, shape) or super().problem(shape)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError, add_note
 from graphpatch_notebook.experiments.engine.measurements import Measurement
-from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patches.kinds import CustomPatch, Patch, declares
 
 PatchMap: TypeAlias = "Mapping[Any, Patch[Any] | Sequence[Patch[Any]]]"
 
@@ -43,12 +47,6 @@ class Cell:
         return ", ".join(f"{name}={value!r}" for name, value in self.labels.items()) or "the only cell"
 
 
-def patches_in(patch_map: PatchMap) -> list[Any]:
-    """Returns the patches of a patch map, whatever they are on."""
-    given = patch_map.values()
-    return [patch for one in given for patch in (one if isinstance(one, (list, tuple)) else [one])]
-
-
 @dataclass(frozen=True)
 class CellResult:
     """The result of one cell.
@@ -57,14 +55,11 @@ class CellResult:
         number: The number of the cell.
         measurement: The metric; `None` for a cell that failed.
         error: The message of its error, if it failed.
-        has_changed_state: Whether its patches changed what they refer to, which cells that run elsewhere, or after a
-            restart, do not have.
     """
 
     number: int
     measurement: Measurement | None
     error: str | None = None
-    has_changed_state: bool = False
 
 
 def axes_of(axes: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -107,26 +102,31 @@ def _check_order(axes: Mapping[str, Any], make_patches: Callable[..., PatchMap])
             )
 
 
-class Cells:
-    """The cells of a sweep. Their patch maps are made in order, each once.
+class Cells(Sequence[Cell]):
+    """The cells of a sweep. Each time that one is read, its patch map is made.
 
     Args:
         axes: The values of each axis.
         make_patches: Maps one value of each axis to a patch map.
 
     Attributes:
-        make_patches: What makes their patch maps.
         unmade: The cells without their patch maps.
     """
 
     def __init__(self, axes: Mapping[str, Sequence[Any]], make_patches: Callable[..., PatchMap]) -> None:
         _check_order(axes, make_patches)
-        self.make_patches = make_patches
+        self._make_patches = make_patches
         combinations = enumerate(itertools.product(*axes.values()))
         self.unmade = [Cell(number, dict(zip(axes, values, strict=True)), {}) for number, values in combinations]
 
-    def made(self, number: int) -> PatchMap:
-        """Returns the patch map of a cell, as `make_patches` returns it.
+    def __len__(self) -> int:
+        return len(self.unmade)
+
+    def __iter__(self) -> Iterator[Cell]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, number: Any) -> Any:
+        """Returns the cell of that number.
 
         Raises:
             ExperimentError: `make_patches` did not return a dict.
@@ -134,10 +134,87 @@ class Cells:
         """
         cell = self.unmade[number]
         try:
-            patches = self.make_patches(*cell.labels.values())
+            patches = self._make_patches(*cell.labels.values())
         except Exception as error:
             add_note(error, f"raised by make_patches for {cell}")
             raise
         if not isinstance(patches, Mapping):
             raise ExperimentError(f"make_patches gave {type(patches).__name__} for {cell}; give a patch map, a dict")
-        return patches
+        return replace(cell, patches=patches)
+
+
+# -- patch maps that may share work ------------------------------------------------------------------------------------
+
+
+def patches_in(patch_map: PatchMap) -> list[Any]:
+    """Returns the patches of a patch map, whatever they are on."""
+    given = patch_map.values()
+    return [patch for one in given for patch in (one if isinstance(one, (list, tuple)) else [one])]
+
+
+def is_pure(patch_map: PatchMap) -> bool:
+    """Whether all patches declare that their effect depends on the value and their fields alone.
+
+    Example:
+        >>> from graphpatch_notebook import ZeroPatch
+        >>> is_pure({"output": ZeroPatch(slice=0)}), is_pure({"output": CustomPatch(custom_op=abs)})
+        (True, False)
+    """
+    return all(_is_pure(patch) for patch in patches_in(patch_map))
+
+
+def _is_pure(patch: Any) -> bool:
+    if type(patch) is CustomPatch:
+        return patch.by_row
+    return declares(patch, "is_pure") and "op" not in vars(patch)
+
+
+class PatchCopies:
+    """Copies patch maps, since people reuse patches, tensors and masks. Equal large tensors are copied once.
+
+    Args:
+        keeps_gradients: Whether to keep tensors that require gradients, rather than copies, so that they receive them.
+    """
+
+    def __init__(self, *, keeps_gradients: bool = False) -> None:
+        self._keeps_gradients = keeps_gradients
+        self._known: dict[Hashable, Tensor] = {}
+
+    def of(self, cell: Cell) -> Cell:
+        """Returns a cell with a copy of its patch map, in which patches that are not pure are the same objects.
+
+        Example:
+            >>> from graphpatch_notebook import AddPatch
+            >>> value = torch.ones(2)
+            >>> cell = PatchCopies().of(Cell(0, {}, {"output": AddPatch(value=value)}))
+            >>> _ = value.zero_()
+            >>> cell.patches["output"].value
+            tensor([1., 1.])
+        """
+        return replace(cell, patches={str(path): self._copied(patches) for path, patches in cell.patches.items()})
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, Patch):
+            if not _is_pure(value):  # such as a probe, which the user reads
+                return value
+            copied = copy.copy(value)
+            vars(copied).update({name: self._copied(each) for name, each in vars(value).items()})
+            return copied
+        if type(value) in (list, tuple):
+            return type(value)(map(self._copied, value))
+        if type(value) is slice:
+            return slice(*map(self._copied, (value.start, value.stop, value.step)))
+        return value if callable(value) else copy.deepcopy(value)
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad and self._keeps_gradients:
+            return tensor
+        with torch.inference_mode(False):
+            # The address is only a key: a copy is shared if the contents are equal now.
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            known = self._known.get(key)
+            if known is None or not torch.equal(known, tensor.detach()):
+                known = self._known[key] = tensor.detach().clone()
+            return known

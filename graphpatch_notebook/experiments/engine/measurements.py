@@ -64,24 +64,17 @@ def measurement(value: Any) -> Measurement:
         >>> measurement({"a": 1, "b": 2.5})
         Measurement(values=array([1. , 2.5]), names=('a', 'b'))
     """
-    if not isinstance(value, Tensor) and isinstance(value, Mapping):
-        _check_names(value)
-        return Measurement(np.stack([_array(item) for item in value.values()]), tuple(map(str, value)))
-    return Measurement(_array(value))
-
-
-def _check_names(given: Mapping[Any, Any]) -> None:
-    if not given:
-        raise ExperimentError("the metric gave an empty dict: it must give at least one number")
-    for name, item in given.items():
-        if not isinstance(item, (Mapping, list, tuple)) and not getattr(item, "ndim", 0):
-            continue
-        shown = f"of shape {tuple(item.shape)}" if hasattr(item, "shape") else f"a {type(item).__name__}"
-        whole = "" if type(given) is dict else f" (a {type(given).__name__}: is it the whole output of the model?)"
+    if isinstance(value, Tensor) or not isinstance(value, Mapping):
+        return Measurement(_array(value))
+    numbers = {str(name): _array(item) for name, item in value.items() if not isinstance(item, Mapping)}
+    wrong = [name for name in map(str, value) if name not in numbers or numbers[name].ndim]
+    if wrong or not numbers:
         raise ExperimentError(
-            f"the metric gave a dict in which {str(name)!r} is {shown}{whole}; it must give a number, a tensor, or a "
-            "dict of single numbers by name, made from the output: lambda output: output.loss"
+            f"the metric gave a {type(value).__name__} in which {', '.join(map(repr, wrong)) or 'nothing'} is not one "
+            "number: it must give a number, a tensor, or a dict of numbers by name, made from the output of the model: "
+            "lambda output: output.loss"
         )
+    return Measurement(np.stack([*numbers.values()]), tuple(numbers))
 
 
 def baseline_of(metric: Callable[[Any], Any], output: Any) -> Measurement:

@@ -1,618 +1,435 @@
-"""Runs the cells of a sweep on one `PatchableGraph`, in one process, without repeating computations they share.
+"""Runs the cells of a sweep on one `PatchableGraph`, in one process.
 
-Each cell has the numbers of `with pg.patch(...): metric(pg(...))`. `CellRunner` runs impure patch maps exactly like
-that. The others start with the setup, in one of three ways, each of which returns the same numbers or raises an error
-with the reason. The runner then falls back to a simpler setup; a remark gives the reason.
-
-    Plain      one cell, as in a plain loop
-    Replayed   one cell; frames that end before its first patched value return recorded results
-    Batched    several cells in the rows of one forward, also with recorded results
-
-`Batched` checks that a batch returns the same numbers as single cells, once for each kind of inputs and paths.
+Each cell has the numbers of `with pg.patch(make_patches(cell)): metric(pg(*inputs))`, up to rounding. Cells whose
+patches declare themselves pure run together, by a `SharedPlan`; others run alone, just after their patch map was made.
+`make_patches` and `metric` must be pure functions. This is checked by running: one of the cells that ran together runs
+again alone, and the first cell runs again at the end.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import plain_tensors
-from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.model_state import ModuleState
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.execution import (
-    Entry,
-    FrameNode,
-    FrameReplay,
-    PatchContext,
-    frames_seen,
-    leaves_of,
-    own_tensors,
-)
-from graphpatch_notebook.experiments.engine.batching import Batching, RunCost, chunked
-from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, PatchMap
-from graphpatch_notebook.experiments.engine.changed_positions import Place, read_at_last_only
+from graphpatch_notebook.checks.model_state import ModelSnapshot
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, PatchMapError, UnknownPathError
+from graphpatch_notebook.execution import Entry, FrameNode, own_tensors
+from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, PatchCopies, is_pure, patches_in
+from graphpatch_notebook.experiments.engine.changed_positions import least_vectors
 from graphpatch_notebook.experiments.engine.clean_run import CleanRun
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.measurements import Measurement, measurement
-from graphpatch_notebook.experiments.engine.purity import is_pure
-from graphpatch_notebook.experiments.engine.rows import (
-    RowsError,
-    RowsPatch,
-    is_close,
-    parted,
-    perturbed_cells,
-    repeated,
-    repeated_inputs,
-    taken,
-)
-from graphpatch_notebook.experiments.engine.side_effects import ReferredValues
-from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest, SweepSetup, sweep_setup
-from graphpatch_notebook.experiments.engine.trimming import ReadElsewhereError, is_part, paired, watched_metric
+from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
+from graphpatch_notebook.experiments.engine.plan import SharedPlan, check_may_share, most_rows, shared_plan
+from graphpatch_notebook.experiments.engine.rows import CannotShareError
+from graphpatch_notebook.experiments.engine.trimming import reads_no_more, trimmed_inputs
+from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.values import readable_children
 from graphpatch_notebook.warning_places import warn_each_time
 
-_DEPENDS_ON_ORDER = (
-    "the metric gives another number for the same output than before the cells ran: it depends on what it was given "
-    "before, and cells that share forwards run in another order than in the loop; reset it, and use batch=None"
-)
-_READS_OTHERS = "the metric reads other positions for some of them than without patches"
+_FEW, _FEW_ALONE = 4, 16
+"""With fewer cells, sharing costs more than it saves; the second is for inputs so large that each needs a forward."""
+
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
+_COARSE = 3e-2
+
+_MOST_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the cells of a sweep, on any graph: workers receive it.
+
+    Attributes:
+        inputs: The inputs of the model.
+        metric: Maps the output of the model to numbers.
+        batch: `"auto"`, the number of cells in one forward, or `None` for the loop.
+        backward: Whether gradients of the metric are accumulated.
+    """
+
+    inputs: Inputs
+    metric: Callable[[Any], Any]
+    batch: int | str | None = "auto"
+    backward: bool = False
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Sets torch's modes for runs in the block. Tensors made in inference mode have no version counter."""
+        with torch.inference_mode(False), torch.set_grad_enabled(self.backward):
+            yield
+
+
+# -- the run without patches -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The run without patches.
+
+    Attributes:
+        clean: The run.
+        state: The state of the model, before and after.
+        measurement: The metric.
+        change: What the run, or the metric, changed in the model or in random generators, as a message.
+        rounding: By how much the metric may differ in another run, relative to its numbers and absolutely.
+    """
+
+    clean: CleanRun
+    state: ModelSnapshot
+    measurement: Measurement
+    change: str | None
+    rounding: tuple[float, float]
+
+    @classmethod
+    def of(cls, pg: PatchableGraph, request: Request, targets: Mapping[str, Target]) -> Baseline:
+        """Runs the model and the metric, and restores the state of the model.
+
+        Args:
+            pg: The graph.
+            request: What is asked of the cells.
+            targets: The values that cells patch which are to share forwards, by path; none for the loop.
+
+        Raises:
+            ExperimentError: The metric does not return numbers.
+        """
+        state = ModelSnapshot(captured(pg).module)
+        try:
+            with request.modes():
+                clean, rounding = _clean_run(pg, request, targets)
+                output, clean = clean.output, replace(clean, output=own_tensors(clean.output))
+                found = baseline_of(request.metric, output)  # which may write into it
+        finally:
+            drawn = ["the model draws random numbers"] if state.random.changed() else []
+            change = next(itertools.chain(drawn, map(str, state.changes())), None)
+            if change is not None:
+                state.restore()
+        if request.backward and found.values.size != 1:
+            raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
+        return cls(clean, state, found, change, rounding)
+
+    def is_close(self, one: Measurement | None, other: Measurement | None) -> bool:
+        """Whether the metrics of two runs differ by rounding alone."""
+        return one is other or (one is not None and other is not None and _is_close(one, other, self.rounding))
+
+    def effect(self, result: CellResult) -> float:
+        """Returns by how much a cell changes the metric."""
+        own, base = result.measurement, self.measurement
+        if own is None or own.form != base.form:
+            return 0.0
+        with np.errstate(invalid="ignore"):
+            change = float(np.abs(own.values - base.values).max(initial=0.0))
+        return 0.0 if math.isnan(change) else change
+
+
+def _clean_run(
+    pg: PatchableGraph, request: Request, targets: Mapping[str, Target]
+) -> tuple[CleanRun, tuple[float, float]]:
+    """Runs the model: without outputs that the metric does not read, if cells are to share forwards."""
+    inputs = request.inputs
+    most = 0 if torch.is_grad_enabled() or not targets else most_rows(inputs, request.batch or 1)
+
+    def is_kept(node: FrameNode, value: Tensor) -> bool:
+        return most > 0 and least_vectors(node.module, value) <= most * (value.numel() // max(1, *value.shape[-1:]))
+
+    def is_same(one: Any, other: Any) -> bool:
+        return _is_close(measurement(one), measurement(other), rounding)
+
+    for given in trimmed_inputs(captured(pg).root, inputs, targets.values()) if targets else [inputs]:
+        clean = CleanRun.of(pg, given, targets, is_kept)
+        rounding = _rounding_of(pg, clean.output)
+        if given.kwargs == inputs.kwargs or reads_no_more(request.metric, clean, is_same):
+            break
+    return clean, rounding
+
+
+def _rounding_of(pg: PatchableGraph, output: Any) -> tuple[float, float]:
+    """Returns by how much a metric of an output may differ in another run, relative to its numbers and absolutely."""
+    tensors = [
+        each.detach()
+        for each in plain_tensors((output,))
+        if each.layout is torch.strided and each.is_floating_point() and each.numel()
+    ]
+    kinds = {each.dtype for each in (*tensors, *pg.parameters()) if each.is_floating_point()}
+    relative = max((_ROUNDING.get(kind, _COARSE) for kind in kinds), default=1e-9)
+    largest = [number for each in tensors if math.isfinite(number := each.abs().max().item())]
+    return relative, relative * max(largest, default=0.0)
+
+
+def _is_close(one: Measurement, other: Measurement, rounding: tuple[float, float]) -> bool:
+    relative, absolute = rounding
+    is_like = one.form == other.form
+    return is_like and bool(np.allclose(one.values, other.values, rtol=relative, atol=absolute, equal_nan=True))
+
+
+# -- the runs of cells -------------------------------------------------------------------------------------------------
 
 
 class CellRunner:
-    """Runs cells: one for each thread of a sweep.
+    """Runs cells. It makes patch maps at first, up to one that is not pure, and runs the model without patches.
 
     Args:
         pg: The graph.
-        request: What is asked of the pure cells.
-        look: A look at the model, if nothing has changed since.
-        baseline: The metric without patches, if it is known.
+        request: What is asked of the cells.
+        cells: The cells. Their patch maps are made as they are read, perhaps twice.
+
+    Attributes:
+        baseline: The run without patches.
+        remarks: Messages for the user about how the cells ran.
 
     Raises:
-        UnknownPathError: Some paths do not exist.
+        UnknownPathError, PatchMapError: Patch maps are invalid; one error lists all problems.
         ExperimentError: The metric does not return numbers.
     """
 
-    def __init__(
-        self,
-        pg: PatchableGraph,
-        request: SweepRequest,
-        *,
-        look: ModuleState | None = None,
-        baseline: Measurement | None = None,
-    ) -> None:
-        self._known_entries: dict[int, tuple[PatchMap, list[Entry]]] = {}
-        self._metric_before: ReferredValues | None = None
-        with torch.inference_mode(False), torch.set_grad_enabled(request.backward):
-            self._follow(sweep_setup(pg, request, look, baseline))
+    def __init__(self, pg: PatchableGraph, request: Request, cells: Sequence[Cell]) -> None:
+        self.remarks: list[str] = []
+        self._pg, self._request, self._cells = pg, request, cells
+        self._copies = PatchCopies(keeps_gradients=request.backward)
+        self._shared: list[Cell] = []
+        self._entries: list[list[Entry]] = []
+        self._has_run = False
+        self._why: str | None = None  # why cells run as in a plain loop
+        targets: dict[str, Target] = {}
+        try:
+            if request.batch is None:
+                raise CannotShareError
+            self._add(itertools.takewhile(lambda cell: is_pure(cell.patches), cells))
+            if len(cells) < (_FEW if most_rows(request.inputs, request.batch) > 1 else _FEW_ALONE):
+                raise CannotShareError
+            check_may_share(pg)
+            targets = {entry.target.path: entry.target for own in self._entries for entry in own}
+        except CannotShareError as reason:
+            self._why = str(reason)
+        self._targets = targets
+        self.baseline = Baseline.of(pg, request, targets)
 
-    def _follow(self, setup: SweepSetup) -> None:
-        """Switches to this setup."""
-        self._setup = setup
-        self._plain = Plain(setup)
-        self._replays = Replays(setup) if setup.clean is not None and setup.replays else None
-        self._replayed = Replayed(setup, self._replays) if self._replays is not None and setup.has_same_bits else None
-        self._batched = Batched(setup) if setup.batching is not None else None
-
-    @property
-    def baseline(self) -> Measurement:
-        """The metric without patches."""
-        return self._setup.baseline
-
-    @property
-    def remarks(self) -> Sequence[str]:
-        """Messages for the user about how the cells run."""
-        return self._setup.remarks
-
-    def chunks(self, cells: Sequence[Cell], entries_by_number: Mapping[int, list[Entry]]) -> list[list[Cell]]:
-        """Groups pure cells into chunks for `run`, in the order in which to run them."""
-        self._known_entries = {id(cell.patches): (cell.patches, entries_by_number[cell.number]) for cell in cells}
-        clean, batching = self._setup.clean, self._setup.batching
-        entries = [entries_by_number[cell.number] for cell in cells]
-        if clean is None or batching is None:
-            if self._replayed is not None:
-                self._replayed.expect(entries)
-            return [[cell] for cell in cells]
-        problems = {n: why for n, own in enumerate(entries) if (why := batching.problem(own)) is not None}
-        if problems:
-            first = min(problems)
-            self._setup = self._setup.remarked(
-                f"{len(problems):,} of {len(cells):,} cells ran one by one: {problems[first]} (first {cells[first]})"
-            )
-        self._metric_before = ReferredValues(self._setup.request.metric)
-        fitting = [number for number in range(len(cells)) if number not in problems]
-        cuts = [clean.first_of(entry.target.path for entry in entries[number]) for number in fitting]
-        groups = chunked(cuts, batching.cost, batching.most, batching.overhead)
-        return [
-            *([cells[fitting[i]] for i in group] for group in groups),
-            *([cells[number]] for number in sorted(problems)),
-        ]
-
-    def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
-        """Returns the result of each cell, given by number and patch map. A cell that fails does not affect the others.
-
-        Several cells at once must be pure (see `is_pure`); an impure cell runs as in a plain loop.
-        """
-        # Tensors made in inference mode have no version counter.
-        with torch.inference_mode(False), torch.set_grad_enabled(self._setup.request.backward):
-            if len(cells) > 1 and self._batched is not None:
-                try:
-                    return self._together(cells, self._batched)
-                except ReadElsewhereError:
-                    self._follow(self._setup.plain(_READS_OTHERS))
-                except RowsError as reason:
-                    self._follow(self._setup.without_batch(str(reason)))
-                except torch.OutOfMemoryError:
-                    half = len(cells) // 2
-                    return [*self.run(cells[:half]), *self.run(cells[half:])]
-                except Exception as error:  # one cell alone may be the cause
-                    remark = f"some cells ran one by one: together they raised {type(error).__name__}"
-                    self._setup = self._setup.remarked(remark)
-            return [self._result(number, patches, is_whole=False) for number, patches in cells]
-
-    def check_order(self, cell: Cell, result: CellResult | None) -> None:
-        """Warns if the metric depends on what it was given before, after cells have shared forwards in another order.
-
-        That it changes something need not be seen without patches, as of the best number so far, and need not matter.
-
-        Args:
-            cell: The cell that ran first.
-            result: Its result; `None` if it did not run.
-        """
-        setup, before = self._setup, self._metric_before
-        if before is None or before.has_same_marks(ReferredValues(setup.request.metric)):
+    def run(self) -> Iterator[list[CellResult]]:
+        """Yields the results of cells, of some perhaps twice: if a check fails, all run again as in a plain loop."""
+        if self._why is None and self.baseline.change is not None:
+            repair = "; call pg.eval() first" if self._pg.training else ""
+            self._why = f"{self.baseline.change}, or the metric does{repair}"
+        if self._why is not None:
+            yield from self._loop(self._cells, self._why)
             return
-        now = self.run_whole(cell.number, cell.patches).measurement
-        earlier = now if result is None else result.measurement
-        is_same = now is None or earlier is None or now.is_close(earlier)
-        with torch.inference_mode(False), torch.no_grad(), setup.pg.patch({}).quiet():
-            is_same = is_same and setup.request.baseline(setup.pg).is_close(setup.baseline)
-        if not is_same:
-            self._setup = setup.remarked(_DEPENDS_ON_ORDER)
-            warn_each_time(_DEPENDS_ON_ORDER, ExperimentWarning)
-
-    @property
-    def clean(self) -> CleanRun | None:
-        """The run without patches; `None` if its results are not used again."""
-        return None if self._replays is None else self._setup.clean
-
-    @contextmanager
-    def resumed(self, since: float) -> Iterator[Inputs]:
-        """Yields inputs for runs in the block, which take the results of the clean run up to a time as they are.
-
-        Args:
-            since: The time; 0 for runs that compute everything.
-        """
-        replays = self._replays
-        with torch.inference_mode(False), torch.set_grad_enabled(self._setup.request.backward):
-            frames = frozenset[FrameNode]() if replays is None else replays.worthwhile(since)
-            is_right = replays is not None and replays.are_equal_without(frames)
-        with replays.without(frames) if replays is not None and is_right else nullcontext():
-            yield self._setup.inputs
-
-    def run_whole(self, number: int, patches: PatchMap) -> CellResult:
-        """Runs a cell as in a plain loop, even if it is pure, and returns its result."""
-        with torch.inference_mode(False), torch.set_grad_enabled(self._setup.request.backward):
-            return self._result(number, patches, is_whole=True)
-
-    def _together(self, cells: Sequence[tuple[int, PatchMap]], batched: Batched) -> list[CellResult]:
-        """Runs cells in one forward; if the assumed batch dimension is wrong, looks it up and tries again."""
-        entries = [self._entries(patches) for _, patches in cells]
+        for number in range(len(self._shared), len(self._cells)):
+            cell = self._cells[number]
+            if is_pure(cell.patches):
+                self._add([cell])
+            else:
+                yield [self._alone(cell)]
+        gradients = _Gradients.of(self._pg, self._request, self._shared)
+        cells, why = self._cells, None
         try:
-            return batched.results(cells, entries)
-        except (ReadElsewhereError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            batching = self._setup.batching
-            if batching is None or not batching.is_assumed:
-                raise
-            setup = self._setup.with_batch_looked_up()
-        self._follow(setup)
-        assert self._batched is not None
-        return self._batched.results(cells, entries)
+            yield from self._share()
+        except _DifferentError as error:
+            why = str(error)
+            self.baseline = Baseline.of(self._pg, self._request, {})  # of all outputs
+        except CannotShareError as reason:
+            cells, why = self._shared, str(reason)
+        finally:
+            if next(self.baseline.state.changes(), None) is not None:
+                self.baseline.state.restore()
+        if why is not None:
+            gradients.restore()
+            yield from self._loop(cells, why)
 
-    def _result(self, number: int, patches: PatchMap, *, is_whole: bool) -> CellResult:
-        try:
-            if is_whole or not is_pure(patches):
-                return CellResult(number, self._plain.measured(patches))
-            if self._replayed is None:
-                return CellResult(number, self._plain.measured(patches, self._entries(patches)))
+    def _add(self, cells: Iterable[Cell]) -> None:
+        """Adds pure cells, with copies of their patch maps."""
+        copied = [self._copies.of(cell) for cell in cells]
+        self._shared += copied
+        self._entries += entries_of(self._pg, copied)
+
+    def _remark(self, text: str) -> None:
+        if text not in self.remarks:
+            self.remarks.append(text)
+
+    # -- alone -----------------------------------------------------------------------------------------------------
+
+    def _loop(self, cells: Iterable[Cell], why: str) -> Iterator[list[CellResult]]:
+        if why:
+            self._remark(f"cells ran one by one: {why}")
+        for cell in cells:
+            yield [self._alone(cell)]
+
+    def _alone(self, cell: Cell, *, is_check: bool = False) -> CellResult:
+        """Runs a cell as in a plain loop. A cell that fails does not affect the others."""
+        request = self._request
+        context = self._pg.patch(cell.patches)
+        with request.modes():
             try:
-                return CellResult(number, self._replayed.measured(patches, self._entries(patches)))
-            except NotReplayableError:
-                self._follow(self._setup.without_replay())
-                return CellResult(number, self._plain.measured(patches))
-        except Exception as error:
-            return CellResult(number, None, f"{type(error).__name__}: {error}")
+                with context.quiet() if is_check else context:
+                    value = request.metric(request.inputs.run(self._pg))
+                    if request.backward and not is_check:
+                        _backward([value])
+                return CellResult(cell.number, measurement(value))
+            except Exception as error:
+                if isinstance(error, PatchMapError) and not self._has_run:
+                    raise
+                return CellResult(cell.number, None, f"{type(error).__name__}: {error}")
+            finally:
+                self._has_run = True
 
-    def _entries(self, patches: PatchMap) -> list[Entry]:
-        known = self._known_entries.get(id(patches))
-        if known is None or known[0] is not patches:
-            entries = captured(self._setup.pg).entries_of(patches)
-            known = self._known_entries[id(patches)] = (patches, entries)
-        return known[1]
+    # -- together --------------------------------------------------------------------------------------------------
 
+    def _share(self) -> Iterator[list[CellResult]]:
+        """Yields the results of pure cells.
 
-# -- the three ways ----------------------------------------------------------------------------------------------------
-
-_LITTLE_WORK = 0.05
-
-
-class NotReplayableError(Exception):
-    """With recorded results, the model returns something else (caught inside the package)."""
-
-
-class Plain:
-    """Runs a cell as in a plain loop.
-
-    Args:
-        setup: How the cells of the sweep run.
-    """
-
-    def __init__(self, setup: SweepSetup) -> None:
-        self._setup = setup
-
-    def measured(
-        self, patches: PatchMap, entries: Sequence[Entry] | None = None, inputs: Inputs | None = None
-    ) -> Measurement:
-        """Returns the metric of a cell, given by its patch map, and by its entries if they are known.
-
-        Args:
-            patches: The patch map.
-            entries: Its entries.
-            inputs: Inputs in place of those of the sweep.
+        Raises:
+            CannotShareError: They cannot share forwards. None has run.
+            _DifferentError: One has another number when it runs again.
         """
-        setup = self._setup
-        graph = captured(setup.pg)
-        with PatchContext(graph, patches, entries=entries):
-            value = setup.request.metric((inputs or setup.request.inputs).run(setup.pg))
-            if setup.request.backward:
-                _backward(value)
-        return measurement(value)
+        cells, entries, batch = self._shared, self._entries, self._request.batch
+        if len(cells) < _FEW or not self._targets or batch is None:
+            yield from ([self._alone(cell)] for cell in cells)
+            return
+        with self._request.modes():
+            plan = shared_plan(self._pg, self.baseline.clean, self._targets, batch)
+        first: CellResult | None = None
+        for count, group in enumerate(self._groups(plan)):
+            own = [cells[number] for number in group]
+            found = self._together(plan, own, [entries[number] for number in group])
+            if count == 0:
+                self._check(own, found)
+            first = next((result for result in found if result.number == cells[0].number), first)
+            yield found
+        if first is not None:
+            self._check(cells[:1], [first])
 
+    def _groups(self, plan: SharedPlan) -> list[list[int]]:
+        entries = self._entries
+        fitting = [number for number, own in enumerate(entries) if plan.fits(own)]
+        groups = plan.groups([entries[number] for number in fitting])
+        others = [[number] for number in range(len(entries)) if number not in {*fitting}]
+        if others:
+            self._remark(f"{len(others):,} of {len(entries):,} cells ran one by one: they patch values without rows")
+        return [*([fitting[each] for each in group] for group in groups), *others]
 
-class Replays:
-    """Runs in which some frames return the results of the clean run.
+    def _together(
+        self, plan: SharedPlan, cells: Sequence[Cell], entries: Sequence[Sequence[Entry]]
+    ) -> list[CellResult]:
+        """Runs cells in one forward."""
+        if len(cells) == 1 and not plan.fits(entries[0]):
+            return [self._alone(cells[0])]
+        try:
+            with self._request.modes():
+                return self._results(plan, cells, entries)
+        except torch.OutOfMemoryError:
+            half = len(cells) // 2
+            if not half:
+                return [self._alone(cells[0])]
+            first = self._together(plan, cells[:half], entries[:half])
+            return [*first, *self._together(plan, cells[half:], entries[half:])]
+        except Exception as error:  # one cell alone may be the cause
+            self._remark(f"some cells ran one by one: together they raised {type(error).__name__}")
+            return [self._alone(cell) for cell in cells]
 
-    Args:
-        setup: How the cells of the sweep run; it has a clean run.
-    """
+    def _results(self, plan: SharedPlan, cells: Sequence[Cell], entries: Sequence[Sequence[Entry]]) -> list[CellResult]:
+        """Runs the model, and the metric for the rows of each cell."""
+        with self._pg.patch(plan.patches(entries)):
+            found = [self._measured(cell, output) for cell, output in zip(cells, plan.outputs(entries), strict=True)]
+            if values := [value for _, value in filter(None, found)] if self._request.backward else []:
+                _backward(values)
+        return [each[0] if each else self._alone(cell) for each, cell in zip(found, cells, strict=True)]
 
-    def __init__(self, setup: SweepSetup) -> None:
-        assert setup.clean is not None
-        self._setup, self._clean = setup, setup.clean
-        self._modules: dict[frozenset[FrameNode], list[Module]] = {}
-        self._are_equal: dict[frozenset[FrameNode], bool] = {frozenset(): True}
+    def _measured(self, cell: Cell, output: Any) -> tuple[CellResult, Any] | None:
+        """Returns the result for the output of a cell, and what the metric returned; `None` if it failed."""
+        try:
+            value = self._request.metric(output)
+            return CellResult(cell.number, measurement(value)), value
+        except Exception:  # it may read an output that was skipped
+            return None
 
-    @functools.cached_property
-    def cost(self) -> RunCost:
-        """The cost of the clean run."""
-        return RunCost.of(self._clean.tree)
+    def _check(self, cells: Sequence[Cell], found: Sequence[CellResult]) -> None:
+        """Runs the cell again that changes the metric most.
 
-    def worthwhile(self, until: float) -> frozenset[FrameNode]:
-        """Returns the frames that ended before a time; none if they do little: the comparison costs a run."""
-        work = 1 - self.cost.fraction_after(until)
-        return frozenset(self._clean.tree.replayable(until) if work > _LITTLE_WORK else ())
-
-    def are_equal_without(self, frames: frozenset[FrameNode]) -> bool:
-        """Whether the model returns the same where these frames return what they returned; compared once."""
-        known = self._are_equal.get(frames)
-        if known is None:
-            known = self._are_equal[frames] = self._is_equal_without(frames)
-        return known
-
-    def _is_equal_without(self, frames: frozenset[FrameNode]) -> bool:
-        with self.without(frames), self._setup.pg.patch({}).quiet():
-            output = self._setup.inputs.run(self._setup.pg)
-        expected, found = list(_tensors_inside(self._clean.output)), list(_tensors_inside(output))
-        return len(expected) == len(found) and all(
-            difference(a, b, "") is None for a, b in zip(expected, found, strict=True)
+        Raises:
+            _DifferentError: Its metric is another one now.
+        """
+        number = max(range(len(cells)), key=lambda each: self.baseline.effect(found[each]))
+        before, after = found[number].measurement, self._alone(cells[number], is_check=True).measurement
+        if self.baseline.is_close(before, after):
+            return
+        shown = [each if each is None else each.values.tolist() for each in (before, after)]
+        why = (
+            f"cell {cells[number]} has the metric {shown[0]} among others, and {shown[1]} when it runs again alone: "
+            "the metric is not a pure function, or the rows of a batch depend on each other"
         )
-
-    def without(self, frames: frozenset[FrameNode]) -> AbstractContextManager[None]:
-        """Replays frames in the block."""
-        values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
-        replay = FrameReplay(self._clean.tree, values)
-        modules = self._modules.get(frames)
-        if modules is None:
-            modules = self._modules[frames] = replay.modules()
-        return frames_seen(replay, modules)
+        warn_each_time(f"the sweep runs again as a loop (batch=None does so at once): {why}", ExperimentWarning)
+        raise _DifferentError(why)
 
 
-class Replayed:
-    """Runs a cell, and replays the frames that end before its first patched value.
-
-    Args:
-        setup: How the cells of the sweep run; it has a clean run, with the bits of one on the whole inputs.
-        replays: The replays of this run.
-    """
-
-    def __init__(self, setup: SweepSetup, replays: Replays) -> None:
-        assert setup.clean is not None
-        self._setup, self._clean, self._replays = setup, setup.clean, replays
-        self._plain = Plain(setup)
-        self._cells: Counter[float] = Counter()
-        self._runs: Counter[float] = Counter()
-
-    def expect(self, cells: Sequence[Sequence[Entry]]) -> None:
-        """Notes which cells there are, given by their entries; without this, the decisions follow from those so far."""
-        self._cells = Counter(map(self._first_of, cells))
-
-    def measured(self, patches: PatchMap, entries: Sequence[Entry]) -> Measurement:
-        """Returns the metric of a pure cell.
-
-        Raises:
-            NotReplayableError: With recorded results, the model returns something else.
-        """
-        until = self._first_of(entries)
-        self._runs[until] += 1
-        frames = frozenset(self._clean.tree.replayable(until))
-        saved = self._replays.cost.fraction_of(frames)
-        # A comparison is one more run, and replays the same frames.
-        if max(self._cells[until], self._runs[until]) * saved <= 1 - saved:
-            return self._plain.measured(patches, entries)
-        if not self._replays.are_equal_without(frames):
-            raise NotReplayableError
-        try:
-            with self._replays.without(frames):
-                return self._plain.measured(patches, entries, self._setup.inputs)
-        except Exception:
-            if not self._setup.is_trimmed:
-                raise
-        return self._plain.measured(patches, entries)  # the metric may read an output that was skipped
-
-    def _first_of(self, entries: Sequence[Entry]) -> float:
-        return self._clean.first_of(entry.target.path for entry in entries)
+class _DifferentError(Exception):
+    """A cell has another number when it runs again (caught inside the package)."""
 
 
-class Batched:
-    """Runs several cells in one forward.
+@dataclass(frozen=True)
+class _Gradients:
+    """The gradients before a sweep that accumulates more."""
 
-    Args:
-        setup: How the cells of the sweep run; it has a clean run, and a batching.
-    """
+    saved: Sequence[tuple[Tensor, Tensor | None]]
 
-    def __init__(self, setup: SweepSetup) -> None:
-        assert setup.clean is not None
-        assert setup.batching is not None
-        self._setup, self._clean, self._batching = setup, setup.clean, setup.batching
-        # By the places of frames, since these are the same in all sweeps.
-        key = _key("rows without patches", self._clean, self._batching)
-        self._checked_frames: set[frozenset[Place]] = self._clean.known.setdefault(key, set())
-        self._never_meet = self._has_compared = False
+    @classmethod
+    def of(cls, pg: PatchableGraph, request: Request, cells: Sequence[Cell]) -> _Gradients:
+        """Returns those of the model, of the inputs and of values in patches; none without `backward`."""
+        if not request.backward:
+            return cls([])
+        held = [value for cell in cells for patch in patches_in(cell.patches) for value in vars(patch).values()]
+        tensors = (*pg.parameters(), *plain_tensors((held, request.inputs.args)))
+        leaves = {id(tensor): tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf}
+        return cls([(leaf, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves.values()])
 
-    def results(self, cells: Sequence[tuple[int, PatchMap]], entries: Sequence[Sequence[Entry]]) -> list[CellResult]:
-        """Returns the results of pure cells, which are given by number and patch map, and by their entries.
-
-        Raises:
-            RowsError: They cannot share a forward.
-            ReadElsewhereError: For some cells, the metric reads logits that were not computed.
-        """
-        setup, batching = self._setup, self._batching
-        problem = next(filter(None, map(batching.problem, entries)), None)
-        if problem is not None:
-            raise RowsError(problem)
-        if not self._never_meet:
-            _assure_rows_never_meet(setup, self._clean, batching)
-            self._never_meet = True
-        paths = list(dict.fromkeys(entry.target.path for own in entries for entry in own))
-        until = self._clean.first_of(paths)
-        frames = frozenset(self._clean.tree.replayable(until, batching.layouts) if setup.replays else ())
-        # An extra row without patches is compared with the clean run.
-        places = frozenset(frame.place for frame in frames)
-        own_rows = [*entries, *([[]] if places not in self._checked_frames else [])]
-        patches: PatchMap = {
-            path: RowsPatch([[e for e in own if e.target.path == path] for own in own_rows], batching.of_paths[path])
-            for path in paths
-        }
-        outputs: list[Any] | None = None
-        if not self._has_compared:
-            # Before the metric runs and gradients accumulate, which cannot be undone.
-            with torch.no_grad(), setup.pg.patch(patches):
-                outputs = self._outputs(frames, len(cells), len(own_rows))
-            maps = [patch_map for _, patch_map in cells]
-            self._has_compared = _assure_same_alone(setup, self._clean, batching, maps, outputs)
-        with setup.pg.patch(patches):
-            if outputs is None or setup.request.backward:
-                outputs = self._outputs(frames, len(cells), len(own_rows))
-            pairs = [self._result(number, output) for (number, _), output in zip(cells, outputs, strict=True)]
-            values = [value for result, value in pairs if result.error is None]
-            if setup.request.backward and values:
-                _backward(torch.stack([_number(value) for value in values]).sum())
-        self._checked_frames.add(places)
-        return [result for result, _ in pairs]
-
-    def _outputs(self, frames: frozenset[FrameNode], cells: int, rows: int) -> list[Any]:
-        """Runs the model, under patches, and returns its output for each cell."""
-        batching = self._batching
-        inputs = repeated_inputs(self._setup.inputs.fresh(), batching.inputs, rows)
-        with self._without(frames, rows):
-            output = self._setup.pg(*inputs.args, **inputs.kwargs)
-        _check_rows(output, self._clean, batching, rows)
-        if rows > cells:
-            _check_control(taken(output, batching.output, cells), self._clean)
-        return parted(output, batching.output, cells)
-
-    def _without(self, frames: frozenset[FrameNode], count: int) -> AbstractContextManager[None]:
-        """Replays frames, and positions that patches do not change, in the block."""
-        batching = self._batching
-        values = {
-            frame: repeated(frame.value, batching.layouts[frame], count, may_share=not frame.is_written_later)
-            for frame in frames
-        }
-        at_last = read_at_last_only(batching.substitutes, self._clean.last_only)
-        replay = FrameReplay(self._clean.tree, values, {**batching.substitutes, **at_last})
-        return frames_seen(replay, replay.modules())
-
-    def _result(self, number: int, output: Any) -> tuple[CellResult, Any]:
-        metric = self._setup.request.metric
-        try:
-            value = watched_metric(metric, output) if self._setup.keeps_last_logits else metric(output)
-            return CellResult(number, measurement(value)), value
-        except (RowsError, ReadElsewhereError):
-            raise
-        except Exception as error:
-            return CellResult(number, None, f"{type(error).__name__}: {error}"), None
+    def restore(self) -> None:
+        """Puts them back."""
+        for tensor, gradient in self.saved:
+            tensor.grad = gradient
 
 
-# -- gradients, and what is in an output -------------------------------------------------------------------------------
-
-
-def _backward(value: Any) -> None:
-    number = _number(value)
-    if number.requires_grad:
-        number.backward()
-
-
-def _number(value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or value.numel() != 1:
+def _backward(values: Sequence[Any]) -> None:
+    if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
         raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
-    return value.reshape(())
+    total = torch.stack([value.reshape(()) for value in values]).sum()
+    if total.requires_grad:
+        total.backward()
 
 
-def _tensors_inside(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yields the tensors in an output, those in objects such as caches too."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    seen = set() if seen is None else seen
-    if id(value) in seen or callable(value) or isinstance(value, type):
-        return
-    seen.add(id(value))
-    inside = readable_children(value)
-    children = getattr(value, "__dict__", {}).values() if inside is None else [child for _, child in inside]
-    for child in children:
-        yield from _tensors_inside(child, seen)
+# -- patch maps --------------------------------------------------------------------------------------------------------
 
 
-# -- checks of batches -------------------------------------------------------------------------------------------------
-
-
-def _key(test: str, clean: CleanRun, batching: Batching) -> Hashable:
-    """Returns the key of a test: everything that its outcome depends on, except for the model."""
-    return (test, clean.kind, frozenset(batching.of_paths), batching.is_assumed)
-
-
-def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, batching: Batching) -> None:
-    """Checks that perturbed rows do not change a row without patches: all paths of the sweep are perturbed at once.
-
-    The check is skipped if an earlier sweep passed it.
+def made_before(pg: PatchableGraph, cells: Iterable[Cell]) -> list[Cell]:
+    """Returns cells with their patch maps, which are all made and checked before any cell runs.
 
     Raises:
-        RowsError: The row without patches differs from the clean run, or the model changes.
+        UnknownPathError, PatchMapError: Patch maps are invalid; one error lists all problems.
     """
-    pg, known, test = setup.pg, clean.known, _key("rows never meet", clean, batching)
-    if test in known:
-        return
-    assert setup.state is not None
-    count = perturbed_cells(min(place.size for place in batching.of_paths.values()))
-    patches: PatchMap = {path: RowsPatch([[]], place, perturbed=count) for path, place in batching.of_paths.items()}
-    frames = clean.tree.replayable(clean.first_of(batching.of_paths), batching.layouts)
-    replay = FrameReplay(
-        clean.tree, {frame: repeated(frame.value, batching.layouts[frame], 1 + count) for frame in frames}
-    )
-    many = repeated_inputs(setup.inputs.fresh(), batching.inputs, 1 + count)
-    try:
-        with torch.no_grad(), frames_seen(replay, replay.modules()), pg.patch(patches).quiet():
-            output = pg(*many.args, **many.kwargs)
-    except (RowsError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        setup.state.restore()
-        raise RowsError(f"on several rows it raises {type(error).__name__}: {error}") from None
-    change = next(setup.state.changes(), None)
-    if change is not None:  # such as a mask that is made for that many rows
-        setup.state.restore()
-        raise RowsError(f"on several rows it changes itself, as it does not on those of the inputs: {change}")
-    _check_rows(output, clean, batching, 1 + count)
-    _check_control(taken(output, batching.output, 0), clean)
-    known[test] = True
+    copies = PatchCopies()
+    made = [copies.of(cell) for cell in cells]
+    entries_of(pg, made)
+    return made
 
 
-def _check_rows(output: Any, clean: CleanRun, batching: Batching, count: int) -> None:
-    """Raises a `RowsError` unless the output has the rows of `count` cells."""
-    leaves = list(leaves_of(output))
-    if len(leaves) != len(batching.output):
-        raise RowsError("the model returned a value of another structure")
-    for leaf, place, single in zip(leaves, batching.output, leaves_of(clean.output), strict=True):
-        if place is None:
-            if leaf is not single and leaf != single:
-                raise RowsError(f"the output has {leaf!r} where it has {single!r} for one cell")
-        elif place.dim is not None and leaf.shape[place.dim] != place.size * count:
-            raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} for {count} cells")
-
-
-def _check_control(output: Any, clean: CleanRun) -> None:
-    """Raises a `RowsError` unless the rows without patches are what the model returns without patches."""
-    expected, found = _floats(clean.output), _floats(output)
-    if not all(is_close(a, b) for a, b in zip(found, expected, strict=True)):
-        raise RowsError("in one forward, patches of one cell reach the rows of another")
-
-
-def _assure_same_alone(
-    setup: SweepSetup, clean: CleanRun, batching: Batching, maps: Sequence[PatchMap], outputs: Sequence[Any]
-) -> bool:
-    """Compares the cell that changes the output most with the same cell in a plain loop, unless an earlier sweep did.
-
-    If outputs are trimmed because the metric does not seem to read them, the metric is compared, too.
-
-    Args:
-        setup: How the cells of the sweep run.
-        clean: The run without patches.
-        batching: How cells share a forward.
-        maps: The patch maps of cells that shared a forward.
-        outputs: The output of each.
-
-    Returns:
-        Whether a patch had an effect; without one, the comparison proves nothing.
-
-    Raises:
-        RowsError: The outputs or metrics differ.
-    """
-    metric = setup.request.metric
-    passed: WeakSet[Any] = clean.known.setdefault(_key("same alone", clean, batching), WeakSet())
-    with suppress(TypeError):  # the metric has no hash, or cannot be referred to weakly
-        if metric in passed:
-            return True
-    expected = _floats(clean.output)
-    effects = [_distance(_floats(output), expected) for output in outputs]
-    most = effects.index(max(effects))
-    with setup.pg.patch(maps[most]).quiet():
-        alone = setup.request.inputs.run(setup.pg)
-        is_last = setup.keeps_last_logits
-        is_same = is_part(outputs[most], alone, is_close, is_last=is_last)
-        if is_same and setup.is_trimmed:
-            # Of the same numbers: rounding may be more than a small difference of logits.
-            trimmed = own_tensors(outputs[most])
-            for own, whole in paired(trimmed, alone, is_last=is_last):
-                if isinstance(own, Tensor):
-                    own.copy_(whole)
-            is_same = measurement(metric(alone)).is_close(measurement(metric(trimmed)))
-    if not is_same:
-        raise RowsError("in one forward with others, a cell has other numbers than in a forward of its own")
-    with suppress(TypeError):
-        if effects[most] > 0:
-            passed.add(metric)
-    return effects[most] > 0
-
-
-def _distance(values: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    differences = [(a - b).abs() for a, b in zip(values, expected, strict=True)]
-    total = sum(difference.sum().item() for difference in differences)
-    if math.isfinite(total):
-        return total
-    return sum(difference.nan_to_num(0, 0, 0).sum().item() for difference in differences)
-
-
-def _floats(output: Any) -> Sequence[Tensor]:
-    return [tensor for tensor in plain_tensors(output) if tensor.is_floating_point()]
+def entries_of(pg: PatchableGraph, cells: Sequence[Cell]) -> list[list[Entry]]:
+    """Returns the entries of each cell; raises one error that lists all problems of patch maps."""
+    found: list[list[Entry]] = []
+    failing: dict[str, list[Cell]] = {}
+    kinds: set[type[PatchMapError]] = set()
+    for cell in cells:
+        try:
+            found.append(captured(pg).entries_of(cell.patches))
+        except PatchMapError as error:  # noqa: PERF203  # one error tells of all cells
+            failing.setdefault(str(error), []).append(cell)
+            kinds.add(UnknownPathError if isinstance(error, UnknownPathError) else PatchMapError)
+    if failing:
+        lines = [
+            f"{own[0]}{f' and {len(own) - 1:,} more cells' * (len(own) > 1)}: {text}" for text, own in failing.items()
+        ]
+        more = [f"... and {len(lines) - _MOST_SHOWN:,} more problems"] * (len(lines) > _MOST_SHOWN)
+        raise min(kinds, key=lambda kind: kind is PatchMapError)("\n".join([*lines[:_MOST_SHOWN], *more]))
+    return found

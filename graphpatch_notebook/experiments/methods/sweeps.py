@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +16,10 @@ from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.checks.sharding import processes_of
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
 from graphpatch_notebook.experiments.elsewhere import Checkpoint, Lost, Workers, check_executor, weights_digest
-from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of, patches_in
+from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of, is_pure, patches_in
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
-from graphpatch_notebook.experiments.engine.purity import made_cells
-from graphpatch_notebook.experiments.engine.runner import CellRunner
-from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
+from graphpatch_notebook.experiments.engine.runner import Baseline, CellRunner, Request, made_before
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric
 from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims, metric_name, plain_label
@@ -31,9 +29,8 @@ from graphpatch_notebook.patches.kinds import declares
 if TYPE_CHECKING:
     from xarray import DataArray
 
-_FEW, _FEW_ALONE = 4, 8
-"""With fewer cells, sharing costs more than it saves: they run as in a plain loop. The second is for cells that share
-recorded results alone, and no forwards."""
+_CHUNK = 32
+"""How many cells that share forwards are one task of an executor."""
 _AHEAD = 256
 """How many chunks an executor has at once: enough to keep a cluster busy."""
 _OTHER_DEVICE, _OTHER_DEVICE_LOW = 1e-4, 2e-2
@@ -64,40 +61,40 @@ def run_sweep(
     if executor is not None:
         check_executor(executor, recipe, pg)
     values = axes_of(axes)
-    making = Cells(values, make_patches)
-    cells = making.unmade
-    is_all = checkpoint is not None or executor is not None
-    made = made_cells(pg, making, inputs, metric, is_all=is_all, backward=backward)
-    request = SweepRequest(inputs, metric, made.paths, None if batch == 1 else batch, backward)
-    request = _worthwhile(request, len(made.shared))
-    runner = CellRunner(pg, request, look=made.look, baseline=made.baseline)
-    metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
-    ledger = _Ledger(runner.baseline)
+    cells = Cells(values, make_patches)
+    request = Request(inputs, metric, None if batch == 1 else batch, backward)
+    made: Sequence[Cell] = cells  # each is made just before it runs, unless all must be known before
+    if checkpoint is not None or executor is not None:
+        made = made_before(pg, cells)
+    runner = CellRunner(pg, request, made if executor is None else [])
+    baseline = runner.baseline.measurement
+    metric_dims(baseline, values)  # checks the names of axes before anything runs
+    ledger = _Ledger(baseline)
     if checkpoint is not None:
-        own = _identity(values, checkpoint_key, metric, runner.baseline, inputs, pg, made.made)
-        ledger = _Ledger(runner.baseline, *_opened(checkpoint, own, pg))
-    results = ledger.results
-    shared, alone = runner.chunks(made.shared, made.entries), [[cell] for cell in made.alone]
-    workers, remarks = None, dict.fromkeys([*made.remarks, *runner.remarks])
-    if executor is not None:
-        workers = Workers(executor, recipe, pg, functools.partial(_CellTask.of, request, runner.baseline))
+        own = _identity(values, checkpoint_key, metric, baseline, inputs, pg, made)
+        ledger = _Ledger(baseline, *_opened(checkpoint, own, pg))
+    if ledger.results:
+        made = [cell for cell in made if cell.number not in ledger.results]
+        runner = CellRunner(pg, request, made if executor is None else [])
+    remarks: dict[str, None] = {}
 
     def run() -> None:
-        if workers is None:
-            _run_in_order(runner, shared, alone, ledger)
-        else:
-            _run_elsewhere(workers, [*_remaining([*alone, *shared], results)], ledger, remarks)
-        for number in made.later:
-            ledger.keep([_made_and_run(runner, making, number)])
+        if executor is None:
+            for results in runner.run():
+                ledger.baseline = runner.baseline.measurement
+                ledger.keep(results)
+        elif made:
+            workers = Workers(executor, recipe, pg, functools.partial(_CellTask.of, request, baseline))
+            _run_elsewhere(workers, list(_chunks(made, request)), ledger, remarks)
 
-    with _shown_progress(len(cells), len(results), progress) as ledger.progress:
+    with _shown_progress(len(cells), len(ledger.results), progress) as ledger.progress:
         is_whole = _runs_through(run)
     told = [*remarks, *runner.remarks]
     if not is_whole:
-        told.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells did not run and are NaN")
-    result = data_array(values, cells, results, runner.baseline, metric, list(dict.fromkeys(told)))
+        told.append(f"interrupted: {len(cells) - len(ledger.results)} of {len(cells)} cells did not run and are NaN")
+    result = data_array(values, cells.unmade, ledger.results, ledger.baseline, metric, list(dict.fromkeys(told)))
     if not is_whole:
-        raise SweepInterrupted(_stopped(len(results), len(cells), checkpoint), result)
+        raise SweepInterrupted(_stopped(len(ledger.results), len(cells), checkpoint), result)
     return result
 
 
@@ -151,25 +148,37 @@ def _shown_progress(total: int, done: int, is_wanted: bool) -> Iterator[Any]:
 class _CellTask:
     """Runs cells in a worker: given by number and patch map. Returns their results, and remarks."""
 
-    runner: CellRunner
+    pg: PatchableGraph
+    request: Request
 
     @classmethod
-    def of(cls, request: SweepRequest, baseline: Measurement, pg: PatchableGraph) -> _CellTask:
+    def of(cls, request: Request, baseline: Measurement, pg: PatchableGraph) -> _CellTask:
         """Returns it for a graph, whose metric without patches must be `baseline`, up to other kernels and devices."""
-        runner = CellRunner(pg, request)
-        mine, size = runner.baseline.values, np.abs(baseline.values).max(initial=1e-6)
+        found = Baseline.of(pg, request, {})
+        mine, size = found.measurement.values, np.abs(baseline.values).max(initial=1e-6)
         is_low = any(parameter.dtype.itemsize < 4 for parameter in pg.parameters())
         tolerance = _OTHER_DEVICE_LOW if is_low else _OTHER_DEVICE
+        if found.change is not None:
+            raise ExperimentError(f"with executor=, runs must not change the model, nor draw numbers: {found.change}")
         if mine.shape != baseline.values.shape or not np.allclose(
             mine, baseline.values, tolerance, tolerance * size, equal_nan=True
         ):
             raise ExperimentError(
                 f"without patches, the metric is {mine} in a worker and {baseline.values} here: is it the same model?"
             )
-        return cls(runner)
+        return cls(pg, request)
 
     def __call__(self, cells: Sequence[tuple[int, PatchMap]]) -> tuple[list[CellResult], list[str]]:
-        return self.runner.run(cells), list(self.runner.remarks)
+        runner = CellRunner(self.pg, self.request, [Cell(number, {"cell": number}, each) for number, each in cells])
+        return [result for results in runner.run() for result in results], runner.remarks
+
+
+def _chunks(cells: Sequence[Cell], request: Request) -> Iterator[list[Cell]]:
+    """Yields the cells of each task of an executor."""
+    size = request.batch if isinstance(request.batch, int) else 1 if request.batch is None else _CHUNK
+    shared = [cell for cell in cells if is_pure(cell.patches)]
+    yield from (shared[start : start + size] for start in range(0, len(shared), size))
+    yield from ([cell] for cell in cells if not is_pure(cell.patches))
 
 
 def _run_elsewhere(workers: Workers, chunks: Sequence[list[Cell]], ledger: _Ledger, remarks: dict[str, None]) -> None:
@@ -180,31 +189,6 @@ def _run_elsewhere(workers: Workers, chunks: Sequence[list[Cell]], ledger: _Ledg
         else:
             ledger.keep(found[0])
             remarks |= dict.fromkeys(found[1])
-
-
-def _run_in_order(
-    runner: CellRunner, shared: Sequence[list[Cell]], alone: Sequence[list[Cell]], ledger: _Ledger
-) -> None:
-    """Runs chunks of cells that may share work, and then those that run alone, in this process."""
-    for chunk in _remaining(shared, ledger.results):
-        ledger.keep(runner.run([(cell.number, cell.patches) for cell in chunk]))
-    if shared:
-        runner.check_order(shared[0][0], ledger.results.get(shared[0][0].number))
-    for chunk in _remaining(alone, ledger.results):
-        ledger.keep(runner.run([(cell.number, cell.patches) for cell in chunk]))
-
-
-def _remaining(chunks: Sequence[list[Cell]], done: Mapping[int, CellResult]) -> Iterator[list[Cell]]:
-    """Yields the remaining cells of each chunk. Chunks are not regrouped, since that could change rounding errors."""
-    for chunk in chunks:
-        if rest := [cell for cell in chunk if cell.number not in done]:
-            yield rest
-
-
-def _worthwhile(request: SweepRequest, count: int) -> SweepRequest:
-    """Returns the request for this number of cells that may share work: as in a plain loop, if these are few."""
-    may_share = request.batch is not None and request.why_alone is None
-    return replace(request, paths=()) if count < (_FEW if may_share else _FEW_ALONE) else request
 
 
 def _identity(
@@ -257,14 +241,6 @@ def _opened(
 
 def _results(checkpoint: Checkpoint) -> dict[int, CellResult]:
     return {number: CellResult(number, Measurement.from_json(data)) for number, data in checkpoint.done.items()}
-
-
-def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:
-    try:
-        patches = cells.made(number)
-    except Exception as error:
-        return CellResult(number, None, f"{type(error).__name__}: {error} (raised by make_patches)")
-    return runner.run_whole(number, patches)
 
 
 def _runs_through(run: Callable[[], None]) -> bool:

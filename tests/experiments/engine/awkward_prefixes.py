@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,26 +45,6 @@ class Counter(Layers):
         return super().forward(x) + self.runs
 
 
-class CountingPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        return self.linear(x) * (1 + 0.1 * self.runs)
-
-
-class InnerCounter(Layers):
-    """A part of it counts its runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = CountingPart()
-        self.c = CountingPart()
-
-
 class CountingBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -87,54 +65,6 @@ class MovingMean(Layers):
 
 
 SEEN: list[Tensor] = []
-
-
-class Appending(Layers):
-    """Keeps what it sees in a list of the file, and looks at how much there is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        SEEN.clear()
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.a(x)
-        SEEN.append(h.mean())
-        return self.c(self.b(h)) + len(SEEN) + SEEN[-1]
-
-
-class Memory(nn.Module):
-    """Puts something down for another module to take away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.kept: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept.append(x)
-        return self.linear(x)
-
-
-class PutDown(Layers):
-    """One module puts a value down, a later one takes it away: a run leaves no trace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = Memory()
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.b(self.a(x)).tanh()
-        return self.c(h) + self.a.kept.pop()
-
-
-class PutDownInAttribute(Layers):
-    """A module that holds what another one needs only for the length of a run."""
-
-    def forward(self, x: Tensor) -> Any:
-        self.c.scale = self.a(x).sum()
-        h = self.c(self.b(x)) * self.c.scale
-        del self.c.scale
-        return h
 
 
 class CacheObject:
@@ -177,66 +107,12 @@ class OwnCache(GrowingCache):
         return super().forward(x, CacheObject())
 
 
-class Lazy(Layers):
-    """A table is made in the first run that needs it."""
-
-    table: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.a(x)
-        if self.table is None or len(self.table) < len(x):
-            self.table = torch.arange(float(len(x)))[:, None]
-        return self.c(self.b(h) + self.table[: len(x)])
-
-
 class Draws(Layers):
     """Draws random numbers in eval mode: torch's, Python's."""
 
     def forward(self, x: Tensor) -> Any:
         h = self.a(x) + torch.rand(4)
         return self.c(F.dropout(self.b(h), 0.3, training=True)) + random.random()
-
-
-class OwnGenerator(Layers):
-    """Draws from a generator of its own, that no seed resets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(0)
-
-    def forward(self, x: Tensor) -> Any:
-        noise = torch.rand(x.shape[-1], generator=self.generator)
-        return self.c(self.b(self.a(x) + noise))
-
-
-class LateDraw(Layers):
-    """Draws after all that is patched."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x) + torch.rand(())
-
-
-class HookWithState(Layers):
-    """A hook of the user changes what a module gives, each time by something else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
-        self.a.register_forward_hook(self._hook)
-
-    def _hook(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        self.seen.append(1)
-        return output + len(self.seen)
-
-
-class HookedParts(Layers):
-    """Hooks of the user change what goes in and what comes out, the same way each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a.register_forward_hook(lambda module, args, output: output * 2)
-        self.b.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-        self.b.register_forward_hook(lambda module, args, kwargs, output: output + args[0], with_kwargs=True)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -276,20 +152,6 @@ class WrittenLater(Layers):
         return end, middle, h
 
 
-class WrittenThroughView(Layers):
-    """What a part gave is written into through a view of it, by another part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writer = Writer()
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.a(x)
-        before = h.clone()
-        self.writer(h[..., 1:])
-        return self.c(self.b(h)) + before
-
-
 class Writer(nn.Module):
     def forward(self, x: Tensor) -> None:
         x.add_(x.sum())
@@ -315,89 +177,6 @@ class InputWrittenInto(Layers):
         h = self.a(x)
         x += 1
         return self.c(self.b(x)) + h
-
-
-class Popped(nn.Module):
-    """The dict, list and set that a part gives are emptied by its caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = DictPart()
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        given = self.part(x)
-        h = given.pop("h") + given["more"].pop()
-        given["x"] = h
-        return self.last(h), len(given)
-
-
-class DictPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        h = self.linear(x)
-        return {"h": h, "more": [h * 2, h * 3], "size": len(x)}
-
-
-class Generating(nn.Module):
-    """A part gives an iterator, which runs after it, and only once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = IteratorPart()
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.stack(list(self.part(x))).sum(0))
-
-
-class IteratorPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Iterator[Tensor]:
-        for factor in range(3):
-            yield self.linear(x) * factor
-
-
-class Closing(nn.Module):
-    """A part gives a function over what it computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = ClosurePart()
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.part(x)(2.0))
-
-
-class ClosurePart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.linear(x)
-        return lambda factor: h * factor
-
-
-class Pair(NamedTuple):
-    left: Tensor
-    right: Any
-
-
-class Objects(Layers):
-    """Gives objects of several kinds, with tensors in them."""
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.a(x)
-        end = self.c(self.b(h))
-        return SimpleNamespace(h=h, pair=Pair(end, {"again": end}), total=end.sum().item(), name="objects", none=None)
 
 
 class SameTwice(Layers):
@@ -436,16 +215,6 @@ class CallsItself(nn.Module):
         return self.b(self.hidden[0].forward(self.a.forward(x)).tanh()) + self.a(x)
 
 
-class GradSwitch(Layers):
-    """Looks at whether there are gradients, and switches them."""
-
-    def forward(self, x: Tensor) -> Any:
-        with torch.enable_grad():
-            h = self.a(x)
-        scale = 2.0 if torch.is_grad_enabled() else 3.0
-        return self.c(self.b(h)) * scale + float(h.requires_grad)
-
-
 class OutOfOrder(nn.Module):
     """Two branches, of which the one that was written down last runs first."""
 
@@ -471,50 +240,15 @@ class BranchOnPatched(Layers):
         return self.c(h) if h.min() < -1 else self.c(self.b(h))
 
 
-class OrderOnPatched(Layers):
-    """In which order parts run depends on a value that may be patched."""
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.a(x)
-        parts = [self.b, self.c] if h.mean() > 0.1 else [self.c, self.b]
-        for part in parts:
-            h = part(h).tanh()
-        return h
-
-
-class RepeatsOnPatched(Layers):
-    """How often a part runs depends on a value that may be patched; the part stands before and after it."""
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.b(self.a(x))
-        for _ in range(1 + int(h.abs().max() > 0.8)):
-            h = self.b(h)
-        return self.a(self.c(h))
-
-
 STATEFUL = [
     (Counter, ROWS),
-    (InnerCounter, ROWS),
-    (InnerCounter, ONE),
     (MovingMean, ROWS),
-    (Appending, ROWS),
-    (PutDown, ROWS),
-    (PutDown, ONE),
-    (PutDownInAttribute, ROWS),
-    (PutDownInAttribute, ONE),
     (GrowingCache, Call.of(floats(3, 4), CacheObject(floats(3, 4, seed=1)))),
     (GrowingCache, Call.of(floats(1, 4), CacheObject())),
     (OwnCache, ROWS),
     (OwnCache, ONE),
-    (Lazy, ROWS),
-    (Lazy, ONE),
     (Draws, ROWS),
     (Draws, ONE),
-    (OwnGenerator, ROWS),
-    (LateDraw, ONE),
-    (HookWithState, ROWS),
-    (HookWithState, ONE),
-    (HookedParts, ROWS),
 ]
 """Models of which a run leaves something behind, or that look at more than their inputs, with inputs."""
 
@@ -523,36 +257,22 @@ ALIASED = [
     (PassedThrough, ONE),
     (WrittenLater, ROWS),
     (WrittenLater, ONE),
-    (WrittenThroughView, ROWS),
-    (WrittenThroughView, ONE),
     (InPlaceParts, ROWS),
     (InPlaceParts, ONE),
     (InputWrittenInto, ROWS),
     (InputWrittenInto, ONE),
-    (Popped, ROWS),
-    (Generating, ROWS),
-    (Generating, ONE),
-    (Closing, ROWS),
-    (Closing, ONE),
-    (Objects, ROWS),
-    (Objects, ONE),
     (SameTwice, ROWS),
     (Repeated, ROWS),
     (Repeated, ONE),
     (CallsItself, ROWS),
-    (GradSwitch, ROWS),
     (OutOfOrder, ROWS),
     (BranchOnPatched, ROWS),
     (BranchOnPatched, ONE),
-    (OrderOnPatched, ROWS),
-    (OrderOnPatched, ONE),
-    (RepeatsOnPatched, ROWS),
-    (RepeatsOnPatched, ONE),
     (Layers, ROWS),
     (Layers, ONE),
     (Layers, SEQUENCES),
 ]
 """Models whose values share memory, are used up, or depend on what is patched, with inputs."""
 
-UNREPEATABLE = [Counter, InnerCounter, Appending, OwnGenerator, HookWithState]
+UNREPEATABLE = [Counter]
 """What the runs that prepare a sweep leave in these models cannot be taken back, and makes a difference."""

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import copy
-import functools
-import math
-import re
-import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-import xarray
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
-from graphpatch_notebook.errors import ExperimentWarning
 from tests.experiments.engine.loops import TOLERANCE, disagreement, looped, swept
 from tests.experiments.hooked import GPT2_OUTPUT
 from tests.integrations.offloaded import gpt2, llama
@@ -148,40 +139,6 @@ def test_outputs_that_a_metric_keeps_do_not_change() -> None:
     check("gpt2", Keeping, lambda: Call.of(IDS), slice(None))
 
 
-class Refusing:
-    """Answers no questions about itself."""
-
-    def __getattribute__(self, name: str) -> Any:
-        raise RuntimeError(name)
-
-
-Elsewhere: Any = type("Elsewhere", (), {"__module__": None, "token": 3})
-
-EVERYDAY: dict[str, Callable[[], Any]] = {
-    "series": lambda: pd.Series([3.0, 4.0]),
-    "column": lambda: pd.DataFrame({"token": [3, 4], "word": ["a", "b"]})["token"],
-    "data array": lambda: xarray.DataArray(np.ones((2, 2)), dims=("a", "b"), coords={"a": [3, 4]}),
-    "masked array": lambda: np.ma.array([3.0], mask=[True]),
-    "list of floats": lambda: [0.5] * 300_000,
-    "limits of floats": lambda: torch.finfo(torch.float32),
-    "memory format": lambda: torch.contiguous_format,
-    "class without a file": Elsewhere,
-}
-
-
-@pytest.mark.parametrize("what", EVERYDAY)
-def test_metrics_that_refer_to_data_share_work(what: str) -> None:
-    value = EVERYDAY[what]()
-    check_remarks(lambda output: output.logits[:, -1, 3] + 0 * len(str(type(value))), [])
-    assert what != "masked array" or value._fill_value is None  # it is as it was
-
-
-@pytest.mark.parametrize("cached", [functools.cache, functools.lru_cache, functools.lru_cache(maxsize=2)])
-def test_metrics_that_call_a_cached_function_share_work(cached: Callable[..., Any]) -> None:
-    token = cached(lambda word, *more: {"a": 3, "b": 4}[word])
-    check_remarks(lambda output: output.logits[:, -1, token("a")] - output.logits[:, -1, token("b", 1)], [])
-
-
 @pytest.mark.parametrize("read", ["last", "all"])
 def test_patched_tokens_share_work(read: str) -> None:
     """The key/value cache, which has no rows, is left out, as for other values."""
@@ -199,18 +156,18 @@ def test_a_sweep_in_training_mode_says_how_to_share_work() -> None:
     for is_training in (True, False):
         pg.train(is_training)
         found = swept(pg, maps, Call.of(input_ids=IDS), lambda output: output.logits[:, -1, 3])
-        why = "the model draws random numbers (of torch) in training mode; to have none, call pg.eval() first"
-        assert found.attrs["remarks"] == [f"12 of 12 cells ran one by one, each in full: {why}"] * is_training
+        assert ["pg.eval()" in remark for remark in found.attrs["remarks"]] == [True] * is_training
 
 
-def test_the_first_sweep_that_asks_for_hidden_states_shares_work() -> None:
+def test_sweeps_that_ask_for_hidden_states_share_work_after_the_first_one() -> None:
     """For these, transformers adds hooks in the first run."""
     pg = PatchableGraph(gpt2(), input_ids=IDS)
     maps = [{"transformer.h_1.mlp.output": AddPatch(value=float(number))} for number in range(12)]
-    found = swept(pg, maps, Call.of(IDS, output_hidden_states=True), lambda output: output.hidden_states[2])
+    for is_first in (True, False):
+        found = swept(pg, maps, Call.of(IDS, output_hidden_states=True), lambda output: output.hidden_states[2])
+        assert bool(found.attrs["remarks"]) == is_first
     expected = looped(pg, maps, lambda: Call.of(IDS, output_hidden_states=True), lambda output: output.hidden_states[2])
     assert disagreement(expected, found, TOLERANCE) is None
-    assert found.attrs["remarks"] == []
 
 
 def test_remarks_say_why_outputs_have_no_rows() -> None:
@@ -218,90 +175,9 @@ def test_remarks_say_why_outputs_have_no_rows() -> None:
     model.set_attn_implementation("eager")
     pg = PatchableGraph(model, input_ids=IDS)
     maps = [{"transformer.h_1.mlp.output": AddPatch(value=float(number))} for number in range(12)]
-    for flags, why in [
-        ({"labels": IDS}, r"the output has a tensor of shape \(\) that is one for all rows"),
-        ({"use_cache": True}, "the output holds a DynamicCache, which has no rows; some models leave it out with use_"),
-        (
-            {"output_attentions": True},
-            r"the capture had no value like one of shape \(2, 4, 7, 7\), so which of its dim",
-        ),
-    ]:
+    for flags, why in [({"labels": IDS}, "one for all rows"), ({"use_cache": True}, "DynamicCache")]:
         found = swept(pg, maps, Call.of(IDS, **flags), lambda output: output.logits[:, -1, 3])
-        assert re.match(f"cells ran one by one(, each in full)?: {why}", found.attrs["remarks"][-1])
-
-
-def test_compiled_metrics_share_work_once_they_are_compiled() -> None:
-    """What the code of a decorator of a library refers to does not count; what it calls does."""
-    calls: list[int] = []
-
-    @torch.compile(backend="eager")
-    def compiled(output: Any) -> Tensor:
-        return output.logits[:, -1, 3]
-
-    @torch.compile(backend="eager")
-    def counting(output: Any) -> Tensor:
-        calls.append(1)
-        return output.logits[:, -1, 3]
-
-    compiled(gpt2()(IDS)), counting(gpt2()(IDS))
-    check_remarks(compiled, [])
-    changes = "the metric, or the model, changes what the metric refers to when it is called"
-    check_remarks(counting, [f"cells ran one by one, each in full: {changes}"])
-
-
-def test_metrics_that_depend_on_earlier_cells_warn() -> None:
-    """Without patches, neither the best number so far, nor the words seen so far, nor the count of others change."""
-    pg, best, words = PatchableGraph(gpt2(), input_ids=IDS), [math.inf], {}
-    with torch.no_grad():
-        usual = pg(IDS).logits[0, -1, 3].item()
-    others: list[float] = []
-
-    def least(output: Any) -> float:
-        best[0] = min(best[0], output.logits[0, -1, 3].item())
-        return best[0]
-
-    def counted(output: Any) -> float:
-        if (value := output.logits[0, -1, 3].item()) < usual - 0.01:
-            others.append(value)
-            value += len(others)
-        return value
-
-    def named(output: Any) -> Tensor:
-        words.setdefault(str(output.logits[0, -1].argmax()), "a word")
-        return output.logits[0, -1, 3]
-
-    def make(number: int) -> dict[str, Any]:
-        return {"lm_head.input": AddPatch(value=-float(number) * torch.sign(pg.lm_head.weight[3]))}
-
-    with torch.no_grad():
-        least(pg(IDS)), named(pg(IDS))
-    for metric in (least, counted):
-        with pytest.warns(ExperimentWarning, match="another number for the same output") as warned:
-            pg.sweep({"cell": range(1, 13)}, make, IDS, metric=metric, progress=False)
-        assert len(warned) == 1
-    assert len(words) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not pg.sweep({"cell": range(12)}, make, IDS, metric=named, progress=False).attrs["remarks"]
-        assert len(words) > 1
-        pg.sweep({"cell": range(12)}, make, IDS, metric=least, batch=None, progress=False)
-
-
-def test_metrics_that_refer_to_what_cannot_be_read() -> None:
-    value, proxy = Refusing(), weakref.proxy(type("Gone", (), {})())
-    message = "cells ran one by one, each in full: the metric refers to a {}, whose state cannot be read"
-    check_remarks(lambda output: (value, output.logits[:, -1, 3])[1], [message.format("Refusing")])
-    check_remarks(lambda output: (proxy, output.logits[:, -1, 3])[1], [message.format("ProxyType")])
-
-
-def check_remarks(metric: Callable[[Any], Any], remarks: list[str]) -> None:
-    """Compares a sweep with the loop."""
-    pg = PatchableGraph(gpt2(), input_ids=IDS)
-    maps = [{"lm_head.input": AddPatch(value=float(number))} for number in range(12)]
-    found = swept(pg, maps, Call.of(input_ids=IDS), metric)
-    expected = looped(pg, maps, lambda: Call.of(input_ids=IDS), metric)
-    assert disagreement(expected, found, TOLERANCE) is None
-    assert found.attrs["remarks"] == remarks
+        assert why in found.attrs["remarks"][-1]
 
 
 CALLS: dict[str, Callable[[], Call]] = {

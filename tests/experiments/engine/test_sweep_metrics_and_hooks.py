@@ -67,15 +67,8 @@ def swept(pg: PatchableGraph, make: Callable[[Any], Any], x: Tensor, metric: Cal
     return pg.sweep({"strength": STRENGTHS}, make, x, metric=metric, batch=4, progress=False)
 
 
-@pytest.mark.parametrize(
-    ("way", "remark"),
-    [
-        ("probe", "a ProbePatch may behave differently each time"),
-        ("function", "a CustomPatch may behave differently each time"),
-        ("hook", "hooks"),
-    ],
-)
-def test_a_metric_reads_what_the_run_of_its_cell_kept(way: str, remark: str) -> None:
+@pytest.mark.parametrize("way", ["probe", "function", "hook"])
+def test_a_metric_reads_what_the_run_of_its_cell_kept(way: str) -> None:
     pg, x = graph()
     probe, kept = ProbePatch(), {}
 
@@ -98,7 +91,6 @@ def test_a_metric_reads_what_the_run_of_its_cell_kept(way: str, remark: str) -> 
     result = swept(pg, make, x, metric)
 
     assert result.values.tolist() == loop(pg, make, x, metric)
-    assert remark in " ".join(result.attrs["remarks"])
 
 
 @torch.no_grad()
@@ -202,37 +194,8 @@ def test_the_frames_before_a_patch_do_not_run_again() -> None:
 
     pg.sweep({"unit": range(40)}, make, x, metric=torch.sum, batch=8, progress=False)
 
-    # The survey, and the cell that is compared with itself alone.
-    assert counts.by_key["a"] <= 3
-
-
-class Masked(nn.Module):
-    """Python looks at values after the embedding: at a mask, or at what is made of the embedding."""
-
-    def __init__(self, own: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.out = nn.Embedding(9, 4), nn.Linear(4, 4)
-        self.own = own
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.embed(ids)
-        asked = h.sum() > 3 if self.own else (ids > 0).all()
-        return self.out(h) * (2 if asked else 1)
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_cells_share_no_forward_only_if_python_reads_values_that_may_be_patched(own: bool) -> None:
-    ids = torch.tensor([[1, 2, 3]])
-    pg = PatchableGraph(Masked(own).eval(), ids)
-
-    def make(strength: float) -> dict[str, Any]:
-        return {"embed.output": AddPatch(value=strength)}
-
-    result = swept(pg, make, ids, torch.sum)
-
-    assert result.values.tolist() == pytest.approx(loop(pg, make, ids, torch.sum), rel=2e-6)
-    assert ("reads values" in " ".join(result.attrs["remarks"])) == own
+    # Without patches, at twice the batch, and two cells that run again.
+    assert counts.by_key["a"] <= 5
 
 
 def test_notebooks_show_one_line_of_an_interrupted_sweep() -> None:

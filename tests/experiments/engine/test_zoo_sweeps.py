@@ -41,10 +41,6 @@ ONLY_SEVERAL = ("torch-attention", "awkward-scatter-in-place", "awkward-called-f
 """The models that take no batch of one."""
 
 
-UNREPEATABLE = ("awkward-buffers-reassigned",)
-"""What the runs that prepare a sweep leave in these models cannot be taken back: this is said."""
-
-
 def tolerance_of(case: Case) -> float:
     """What rows may differ by: more in models of less precision, and where torch's fast paths come and go."""
     return max(TOLERANCE * (65536 if "bfloat16" in case.name else 1), case.tolerance)
@@ -120,9 +116,6 @@ class Sweeps:
             before = snapshot(capture.model)
             seed_all(7)
             found = swept(capture.pg, self.maps(capture), call, metric, batch=batch)
-            if self.case.name in UNREPEATABLE:
-                assert found.remarks
-                continue
             tolerance = self.case.tolerance if batch is None else tolerance_of(self.case)
             assert disagreement(expected, found, tolerance, sizes) is None, f"{batch=}, {metric}, {found.remarks}"
             assert bit_equal(self.make_call(), call) is None
