@@ -44,7 +44,7 @@ def test_every_value_is_right(found: list[dict[str, Any]]) -> None:
 
 
 def test_one_collective_a_patched_visit(found: list[dict[str, Any]]) -> None:
-    """And one a call that compares what all processes hold, where that is patched."""
+    """And none where each process holds the whole value."""
     for each in found:
         assert each["tensor parallel"]["collectives"] == [1, 0]
 

@@ -284,20 +284,6 @@ def test_batches_with_other_arguments_are_others(tmp_path: Path) -> None:
     assert torch.equal(again["output|sub_0"][:], torch.cat([x * 2 - shift] * 2))
 
 
-def test_long_lists_of_positions_are_compared_whole(tmp_path: Path) -> None:
-    """Their text leaves out the middle."""
-    ids = torch.zeros(1, 1100, dtype=torch.long)
-    pg, positions = (
-        PatchableGraph(gpt2(layers=1, heads=1, width=4, vocabulary=8, n_positions=1100), ids[:, :3]),
-        np.arange(1001),
-    )
-    record_to(pg, tmp_path, "layers[0].resid_post", [ids], positions=positions)
-    others = positions.copy()
-    others[500] = 1050
-    with pytest.raises(ExperimentError, match="other positions"):
-        record_to(pg, tmp_path, "layers[0].resid_post", [ids, ids], positions=others)
-
-
 def test_rows_are_asked_for_by_numbers_that_are_stored(pg: PatchableGraph, tmp_path: Path) -> None:
     values = record_to(pg, tmp_path, STREAMS, examples(3), batch_size=2)["layers[0].resid_post"]
     listed = values.where(example=[1, 2], position=[0, 1])
