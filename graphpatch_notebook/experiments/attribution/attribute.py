@@ -369,14 +369,10 @@ def _warn_of_no_positions(problems: Mapping[str, str]) -> None:
 def _warn_of_infinite(result: DataArray) -> None:
     infinite = [path for path, why in result.attrs["skipped"].items() if "not finite" in why]
     if infinite:
-        shown = ", ".join(map(repr, infinite[:3])) + (", ..." if len(infinite) > 3 else "")
         ends = {name: result.attrs[name] for name in ("clean", "corrupted")}
-        why = "half-precision gradients overflow: try a smaller metric, or the model in bfloat16 or float32"
-        if not all(map(math.isfinite, ends.values())):
-            why = " and ".join(f"{end} in the {name} run" for name, end in ends.items())
-            why = f"the metric itself is {why}, which happens if half precision overflows"
         warn(
-            f"{len(infinite)} scores are not finite and left out (NaN): {shown}; {why}",
+            f"{len(infinite)} scores are not finite and left out (NaN), such as {infinite[0]!r}; the metric is {ends}: "
+            "where half precision overflows, try a smaller metric, or the model in bfloat16 or float32",
             ExperimentWarning,
             stacklevel=level_of_caller(),
         )

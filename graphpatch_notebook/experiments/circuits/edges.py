@@ -633,29 +633,19 @@ class Deltas:
                     totals[id(source)] = self.of(source).sum(0)
             return term.on(totals[id(source)])
 
-        def compare(path: str, source: Sum) -> None:
-            clean, corrupted = self._clean[path], self._corrupted[path]
-            known = rows_of(clean - corrupted)
-            found = torch.zeros_like(known)
-            for term in source:
-                found = found + total(term)
-            scale = max(float(value.abs().max()) for value in (clean, corrupted))
-            tolerance = max(1e-3, 32 * self.coarsest) * scale
-            if not float((known - found).abs().max()) <= tolerance:
-                raise ExperimentError(
-                    f"what components add to the residual stream does not explain {path!r}: it differs by "
-                    f"{float((known - found).abs().max()):.2g}. Is the model in training mode? Call pg.eval()"
-                )
-
-        seen: set[int] = set()
+        sums = {reader.paths[0]: reader.source for reader in nodes.readers if reader.projection is None}
+        sums |= {norm.path: norm.source for reader in nodes.readers for norm in norms_in(reader.source)}
         with torch.no_grad():
-            for reader in nodes.readers:
-                for norm in norms_in(reader.source):
-                    if norm.number not in seen:
-                        seen.add(norm.number)
-                        compare(norm.path, norm.source)
-                if reader.projection is None:
-                    compare(reader.paths[0], reader.source)
+            for path, source in sums.items():
+                clean, corrupted = self._clean[path], self._corrupted[path]
+                known = rows_of(clean - corrupted)
+                gap = float((known - sum(map(total, source), torch.zeros_like(known))).abs().max())
+                scale = max(float(value.abs().max()) for value in (clean, corrupted))
+                if not gap <= max(1e-3, 32 * self.coarsest) * scale:
+                    raise ExperimentError(
+                        f"what components add to the residual stream does not explain {path!r}: it differs by "
+                        f"{gap:.2g}. Is the model in training mode? Call pg.eval()"
+                    )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -163,11 +164,9 @@ class _NodeFinder:
         value = stack.layers[0].start.value
         before = LinearPaths(self._trails, dict(self._by_value))
         if before.depends(value):  # such as the stages of a vision model
-            try:
+            with suppress(NoPathError):
                 before.of(value)
                 return
-            except NoPathError:
-                pass
         path = self._flow.boundary_path(value)
         stream = stack.prefix
         self._by_value[value] = Writer((f"{stream}@embed",), value, path, stream=stream)
@@ -224,27 +223,36 @@ class _NodeFinder:
     # -- receivers -----------------------------------------------------------------------------------------------------
 
     def _add_readers(self, named: NamedLayer, each: NamedWrite) -> None:
-        name, problem = f"{named.name}{each.kind}", ""
-        if each.parts is not None and self._has_heads and not (problem := self._add_heads(name, each)):
-            return
-        if (why := self._add_whole(name, named.layer, each.write)) or problem:
-            self.found.skipped[name if why else f"{name}.heads[*]"] = why or problem
-
-    def _add_heads(self, name: str, each: NamedWrite) -> str:
-        """Adds the receivers of queries, keys and values; returns why there are none, or an empty string."""
-        found: dict[str, Projection] = {}
+        name = f"{named.name}{each.kind}"
+        problems: dict[str, str] = {}
+        if each.parts is not None and self._has_heads:
+            try:
+                self._add_heads(name, each)
+                return
+            except (NoWeightError, ExperimentError, ValueError) as error:
+                problems = {f"{name}.heads[*]": str(error)}
         try:
-            for letter in _LETTERS:
-                found[letter] = projection(self._root, f"{name}.{letter}")
-                found[letter].weight()
-            linears = {each.linear.node for each in found.values()}
-            other = self._other_read(each.write.value, lambda node, _: node in linears, self._paths, each.write.inside)
-            if other is not None:
-                raise NoPathError(f"it also reads {self._flow.path(other)} in another way")
-            self._check_outputs(list(found.values()))
-            sources = {letter: self._paths.of(self._flow.moving(each.linear.node)[0]) for letter, each in found.items()}
-        except (NoWeightError, ExperimentError, ValueError) as error:
-            return str(error)
+            self._add_whole(name, named.layer, each.write)
+        except NoPathError as error:
+            problems = {name: str(error)}
+        self.found.skipped |= problems
+
+    def _add_heads(self, name: str, each: NamedWrite) -> None:
+        """Adds the receivers of queries, keys and values.
+
+        Raises:
+            NoWeightError, ExperimentError, ValueError: They cannot be separated from what else reads the stream.
+        """
+        found: dict[str, Projection] = {}
+        for letter in _LETTERS:
+            found[letter] = projection(self._root, f"{name}.{letter}")
+            found[letter].weight()
+        linears = {each.linear.node for each in found.values()}
+        other = self._other_read(each.write.value, lambda node, _: node in linears, self._paths, each.write.inside)
+        if other is not None:
+            raise NoPathError(f"it also reads {self._flow.path(other)} in another way")
+        self._check_outputs(list(found.values()))
+        sources = {letter: self._paths.of(self._flow.moving(each.linear.node)[0]) for letter, each in found.items()}
         for letter, made in found.items():
             names = [f"{name}.heads[{head}].{letter}" for head in range(len(made.heads))]
             if not made.are_separate:
@@ -254,7 +262,6 @@ class _NodeFinder:
             number = self._flow.order[made.linear.node]
             self.found.readers.append(Reader(tuple(names), (path,), sources[letter], number, made))
             self._note_fed(name, names, self._components[f"{name}.{letter}"])
-        return ""
 
     def _note_fed(self, name: str, receivers: Sequence[str], read: Component) -> None:
         senders = self._written[name]
@@ -281,13 +288,17 @@ class _NodeFinder:
                 return path
             value = Value(inside[0])
 
-    def _add_whole(self, name: str, layer: Layer, write: Write) -> str:
-        """Adds a receiver for all that a component reads; returns why there is none, or an empty string."""
-        problem = "no module reads the stream for it alone, so that what it reads cannot be replaced"
+    def _add_whole(self, name: str, layer: Layer, write: Write) -> None:
+        """Adds a receiver for all that a component reads."""
+        problem = NoPathError("no module reads the stream for it alone, so that what it reads cannot be replaced")
         for paths, value in self._read_alone(layer, write):
-            if not (problem := self._add_reader(name, paths, value)):
-                break
-        return problem
+            try:
+                self._add_reader(name, paths, value)
+            except NoPathError as error:
+                problem = error
+                continue
+            return
+        raise problem
 
     def _read_alone(self, layer: Layer, write: Write) -> Iterator[tuple[tuple[str, ...], Value]]:
         """Yields the values through which a component alone reads the stream, with their paths."""
@@ -312,17 +323,13 @@ class _NodeFinder:
         """Yields the frames in a layer that a node is in."""
         return takewhile(lambda frame: frame is not layer.frame, self._flow.frames_around(Value(node)))
 
-    def _add_reader(self, name: str, paths: tuple[str, ...], value: Value) -> str:
-        """Adds a receiver; returns why there is none, or an empty string."""
-        try:
-            source = self._paths.of(value)
-        except NoPathError as error:
-            return str(error)
+    def _add_reader(self, name: str, paths: tuple[str, ...], value: Value) -> None:
+        """Adds a receiver; raises a `NoPathError` if what it reads is not a sum of what components write."""
+        source = self._paths.of(value)
         if not value.shape or not source:
-            return f"what it reads, {self._flow.path(value)}, does not come from the stream"
+            raise NoPathError(f"what it reads, {self._flow.path(value)}, does not come from the stream")
         self.found.readers.append(Reader((name,), paths, source, self._flow.order[value.node]))
         self.found.feeds[name] = self._written.get(name, ())
-        return ""
 
     def _reading(self, value: Value, frame: Frame | None = None) -> _Cut:
         """Returns whether an operation (in a frame, if one is given) reads a value."""
@@ -370,9 +377,11 @@ class _NodeFinder:
         for other, layers in self._stacks:
             end, name = other.layers[-1].end, f"{layers[-1].name}resid_post"
             is_alone = other is not stack and self._other_read(value, self._reading(end.value), before) is None
-            if is_alone and not self._add_reader(name, (end.path,), end.value):
-                self.found.feeds[name] = writer.names
-                return
+            with suppress(NoPathError):
+                if is_alone:
+                    self._add_reader(name, (end.path,), end.value)
+                    self.found.feeds[name] = writer.names
+                    return
         self.found.skipped[writer.names[0]] = "it is computed from components of the model, but not from one value"
 
     def _add_end(self) -> None:
@@ -387,5 +396,7 @@ class _NodeFinder:
         name = "@logits" if end.logits is not None else f"{stack.prefix}@final_norm"
         if end.logits is None and end.norm is None:
             name = f"{stack.prefix}layers[{len(stack.layers) + len(stack.unlike) - 1}].resid_post"
-        if problem := self._add_reader(name, (place.path,), place.value):
-            self.found.skipped[name] = problem
+        try:
+            self._add_reader(name, (place.path,), place.value)
+        except NoPathError as error:
+            self.found.skipped[name] = str(error)
