@@ -21,7 +21,6 @@ from graphpatch_notebook import (
     CustomPatch,
     Patch,
     PatchableGraph,
-    PatchNotFiredError,
     PatchNotFiredWarning,
     ProbePatch,
     ReplacePatch,
@@ -127,26 +126,6 @@ def test_after_call_is_not_called_for_a_call_inside_a_call(pg: PatchableGraph) -
         pg._module.between = call_again
         pg(X)
     assert told == [1]
-
-
-def test_after_call_is_not_called_for_a_call_that_raised(pg: PatchableGraph) -> None:
-    told: list[int] = []
-    context = pg.patch({"first.output": ZeroPatch()}, strict=True)
-    context.after_call = lambda: told.append(1)
-    with context, pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        pg(torch.ones(2, 4))
-    pg._module.forward = lambda x: x
-    with context, pytest.raises(PatchNotFiredError):
-        pg(X)
-    assert told == []
-
-
-def test_an_error_in_after_call_reaches_the_caller(pg: PatchableGraph) -> None:
-    context = pg.patch({"mul": ZeroPatch()})
-    context.after_call = lambda: next(iter(()))
-    with context, pytest.raises(StopIteration):
-        pg(X)
-    assert torch.equal(pg(X), pg._module(X))
 
 
 # -- contexts that were left -------------------------------------------------------------------------------------------

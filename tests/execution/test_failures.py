@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import graphpatch_notebook
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
-    ExtractionOptions,
     Patch,
     PatchableGraph,
     PatchValueError,
@@ -150,13 +148,6 @@ def test_the_node_is_found_in_frames_without_patches(pg: PatchableGraph, patches
     assert note.endswith(f"patched before: {next(iter(patches))!r} (CustomPatch)")
 
 
-def test_which_call_of_a_loop_it_was() -> None:
-    pg = PatchableGraph(Outer(), X, "loop")
-    narrow = CustomPatch(lambda value: value[:, :2], any_shape=True)
-    note = run_broken(pg, {"cell_1.output": narrow, "cell_2.linear": ProbePatch(), "start": ProbePatch()}, X, "loop")
-    assert note.splitlines()[0] == "graphpatch: raised by 'cell_2.linear' (linear)"
-
-
 def test_the_call_of_an_autograd_function_is_the_node(pg: PatchableGraph) -> None:
     note = run_broken(pg, BREAK_OP, X, "apply")
     assert "raised by 'start_1' (Double)" in note
@@ -168,24 +159,6 @@ def test_errors_of_the_users_own(pg: PatchableGraph) -> None:
         pg(X, "user")
     assert "code of 'inner_0' or 'inner_1' (Inner)" in caught.value.__notes__[0]
     assert 'raise ValueError("too deep")' in caught.value.__notes__[0]
-
-
-def test_each_call_of_a_frame_with_patches_of_its_own() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x: Tensor) -> Tensor:
-            first = self.inner(x)
-            return self.inner(first)
-
-    for options in (ExtractionOptions(), ExtractionOptions(classes_to_skip_compiling={Twice})):
-        pg = PatchableGraph(Twice(), options, X)
-        patches = {"inner_0.output": CustomPatch(breaks, any_shape=True), "inner_1.hidden": ProbePatch(any_shape=True)}
-        note = run_broken(pg, patches, X)
-        assert "raised by 'inner_1.linear.linear' (linear)" in note
-        assert "arguments: Tensor(4, 5), Tensor(3, 3), Tensor(3)" in note
 
 
 def test_the_error_stays_the_users(pg: PatchableGraph) -> None:
@@ -229,19 +202,6 @@ def test_errors_in_other_methods() -> None:
             pg.encode(X[None])
 
 
-def test_errors_in_hooks_of_the_model() -> None:
-    def fails(module: nn.Module, args: Any, output: Tensor) -> None:
-        raise ArithmeticError("in a hook")
-
-    pg = PatchableGraph(Encoder(), X)
-    for module in (pg._module, pg._module.down):
-        with module.register_forward_hook(fails), pg.patch({"up.output": ZeroPatch()}):
-            note = failure(lambda: pg(X), ArithmeticError)
-        path = "'the model' (Encoder)" if module is pg._module else "'down' (Linear)"
-        assert note.splitlines()[0] == f"graphpatch: raised by code of {path}"
-        assert 'raise ArithmeticError("in a hook")' in note
-
-
 def test_errors_without_a_context_have_no_note(pg: PatchableGraph) -> None:
     with pytest.raises(RuntimeError) as caught:
         pg(BROKEN, "inner")
@@ -267,30 +227,6 @@ class Raises(nn.Module):
         if is_raising:
             raise self.error
         return doubled
-
-
-def test_errors_that_take_no_notes() -> None:
-    class Old(RuntimeError):
-        """As all errors are before Python 3.11."""
-
-        @property
-        def add_note(self) -> None:  # type: ignore[override]
-            raise AttributeError
-
-    class Locked(Old):
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == "__notes__":
-                raise AttributeError(name)
-            super().__setattr__(name, value)
-
-    pg = PatchableGraph(Raises(Old("once")), X)
-    with pg.patch({"doubled": ZeroPatch()}):
-        note = failure(lambda: pg(X, True))
-    assert "code of 'the model' (Raises)" in note
-    assert "raise self.error" in note
-    pg = PatchableGraph(Raises(Locked("never")), X)
-    with pg.patch({"doubled": ZeroPatch()}), pytest.raises(Locked, match="^never$"):
-        pg(X, True)
 
 
 def test_errors_that_the_model_handles_are_not_reported() -> None:
@@ -326,19 +262,6 @@ def test_errors_of_patches_name_the_value() -> None:
     assert not hasattr(caught.value, "__notes__")
 
 
-def extract(module: nn.Module) -> fx.Graph:
-    graph = fx.Graph()
-    given, limit = graph.placeholder("x"), graph.placeholder("limit")
-    called = graph.call_module("linear", (given,))
-    called.name = "called"
-    total = graph.call_function(operator.add, (called, limit))
-    total.name = "total"
-    product = graph.call_function(torch.matmul, (total, given))
-    product.name = "product"
-    graph.output((product,))
-    return graph
-
-
 class Forgetful(Patch[Tensor]):
     def op(self, original_output: Tensor) -> Tensor:
         return None  # type: ignore[return-value]
@@ -355,24 +278,6 @@ def test_a_function_that_returns_nothing(patch: Patch[Tensor]) -> None:
     meant = CustomPatch(lambda value: None, any_shape=True)
     with pg.patch({"output": meant}):
         assert pg(X) is None
-
-
-def test_nodes_of_custom_graphs_are_named() -> None:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
-    options = ExtractionOptions(custom_extraction_functions={Inner: extract})
-    pg = PatchableGraph(Holder(), options, torch.ones(3, 3))
-    note = run_broken(pg, {"inner.total": ZeroPatch()}, X)
-    assert "raised by 'inner.product' (matmul)" in note
-    assert note.endswith("patched before: 'inner.total' (ZeroPatch)")
-    with pg.patch({"inner.x": CustomPatch(breaks, any_shape=True)}):
-        assert "raised by 'inner.called.linear' (linear)" in failure(lambda: pg(X))
 
 
 def test_in_gpt2() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import CompileConfig, GenerationConfig
 
 from graphpatch_notebook import ExtractionOptions, PatchableGraph, RecordPatch, ZeroPatch
@@ -110,27 +109,3 @@ def test_the_models_own_if_asked(model: Any) -> None:
     assert pg.generation_config is model.generation_config
     pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 2
     assert model.generate(IDS).shape == pg.generate(IDS).shape == (2, 7)
-
-
-def test_copies_keep_theirs(pg: PatchableGraph) -> None:
-    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 3
-    copied = copy.deepcopy(pg)
-    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 2
-    assert copied.generate(IDS).shape == (2, 8)
-    assert pg.generate(IDS).shape == (2, 7)
-
-
-def test_models_that_do_not_generate() -> None:
-    class Configured(nn.Linear):
-        generation_config = "mine"
-
-        def generate(self, x: Tensor) -> str:
-            return self.generation_config
-
-    model = Configured(2, 2)
-    pg = PatchableGraph(model, torch.ones(1, 2))
-    assert pg.generate(torch.ones(1, 2)) == "mine"
-    pg.generation_config = "yours"
-    assert model.generation_config == "yours"
-    with pytest.raises(AttributeError):
-        _ = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2)).generation_config

@@ -85,25 +85,6 @@ def test_sizes_computed_from_the_inputs() -> None:
     )
 
 
-def test_what_each_dimension_is() -> None:
-    pg = PatchableGraph(Derived(), floats(2, 6, 6))
-    known = dimensions_of(pg.nodes.root)
-    assert known.groups == [[(0, 0)], [(0, 1)]]
-    names = pg.nodes.root.names
-    batch, length, hidden = known.profiles(names["x"].spec)
-
-    def follows(name: str) -> list[bool]:
-        return [known.follows_inputs(dim) for dim in known.profiles(names[name].spec)]
-
-    assert (follows("places"), follows("begun")) == ([True], [True, True, False])
-    assert follows("chunks") == [True, False, False, False]
-    assert known.run_at_other_sizes()
-    assert follows("chunks") == [True, True, False, False]
-    for dim, profile in enumerate((batch, length, hidden)):
-        assert known.dims_like(names["x"].spec, profile) == [dim]
-    assert known.dims_like(names["begun"].spec, length) == []
-
-
 @pytest.mark.parametrize(
     "name", ["awkward-loops-over-values", "mixtral-expert-loop-eager", "awkward-size-plumbing", "vit-eager"]
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import re
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -153,20 +152,6 @@ def test_steps_and_positions_that_are_not_reached_are_reported(
             edited(IDS)
     with pytest.warns(PatchNotFiredWarning, match=f"in this context: .*{why}"), edited.patch({MLP: AddPatch(0.0)}):
         edited(IDS)
-
-
-def test_a_sweep_of_an_edited_graph_reports_once_what_is_not_reached(pg: PatchableGraph) -> None:
-    edited = pg.edit({MLP: AddPatch(1.0, positions=60)})
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        edited.sweep(
-            {"unit": range(8)},
-            lambda unit: {STREAM: ZeroPatch(slice=(..., unit))},
-            IDS,
-            metric=lambda output: output.logits.sum(),
-            progress=False,
-        )
-    assert len([warning for warning in shown if warning.category is PatchNotFiredWarning]) == 1
 
 
 def test_patch_that_never_fires_is_reported_where_the_model_runs() -> None:

@@ -30,7 +30,7 @@ from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec
 from tests import tiny_models
 from tests.laws.captures import capture_of, leaves_its_state_alone, outcome, some_cases, without_recomputing
-from tests.zoo import CASES, Case
+from tests.zoo import Case
 from tests.zoo.values import same_state, snapshot
 
 
@@ -247,29 +247,6 @@ def test_a_transform_cannot_write_into_the_source(gpt2: PatchableGraph) -> None:
             found = gpt2(TOKENS).logits
         with torch.no_grad(), gpt2.patch({MLP: FromPatch(source, lambda value: value * 2)}):
             assert torch.equal(found, gpt2(TOKENS).logits)
-
-
-def test_keys_are_not_those_of_a_module_to_skip(gpt2: PatchableGraph) -> None:
-    with pytest.raises(UnknownPathError), gpt2.patch({"transformer.h_1.mlp.output|typo": SkipPatch()}):
-        pass
-
-
-def test_a_decoder_reads_its_encoder_in_one_forward_only() -> None:
-    """In a generation, the encoder runs once, before the forwards of the decoder: its value is not of their run."""
-    case = next(case for case in CASES if case.name == "t5-eager")
-    call = case.example()
-    pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
-    source, target = "encoder.block_0.layer_1.output", "decoder.block_0.layer_2.output"
-    patch = FromPatch(source, lambda value: value.mean(1, keepdim=True))
-    with torch.no_grad():
-        read = pg.record(source, *call.args, **call.kwargs)[source].mean(1, keepdim=True)
-        with pg.patch({target: patch}):
-            found = call.run(pg).logits
-        with pg.patch({target: ReplacePatch(value=read)}):
-            assert torch.equal(found, call.run(pg).logits)
-    for options in ({}, {"use_cache": False}, {"num_beams": 3}):
-        with pytest.raises(PatchValueError, match=f"reads '{source}', which was not"), pg.patch({target: patch}):
-            pg.generate(call.kwargs["input_ids"], max_new_tokens=3, do_sample=False, **options)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from graphpatch_notebook import (
     save_patches,
 )
 from graphpatch_notebook.experiments import ablate
-from graphpatch_notebook.patches.splices import inside_of
 from tests.tiny_models import gpt2
 
 IDS = torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -216,12 +215,6 @@ class Odd:
         return latents[..., :3]
 
 
-def test_paths_of_parts() -> None:
-    assert inside_of('output|"a.b".my_sae.error') == ('output|"a.b"', "my_sae", "error")
-    for text in ("h.sae.latents", "output|latents", "output|sae.features", "|sae.latents", "output|.latents"):
-        assert inside_of(text) is None
-
-
 @pytest.mark.parametrize("error", [True, False])
 def test_probes_of_the_error_change_nothing(pg: PatchableGraph, sae: Sae, error: bool) -> None:
     splice, probe = SplicePatch(sae, error=error), ProbePatch()
@@ -232,12 +225,6 @@ def test_probes_of_the_error_change_nothing(pg: PatchableGraph, sae: Sae, error:
             assert torch.equal(pg(IDS).logits, expected)
         value = pg.record(PATH, IDS)[PATH]
         torch.testing.assert_close(probe.activation, value - sae.decode(sae.encode(value)))
-
-
-def test_an_error_that_is_not_added_cannot_be_changed(pg: PatchableGraph, sae: Sae) -> None:
-    patches = {PATH: SplicePatch(sae, error=False), f"{PATH}|sae.error": ZeroPatch()}
-    with pytest.raises(PatchMapError, match="has error=False"), pg.patch(patches):
-        pass
 
 
 @pytest.mark.parametrize("patch", [FromPatch("transformer.h_0.attn.z"), SkipPatch()])

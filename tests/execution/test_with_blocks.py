@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
@@ -120,29 +118,3 @@ def test_correct_blocks_do_not_warn(pg: PatchableGraph) -> None:
             pool.submit(model, X).result()
         with pytest.raises(RuntimeError), pg.patch(PATCHES):
             model(X @ model(X))
-
-
-def test_blocks_that_wait_have_not_ended(pg: PatchableGraph) -> None:
-    def generator() -> Any:
-        with pg.patch(PATCHES):
-            yield
-            yield pg(X)
-
-    def in_thread() -> None:
-        context = pg.patch(PATCHES)
-        context.__enter__()
-        assert not pg(X).any()
-        context.__exit__(None, None, None)
-
-    waiting = generator()
-    next(waiting)
-    assert not pg(X).any()
-    assert not next(waiting).any()
-    waiting.close()
-    thread = threading.Thread(target=in_thread)
-    thread.start()
-    thread.join()
-    with ExitStack() as stack:
-        stack.enter_context(pg.patch(PATCHES))
-        assert not pg(X).any()
-    assert pg(X).any()
