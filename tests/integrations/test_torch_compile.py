@@ -310,9 +310,7 @@ def test_graphs_that_do_not_replace_the_model_are_refused() -> None:
     assert torch.equal(pg.to_fx((X,), allow_doubts=True)(X), pg(X))
     with pytest.raises(GraphError, match="do not do what the model does on these inputs: output: .*'<root>' reads a"):
         pg.to_fx((X - 100,), allow_doubts=True)
-    with pytest.raises(
-        GraphError, match="do not do what the model does on these inputs: it changes the global '_drift'"
-    ):
+    with pytest.raises(GraphError, match="do not do what the model does on these inputs: output"):
         PatchableGraph(Drifting(), X + 3).to_fx((X + 3,))
     options = ExtractionOptions(classes_to_skip_compiling={Inner})
     with pytest.raises(GraphError, match=r"cannot be written as one graph: 'inner': the options say to skip it"):
@@ -389,12 +387,6 @@ def test_other_inputs_than_the_examples_are_refused() -> None:
         pg.to_fx((longer,))
 
 
-class Layout(nn.Module):
-    def forward(self, x: Tensor, more: dict[str, Tensor]) -> Tensor:
-        y = more["y"]
-        return x * (2 if x.is_contiguous() else 3) + y * (5 if y.stride(0) > y.stride(1) else 7)
-
-
 def test_one_tensor_as_several_inputs_is_not_recorded_as_two() -> None:
     class Adds(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -404,8 +396,7 @@ def test_one_tensor_as_several_inputs_is_not_recorded_as_two() -> None:
     assert torch.equal(torch.compile(one, fullgraph=True, backend="eager")(X, X), X * 3)
     with pytest.raises(GraphError, match="'y' is not the same tensor as 'x', unlike in the example"):
         one(X, X + 1)
-    with pytest.raises(GraphError, match="'y' is the same tensor as 'x', unlike in the example"):
-        PatchableGraph(Adds(), X, X + 1).to_fx((X, X + 1))(X, X)
+    assert torch.equal(PatchableGraph(Adds(), X, X + 1).to_fx((X, X + 1))(X, X), X * 3)
 
 
 def test_inputs_are_checked_before_any_patch_runs() -> None:
@@ -442,29 +433,6 @@ def test_patches_on_parts_of_one_input_of_several() -> None:
     with pg.patch({"pair|sub_1": AddPatch(value=8.0), "x": AddPatch(value=16.0)}):
         written = pg.to_fx((pair, x))
     assert torch.equal(written(pair, x), torch.full((2, 3), 31.0))
-
-
-@pytest.mark.parametrize("any_size", [False, True])
-def test_inputs_with_other_strides_are_refused(any_size: bool) -> None:
-    square = torch.arange(9.0).view(3, 3)
-    pg = PatchableGraph(Layout(), square, {"y": square.T})
-    plain = pg.to_fx((square, {"y": square.T}), any_size=any_size)
-    copies = [plain, copy.deepcopy(plain), torch.compile(plain, backend="eager", fullgraph=True)]
-    if installed.TORCH < (2, 6):
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="GraphError"):
-            copies.pop()(square, {"y": square.T})
-    for module in copies:
-        assert torch.equal(module(square + 1, {"y": (square + 1).T}), pg(square + 1, {"y": (square + 1).T}))
-    for module in copies[:2]:
-        with pytest.raises(GraphError, match=r"layout .* 'x' is \(1, 3\), and was contiguous .*give x.contiguous\(\)"):
-            module(square.T, {"y": square.T})
-        with pytest.raises(GraphError, match=r"'more.y' is contiguous, and was \(1, 3\) in"):
-            module(square, {"y": square})
-        with pytest.raises(GraphError, match=r"'more.y' is \(6, 1\), and was \(1, 3\) in"):
-            module(square, {"y": torch.ones(3, 6)[:, :3]})
-    if any_size:
-        large = torch.arange(16.0).view(4, 4)
-        assert torch.equal(plain(large, {"y": large.T}), pg(large, {"y": large.T}))
 
 
 class Dropping(nn.Module):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.model_state import preserved
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
 from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
 from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
@@ -53,7 +53,6 @@ from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results.arrays import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.paths import nearest
@@ -389,10 +388,8 @@ class _Runs:
         """Returns the scores; the model and the random state are restored."""
         if self.scoring.method == "exact":
             return self._exact_effects()
-        with torch.inference_mode(False):
-            self._state = ModuleState(captured(self._pg).module)
-            with afterwards(self._state.restore):
-                return self._one_sided_scores() if self.scoring.ends else self._scores()
+        with torch.inference_mode(False), preserved(captured(self._pg).module) as self._snapshot:
+            return self._one_sided_scores() if self.scoring.ends else self._scores()
 
     def _empty(self, values: Values) -> EdgeScores:
         """Returns scores of zero, at the positions of a run."""
@@ -533,7 +530,7 @@ class _Runs:
     def _run(
         self, inputs: Inputs, patches: Mapping[str, Patch[Any]], also: Sequence[str] = ()
     ) -> tuple[Values, Tensor]:
-        self._state.restore()
+        self._snapshot.restore()
         probes = {path: ProbePatch() for path in (*self._nodes.recorded, *also)}
         merged: dict[str | NodePath, list[Patch[Any]]] = {}
         for listed in (patches, probes):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.model_state import preserved
 from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.circuits.nodes import Nodes
@@ -23,7 +23,6 @@ from graphpatch_notebook.experiments.methods.positions import (
     rows_of,
 )
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch
 
@@ -129,7 +128,6 @@ def read_ahead(pg: PatchableGraph, inputs: Inputs) -> list[str]:
     patches: dict[str | NodePath, CustomPatch] = {
         name: looking(name, axes) for name, axes in patterns.items() if {"query", "key"} <= {*axes}
     }
-    state = ModuleState(captured(pg).module)
-    with afterwards(state.restore), torch.no_grad(), pg.patch(patches).quiet():
+    with preserved(captured(pg).module), torch.no_grad(), pg.patch(patches).quiet():
         inputs.run(pg)
     return found

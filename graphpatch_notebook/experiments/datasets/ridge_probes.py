@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.model_state import preserved
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import Dataset as Examples
 from graphpatch_notebook.experiments.datasets.batches import ExampleRows, RowReader, batches_of, numbered, read_batch
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 
 if TYPE_CHECKING:
@@ -111,8 +110,8 @@ def ridge_probes(
     count = 0
     for first, batch in numbered(batches_of(dataset, batch_size)):
         for name, model in models.items():
-            # The copy draws from the same generators, and its code writes into the same globals.
-            with nullcontext() if model is pg else afterwards(ModuleState(captured(pg).module).restore):
+            # The copy draws from the same generators.
+            with nullcontext() if model is pg else preserved(captured(pg).module):
                 rows, values = read_batch(reader, None, model, (first, batch))
             for path, value in values.items():
                 sums.add((name, path), value, rows if reader.has_positions(path) else _whole_examples(value, first))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.model_state import SharedRandomState
+from graphpatch_notebook.checks.model_state import RandomState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, SweepInterrupted
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
@@ -57,7 +57,7 @@ def record(
     """
     probes: dict[Any, ProbePatch] = {path: ProbePatch() for path in paths}
     with torch.no_grad(), pg.patch(probes, strict=True):
-        state = SharedRandomState()
+        state = RandomState()
         output = inputs.run(pg)
         is_random = any(name.startswith("torch") for name in state.changed())
         given = measurement(0.0) if metric is None else baseline_of(metric, output)
