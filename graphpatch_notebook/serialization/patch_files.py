@@ -60,7 +60,7 @@ position_dim=None, value=tensor([1., 1.]), slice=None)}
         for patch in [given] if isinstance(given, Patch) else given:
             try:
                 parts.append(_encoded(str(path), patch, tensors))
-            except UnstorableError as problem:  # noqa: PERF203  # all of them are named
+            except UnstorableError as problem:  # all of them are named
                 problems.append(f"{str(path)!r}: {type(patch).__name__}: {problem}")
         if not isinstance(given, Patch) and not given:
             problems.append(f"{str(path)!r}: there are no patches")

@@ -23,7 +23,7 @@ export function float32(values: readonly number[], offset = 1): DataView {
 export function heatmap(rows: number, columns: number, changes: Partial<Heatmap> = {}): Heatmap {
   const full: [number, number] = [rows, columns];
   const size = { type: "heatmap" as const, buffer: 0, rows, columns, full };
-  return { ...size, reduced: null, slice: "0, 3, :, :", ...changes };
+  return { ...size, reduced: null, slice: "0, 3, :, :", constant: null, ...changes };
 }
 
 export const HISTOGRAM: Histogram = { type: "histogram", counts: [1, 0, 6, 3], edges: [-2, -1, 0, 1, 2], slice: null };

@@ -46,7 +46,7 @@ def launch(playwright: Playwright) -> Browser:
     for executable in _executables():
         try:
             return playwright.chromium.launch(executable_path=executable, headless=True, args=list(_FLAGS))
-        except Error as error:  # noqa: PERF203  # a second at least goes into each start
+        except Error as error:  # a second at least goes into each start
             text = re.sub(r"[\s═║╔╗╚╝]+", " ", error.message)
             problems[executable or "Playwright's"] = text.removeprefix("BrowserType.launch: ").strip()[:_LONG]
     tried = "; ".join(f"{executable}: {text}" for executable, text in problems.items())

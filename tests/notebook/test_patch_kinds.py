@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import torch
 from IPython.core.completer import provisionalcompleter
@@ -76,7 +77,6 @@ def test_it_is_a_command(pg: Shell) -> None:
     assert torch.equal(pg.ok("%%graphpatch\npg(x)").value, expected(pg))
     assert "takes no slice" in pg.run("%graphpatch scale down.output[0] 0.5").err
     assert "scale needs a value: a number" in pg.run("%graphpatch scale up.output").err
-    assert "scale takes a number, not a str" in pg.run("%graphpatch scale up.output 'x'").err
 
 
 def test_it_has_help_and_completion(pg: Shell) -> None:
@@ -131,10 +131,6 @@ def test_a_value_of_the_same_run_is_copied_by_its_path(pg: Shell, tmp_path: Path
     found = {name: pg.namespace[name] for name in ("pg", "model", "x")}
     exec(export(session), found)
     assert torch.equal(found["output"], by_hand)
-    assert (
-        "copy_from takes the path of another value in quotes, not a int, 3"
-        in pg.run("%graphpatch copy_from up.input 3").err
-    )
     session.clear()
     pg.ok('%graphpatch copy_from up.output "down.output"')
     assert "'down.output', which does not come before" in str(pg.run("%%graphpatch\npg(x)").error)
@@ -189,7 +185,7 @@ def test_it_is_in_the_editor(pg: Shell) -> None:
 
 def test_the_tests_of_the_front_end_have_the_kinds_of_the_kernel() -> None:
     known = json.loads(FRONT_END.read_text("utf8"))
-    assert known == [kind.state() for kind in PATCH_KINDS.values()][:-2]
+    assert known == [msgspec.to_builtins(kind.message()) for kind in PATCH_KINDS.values()][:-2]
 
 
 @pytest.mark.parametrize("name", ["zero", "save", "help"])

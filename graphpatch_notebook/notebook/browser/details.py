@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, SourceLine
@@ -16,6 +15,7 @@ from graphpatch_notebook.inspection.resolution import is_patchable
 from graphpatch_notebook.inspection.source_text import signature_line
 from graphpatch_notebook.notebook.browser.skeleton import PATCHABLE, Skeleton
 from graphpatch_notebook.notebook.display.labels import file_label, visible
+from graphpatch_notebook.notebook.messages import Details, Link, Source
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, dtype_name, key_text, leaves
@@ -23,50 +23,45 @@ from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, Un
 _MOST_LINES = 2_000
 
 
-def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> dict[str, Any]:
-    """Returns the details of a row: `Details` of js/src/kernel/protocol.ts. Does not run the model.
+def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> Details:
+    """Returns the details of a row. Does not run the model.
 
     Example:
         >>> import torch
         >>> from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
         >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
         >>> found = details(pg, skeleton_of(pg), 2)
-        >>> found["path"], found["code"], found["users"]
-        ('relu', 'relu = torch.nn.functional.relu(input_1, inplace = False)', [{'row': 3, 'text': 'output'}])
+        >>> found.path, found.code, found.users
+        ('relu', 'relu = torch.nn.functional.relu(input_1, inplace = False)', [Link(row=3, text='output')])
     """
     if not 0 <= row < len(skeleton):
         raise SessionError(f"unknown row {row}: the tree has {len(skeleton):,}; show the graph again")
     place = skeleton.place(row)
     if place is None:
         return _of_unused(skeleton, row)
-    shape = dtype = device = None
-    if isinstance(spec := place.spec, TensorSpec):
-        shape, dtype, device = list(spec.shape), dtype_name(spec.dtype), str(spec.device)
-    return {
-        "row": row,
-        "path": place.path,
-        "kind": skeleton.kind(row),
-        "notes": list(_notes(place, skeleton, row)),
-        "shape": shape,
-        "dtype": dtype,
-        "device": device,
-        "code": _code(pg, place),
-        "source": [_source(line) for line in _source_lines(place)],
-        "inputs": list(_links(data_flow.sources(place), place, skeleton)),
-        "users": list(_links(data_flow.users(place), place, skeleton)),
-    }
+    spec = place.spec if isinstance(place.spec, TensorSpec) else None
+    return Details(
+        row,
+        place.path,
+        skeleton.kind(row),
+        list(_notes(place, skeleton, row)),
+        None if spec is None else list(spec.shape),
+        None if spec is None else dtype_name(spec.dtype),
+        None if spec is None else str(spec.device),
+        _code(pg, place),
+        [_source(line) for line in _source_lines(place)],
+        list(_links(data_flow.sources(place), place, skeleton)),
+        list(_links(data_flow.users(place), place, skeleton)),
+    )
 
 
-def _of_unused(skeleton: Skeleton, row: int) -> dict[str, Any]:
-    above = skeleton.parent(row) or 0
-    where = skeleton.path(above) or "the model"
-    notes = [
-        f"{skeleton.op(row)}: the run on the example inputs did not call this module of {where}, so it does "
-        "not have a graph; if its parameters were used, they are nodes of the graph that used them"
-    ]
-    nothing: dict[str, Any] = {"shape": None, "dtype": None, "device": None, "code": "", "source": []}
-    path = ".".join(filter(None, (skeleton.path(above), skeleton.name(row))))
-    return {"row": row, "path": path, "kind": "unused", "notes": notes, "inputs": [], "users": [], **nothing}
+def _of_unused(skeleton: Skeleton, row: int) -> Details:
+    above = skeleton.path(skeleton.parent(row) or 0)
+    note = (
+        f"{skeleton.op(row)}: the run on the example inputs did not call this module of {above or 'the model'}, so it "
+        "does not have a graph; if its parameters were used, they are nodes of the graph that used them"
+    )
+    return Details(row, ".".join(filter(None, (above, skeleton.name(row)))), "unused", [note])
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -204,22 +199,17 @@ def _source_lines(place: Location) -> list[SourceLine]:
     return [line] if line is not None else []
 
 
-def _source(line: SourceLine) -> dict[str, Any]:
+def _source(line: SourceLine) -> Source:
     label = file_label(line.file)
     is_cell = label == "cell" or label.startswith("In[")
-    return {
-        "file": visible(label if is_cell else line.file),
-        "line": line.line,
-        "function": visible(line.function),
-        "text": line.text,
-    }
+    return Source(visible(label if is_cell else line.file), line.line, visible(line.function), line.text)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Links
 
 
-def _links(refs: list[Ref], place: Location, skeleton: Skeleton) -> Iterator[dict[str, Any]]:
+def _links(refs: list[Ref], place: Location, skeleton: Skeleton) -> Iterator[Link]:
     """Yields a link for each value with a row, without duplicates."""
     here = format_path(place.frame.path)
     seen: set[int] = set()
@@ -227,7 +217,9 @@ def _links(refs: list[Ref], place: Location, skeleton: Skeleton) -> Iterator[dic
         row = _row(ref, skeleton)
         if row is not None and row not in seen:
             seen.add(row)
-            yield {"row": row, "text": _seen_from(here, skeleton.path(row))}
+            path = skeleton.path(row)
+            # As seen from the graph; the whole path if it is outside of the graph.
+            yield Link(row, path.removeprefix(f"{here}.") if here else path)
 
 
 def _row(ref: Ref, skeleton: Skeleton) -> int | None:
@@ -247,9 +239,3 @@ def _row(ref: Ref, skeleton: Skeleton) -> int | None:
             break
         row, spec = inside, found
     return row
-
-
-def _seen_from(graph: str, path: str) -> str:
-    """Returns a path relative to a graph; the whole path if it is outside of the graph."""
-    inside = f"{graph}."
-    return path.removeprefix(inside) if graph and path.startswith(inside) else path

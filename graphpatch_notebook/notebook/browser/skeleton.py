@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+import msgspec
 import torch
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
@@ -23,14 +24,14 @@ from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.plumbing import plumbing
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse, resolve
-from graphpatch_notebook.inspection.tree import TreeEntry, is_clutter, is_shown, unused_modules, used_modules
+from graphpatch_notebook.inspection.tree import is_clutter, is_shown, unused_modules, used_modules
 from graphpatch_notebook.notebook.display.labels import spec_label, visible
+from graphpatch_notebook.notebook.messages import KINDS, ComponentRow, RowKind
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, parse_path
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec, dtype_name
 
-KINDS = ("graph", "input", "parameter", "buffer", "attribute", "constant", "op", "output", "item", "unused")
-_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+_NUMBERS: dict[str, int] = {kind: number for number, kind in enumerate(KINDS)}
 _GRAPH, _ITEM, _UNUSED = _NUMBERS["graph"], _NUMBERS["item"], _NUMBERS["unused"]
 
 # In columns of positions in a table: the first position that was not used yet. Long runs of it compress well.
@@ -82,11 +83,6 @@ class Skeleton:
         }
         return zlib.compress(json.dumps(columns, separators=(",", ":")).encode())
 
-    @functools.cached_property
-    def entry(self) -> TreeEntry:
-        """The tree for `static_tree`."""
-        return Location.of_root(self.nodes.root).entry()
-
     @property
     def node_count(self) -> int:
         """The number of values that can be patched: the length of `pg.nodes`."""
@@ -94,7 +90,7 @@ class Skeleton:
 
     # -- one row -------------------------------------------------------------------------------------------------------
 
-    def kind(self, row: int) -> str:
+    def kind(self, row: int) -> RowKind:
         """Returns the kind of a row, one of `KINDS`."""
         return KINDS[self._rows.kind[row]]
 
@@ -191,22 +187,21 @@ class Skeleton:
         """Returns the parsed path, or the parsed path of the component with this name."""
         return parse(resolve(self.nodes.root, path).path if is_component_name(path) else path)
 
-    def components(self) -> list[dict[str, Any]]:
-        """Returns the components that have a row, in their order: `Component` of js/src/kernel/protocol.ts.
+    def components(self) -> list[ComponentRow]:
+        """Returns the components that have a row, in their order.
 
         The first call for a capture finds them, which takes about a tenth of the time of the capture.
         """
-        found = [(self.find(component.path), component) for component in find(self.nodes.root).values()]
-        return [
-            {
-                "row": row,
-                "name": one.name,
-                "axes": [one.axes[dim] for dim in one.kept_dims],
-                "shape": list(part_shape(torch.Size(one.shape), one.index)),
-            }
-            for row, one in found
-            if row is not None
-        ]
+        found = []
+        for one in find(self.nodes.root).values():
+            if (row := self.find(one.path)) is not None:
+                axes = [one.axes[dim] for dim in one.kept_dims]
+                found.append(ComponentRow(row, one.name, axes, list(part_shape(torch.Size(one.shape), one.index))))
+        return found
+
+    def packed_components(self) -> bytes:
+        """Returns the components as deflated JSON."""
+        return zlib.compress(msgspec.json.encode(self.components()), 9)
 
     def row_of_node(self, node: Node) -> int | None:
         """Returns the row of a node, or of the graph of a call."""

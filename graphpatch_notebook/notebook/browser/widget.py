@@ -6,40 +6,32 @@ front end  -- requests ---------------------------------->  `Browser._handlers`,
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import msgspec
 import traitlets
-from torch import Tensor
+from msgspec import Meta
 
 from graphpatch_notebook.errors import SessionError, UnknownPathError
+from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.node_path import NodePath, location_of
 from graphpatch_notebook.notebook.browser.details import details
 from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, SIZE, Skeleton, skeleton_of
 from graphpatch_notebook.notebook.browser.static_tree import static_tree
 from graphpatch_notebook.notebook.display.circuit import picture_of, static_circuit
+from graphpatch_notebook.notebook.messages import ActivationRequest, Empty, JobRef, Natural
 from graphpatch_notebook.notebook.run.runs import RunResult
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.linked import LinkedView, session_for_view
-from graphpatch_notebook.notebook.views.requests import (
-    Answer,
-    Handlers,
-    Payload,
-    RequestContext,
-    interrupt_run,
-    run_status,
-    session_state,
-)
+from graphpatch_notebook.notebook.views.requests import Answer, Handlers, RequestContext, interrupt_job, job_status
 from graphpatch_notebook.notebook.views.selection import item_of
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
@@ -47,12 +39,6 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
-
-_LONGEST_QUERY = 10_000
-
-
-def _is_rows(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(type(row) is int for row in value))
 
 
 class Browser(LinkedView):
@@ -88,15 +74,14 @@ class Browser(LinkedView):
     run = traitlets.Dict(default_value=None, allow_none=True, read_only=True).tag(sync=True, echo_update=False)
     circuit = traitlets.Dict(default_value=None, allow_none=True, read_only=True).tag(sync=True, echo_update=False)
 
-    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
-        **LinkedView.IS_OF_FRONT_END,
-        "expanded": _is_rows,
-        "selected": lambda value: type(value) is int,
-        "query": lambda value: isinstance(value, str),
-        "shows_sizes": lambda value: isinstance(value, bool),
+    FRONT_END: ClassVar[Mapping[str, Any]] = {
+        **LinkedView.FRONT_END,
+        "expanded": list[Natural] | None,
+        "selected": Natural,
+        "query": Annotated[str, Meta(max_length=10_000)],
+        "shows_sizes": bool,
     }
     VIEW: ClassVar[str] = "tree"
-    FIRST: ClassVar[tuple[str, ...]] = (*LinkedView.FIRST, "skeleton", "run")
 
     def __init__(
         self,
@@ -111,7 +96,7 @@ class Browser(LinkedView):
         self._shown = weakref.ref(skeleton)
         self._scores: dict[str, float] = {}
         self._circuit: Circuit | None = None
-        self._patch_states: dict[ChosenPatch, dict[str, Any]] = {}
+        self._has_components = False
         self._opened_at = skeleton.path(row)
         self.views = tuple(views)
         super().__init__(graph, session, workspace, selected=row, **_opened(skeleton, row))
@@ -187,41 +172,39 @@ class Browser(LinkedView):
     def _handlers(self) -> Handlers:
         return {
             **super()._handlers(),
-            "details": lambda _, payload: (details(self.graph, self._rows(), payload.number("row")), []),
-            "components": self._components,
+            "details": lambda _, payload: (details(self.graph, self._rows(), payload.row), []),
+            "components": self._find_components,
             "activation": self._activation,
-            "activation_status": run_status,
-            "activation_interrupt": interrupt_run,
+            "activation_status": job_status,
+            "activation_interrupt": interrupt_job,
             "activation_close": _activation_close,
         }
 
-    def _components(self, *_: Any) -> Answer:
+    def _find_components(self, *_: Any) -> Answer:
+        self._has_components = True
         self.renew("components")
-        return {}, []
+        return Empty(), []
 
-    def _activation(self, context: RequestContext, payload: Payload) -> Answer:
-        skeleton, row = self._rows(), payload.number("row")
-        path = skeleton.path(row) if 0 <= row < len(skeleton) else ""
+    def _activation(self, context: RequestContext, payload: ActivationRequest) -> Answer:
+        skeleton, row = self._rows(), payload.row
+        path = skeleton.path(row) if row < len(skeleton) else ""
         if not path:
             raise SessionError(f"row {row} is not a node, so it does not have an activation")
-        plane, is_patched = payload.text_or_none("plane"), payload.flag("is_patched")
-        number = context.runs.start_activation(path, plane, is_patched, payload.text_or_none("inputs"))
-        return context.runs.status(number)
+        return context.runs.status(
+            context.runs.start_activation(path, payload.plane, payload.is_patched, payload.inputs)
+        )
 
     @traitlets.validate("expanded", "selected", "query")
-    def _validated(self, proposal: Any) -> Any:
+    def _checked_trait(self, proposal: Any) -> Any:
         return self._checked(proposal)
 
-    def _problem(self, name: str, value: Any) -> str | None:
-        """Returns a message if a value of the right type is not valid; else `None`."""
+    def _check(self, name: str, value: Any) -> None:
+        super()._check(name, value)
         skeleton = self._shown()
         count = len(skeleton) if skeleton is not None else 0
         rows = {"selected": [value], "expanded": value or []}.get(name, [])
-        if any(not 0 <= row < count for row in rows):
-            return f"{name!r} must be rows of the tree, from 0 to {count - 1:,}"
-        if name == "query" and len(value) > _LONGEST_QUERY:
-            return f"a query of {len(value):,} characters is too long"
-        return super()._problem(name, value)
+        if any(row >= count for row in rows):
+            raise traitlets.TraitError(f"{name!r} must be rows of the tree, from 0 to {count - 1:,}")
 
     # -- values of traits ----------------------------------------------------------------------------------------------
 
@@ -239,41 +222,38 @@ class Browser(LinkedView):
         if skeleton is not self._shown():
             with self._lock:
                 self._shown = weakref.ref(skeleton)
-                self._patch_states.clear()
+                self._has_components = False
                 with self.hold_sync():
                     self.expanded, self.selected = None, 0
-                    self.set_trait("components", b"")
-                    self.renew("skeleton", "about", "session", "scores", "circuit")
+                    self.renew(*self._makers())
         return skeleton
 
-    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
-        skeleton = self._shown() or skeleton_of(graph)
-        match name:
-            case "skeleton":
-                return skeleton.data
-            case "session":
-                return session_state(self._session, skeleton.find, self._patch_states)
-            case "components":
-                return zlib.compress(json.dumps(skeleton.components()).encode(), 9)
-            case "scores":
-                return packed_scores(self._scores, skeleton) if self._scores else b""
-            case "run":
-                return self._runs.state
-            case "circuit":
-                return None if self._circuit is None else picture_of(self._circuit, skeleton.find)
-            case "about":
-                return super()._value_of_trait(name, graph) | self._about(graph, skeleton)
-        return super()._value_of_trait(name, graph)
+    def _row_of(self, path: str) -> int | None:
+        skeleton = self._shown() or skeleton_of(self.graph)
+        return skeleton.find(path)
 
-    def _about(self, graph: PatchableGraph, skeleton: Skeleton) -> dict[str, Any]:
+    def _makers(self) -> Mapping[str, Callable[[], Any]]:
+        skeleton = self._shown() or skeleton_of(self.graph)
+        components = self._has_components
         return {
-            "module": type(captured(graph).module).__name__,
+            **super()._makers(),
+            "skeleton": lambda: skeleton.data,
+            "components": lambda: skeleton.packed_components() if components else b"",
+            "scores": lambda: packed_scores(self._scores, skeleton) if self._scores else b"",
+            "run": lambda: self._runs.state,
+            "circuit": lambda: None if self._circuit is None else picture_of(self._circuit, skeleton.find),
+        }
+
+    def _about(self) -> dict[str, Any]:
+        skeleton = self._shown() or skeleton_of(self.graph)
+        return super()._about() | {
+            "module": type(captured(self.graph).module).__name__,
             "nodes": skeleton.node_count,
             "arguments": self._runs.written(),
             "has_given_inputs": self._runs.is_given,
             "no_inputs": self._runs.no_inputs,
             "has_tokenizer": self._runs.tokenizer is not None,
-            "patch_kinds": [kind.state() for kind in PATCH_KINDS.values()],
+            "patch_kinds": [msgspec.to_builtins(kind.message()) for kind in PATCH_KINDS.values()],
         }
 
     def follow_session(self) -> None:
@@ -296,7 +276,7 @@ class Browser(LinkedView):
             ValueError: The widget is closed.
         """
         if self.comm is not None:
-            self.renew("components")
+            self._find_components()
         super().save_html(file)
 
     # -- display -------------------------------------------------------------------------------------------------------
@@ -327,15 +307,16 @@ class Browser(LinkedView):
     def _static_html(self) -> str | None:
         with suppress(SessionError):
             graph, name = self.graph, self._session.origin.graph
+            root = Location.of_root(captured(graph).root).entry()
             title = f"{name}: {type(captured(graph).module).__name__}, {skeleton_of(graph).node_count:,} nodes"
             circuit = "" if self._circuit is None else f"{static_circuit(self._circuit)}\n"
-            return circuit + static_tree(title, skeleton_of(graph).entry, self._session.chosen.patches)
+            return circuit + static_tree(title, root, self._session.chosen.patches)
         return None
 
 
-def _activation_close(context: RequestContext, payload: Payload) -> Answer:
-    context.runs.close_activation(payload.number("id"))
-    return {}, []
+def _activation_close(context: RequestContext, payload: JobRef) -> Answer:
+    context.runs.close_activation(payload.id)
+    return Empty(), []
 
 
 def _opened(skeleton: Skeleton, row: int, before: Iterable[int] = ()) -> dict[str, Any]:
@@ -397,25 +378,43 @@ _LARGEST = 3.4028234663852886e38  # of a float32
 
 def scores_by_path(scores: Mapping[str | NodePath, Any] | Any, skeleton: Skeleton) -> dict[str, float]:
     """Returns scores by the canonical paths of their rows: `Browser.set_scores`, which names the errors."""
-    if _is_data_array(scores):
-        scores = _mapping_of(scores)
+    # By its attributes, since xarray may not be installed, and importing it is slow.
+    if hasattr(scores, "dims") and hasattr(scores, "coords"):
+        if tuple(scores.dims) != ("path",) or "path" not in scores.coords:
+            raise ValueError(
+                f"these scores have the dimensions {tuple(scores.dims)}, not 'path' alone with the paths as "
+                "its coordinate: reduce or select the others, and rename the one of paths"
+            )
+        array: Any = scores
+        scores = dict(zip(array.coords["path"].values.tolist(), array.values.tolist(), strict=True))
     if not isinstance(scores, Mapping):
         raise TypeError(f"scores must be a dict from paths to numbers, not {type(scores).__name__}: {{'PATH': 0.5}}")
     found: dict[str, float] = {}
     unknown: list[str] = []
     for path, value in scores.items():
+        if isinstance(path, NodePath) and location_of(path).root is not skeleton.nodes.root:
+            raise UnknownPathError(f"the NodePath {str(path)!r} belongs to another PatchableGraph")
         try:
-            row = skeleton.row(_text(path, skeleton))
+            row = skeleton.row(str(path))
         except UnknownPathError as problem:
             unknown.append(str(problem))
             continue
-        number = _number(value, str(path))
-        if not math.isnan(number):
+        if not math.isnan(number := _number(value, str(path))):
             found[skeleton.path(row)] = number
     if unknown:
         more = f"; and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise UnknownPathError("; ".join(unknown[:3]) + more)
     return found
+
+
+def _number(value: Any, path: str) -> float:
+    try:
+        number = float("text" if isinstance(value, str) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"the score of {path!r} is {value!r:.80}, not a number: {error}") from None
+    if math.isinf(number) or abs(number) > _LARGEST:
+        raise ValueError(f"the score of {path!r} is {number}: scores must be finite, or NaN for no score")
+    return number
 
 
 def packed_scores(scores: Mapping[str, float], skeleton: Skeleton) -> bytes:
@@ -425,51 +424,3 @@ def packed_scores(scores: Mapping[str, float], skeleton: Skeleton) -> bytes:
         if (row := skeleton.find(path)) is not None:
             column[row] = number
     return struct.pack(f"<{len(column)}f", *column)
-
-
-def _is_data_array(scores: Any) -> bool:
-    # By its attributes, since xarray may not be installed, and importing it is slow.
-    return all(hasattr(scores, name) for name in ("dims", "coords", "values", "attrs")) and not callable(scores.values)
-
-
-def _mapping_of(array: Any) -> dict[Any, Any]:
-    """Returns an `xarray.DataArray` of scores as a dict by path."""
-    dims = tuple(array.dims)
-    others = [dim for dim in dims if dim != "path"]
-    if "path" not in dims and len(dims) == 1:
-        raise ValueError(
-            f"these scores are by {dims[0]!r}, not by 'path'; if these are paths: .rename({{{dims[0]!r}: 'path'}})"
-        )
-    if others:
-        shown = ", ".join(map(repr, others))
-        raise ValueError(
-            f"these scores have dimensions {dims}, and a row has one number only: reduce the others, say by "
-            f".sum({shown if len(others) == 1 else f'[{shown}]'}) or .sel({others[0]}=...)"
-        )
-    if "path" not in array.coords:
-        raise ValueError("these scores have no dimension 'path', with the paths as its coordinate")
-    return dict(zip(array.coords["path"].values.tolist(), array.values.tolist(), strict=True))
-
-
-def _text(path: Any, skeleton: Skeleton) -> str:
-    if isinstance(path, NodePath):
-        if location_of(path).root is not skeleton.nodes.root:
-            raise UnknownPathError(f"the NodePath {str(path)!r} belongs to another PatchableGraph")
-        return location_of(path).path
-    if not isinstance(path, str):
-        raise TypeError(f"scores are by path: a text or a NodePath, not {path!r}")
-    return path
-
-
-def _number(value: Any, path: str) -> float:
-    if isinstance(value, (str, bytes, complex)):
-        raise TypeError(f"the score of {path!r} is {value!r}: scores are numbers")
-    try:
-        number = float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        shape = getattr(value, "shape", None)
-        what = type(value).__name__ + (f" of shape {tuple(shape)}" if shape is not None else "")
-        raise TypeError(f"the score of {path!r} is a {what}, not a number: {error}") from None
-    if math.isinf(number) or abs(number) > _LARGEST:
-        raise ValueError(f"the score of {path!r} is {number}: scores must be finite, or NaN for no score")
-    return number

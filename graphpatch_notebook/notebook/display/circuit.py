@@ -11,8 +11,8 @@ edges where pages allow no pictures.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import traitlets
 
@@ -20,6 +20,7 @@ from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit
 from graphpatch_notebook.experiments.circuits.picture import NODE_HEIGHT, lay_out, summary_of
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.display.labels import escaped
+from graphpatch_notebook.notebook.messages import Natural
 
 _MOST_EDGES = 300
 """No more edges than this are sent, the strongest."""
@@ -55,6 +56,8 @@ class CircuitView(DisplayedWidget):
     pinned: Any = traitlets.List(default_value=None, allow_none=True).tag(sync=True)
     selected: Any = traitlets.Any(default_value=None)
 
+    FRONT_END: ClassVar[Mapping[str, Any]] = {"pinned": tuple[str, Natural] | None}
+
     def __init__(self, circuit: Circuit) -> None:
         self._circuit = circuit
         state = picture_of(circuit)
@@ -68,13 +71,14 @@ class CircuitView(DisplayedWidget):
 
     # -- what is pinned ------------------------------------------------------------------------------------------------
 
-    def _accepts(self, name: str, value: Any) -> bool:
-        return name == "pinned" and self._is_there(value)
+    def _check(self, name: str, value: Any) -> None:
+        super()._check(name, value)
+        if value is not None and [*value] not in self._places.values():
+            raise traitlets.TraitError(f"{value!r} is not in the picture")
 
-    def _is_there(self, pinned: Any) -> bool:
-        if pinned is None:
-            return True
-        return isinstance(pinned, list) and [*map(type, pinned)] == [str, int] and pinned in self._places.values()
+    @traitlets.validate("pinned")
+    def _checked_pinned(self, proposal: Any) -> Any:
+        return self._checked(proposal)
 
     @traitlets.validate("selected")
     def _checked_selection(self, proposal: Any) -> Any:

@@ -18,11 +18,12 @@ import os
 import uuid
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anywidget
+import msgspec
 import traitlets
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
@@ -106,13 +107,16 @@ def is_terminal() -> bool:
 class DisplayedWidget(anywidget.AnyWidget):
     """The base class of widgets. Subclasses define the traits, and the text that replaces the widget in a terminal.
 
-    They also define `_static_html`, which is displayed with the widget and works without a kernel, and `_accepts`.
+    They also define `_static_html`, which is displayed with the widget and works without a kernel, and `FRONT_END`.
 
     Args:
         **traits: Keyword arguments of `Widget`.
     """
 
     _esm, _css = for_anywidget()
+
+    FRONT_END: ClassVar[Mapping[str, Any]] = {}
+    """The traits that the front end may set, with their types."""
 
     front_end = traitlets.Bytes(packed(), read_only=True).tag(sync=True, echo_update=False)
 
@@ -134,20 +138,34 @@ class DisplayedWidget(anywidget.AnyWidget):
         inside = self._static_html()
         return None if inside is None else f'<div class="gp-static gp-static-{self._own_id}">\n{inside}\n</div>'
 
-    def _accepts(self, name: str, value: Any) -> bool:
-        """Whether the front end may set a trait to a value."""
-        raise NotImplementedError
+    def _check(self, name: str, value: Any) -> None:
+        """Checks a value of a trait of `FRONT_END`.
+
+        Raises:
+            TraitError: It is not valid.
+        """
+        try:
+            msgspec.convert(value, self.FRONT_END[name])
+        except msgspec.ValidationError as error:
+            raise traitlets.TraitError(f"{name}={value!r:.80} is not valid: {error}") from None
+
+    def _checked(self, proposal: Any) -> Any:
+        self._check(proposal["trait"].name, proposal["value"])
+        return proposal["value"]
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
         """Sets the traits that the front end has changed, if it may set them and the values are valid."""
-        accepted = {name: value for name, value in sync_data.items() if self._accepts(name, value)}
-        self._receive(accepted)
-        for name in sync_data.keys() - accepted.keys():
-            if name in self.keys:
+        accepted = {}
+        for name in sync_data.keys() & {*self.keys}:
+            try:
+                if name not in self.FRONT_END:
+                    raise traitlets.TraitError(name)
+                self._check(name, sync_data[name])
+                accepted[name] = sync_data[name]
+            except traitlets.TraitError:
                 self.send_state(name)  # the valid value
-
-    def _receive(self, state: dict[str, Any]) -> None:
-        super().set_state(state)
+                continue
+        super().set_state(accepted)
 
     def close(self) -> None:
         """Removes the widget from the notebook. The displayed HTML remains."""

@@ -10,9 +10,9 @@ a plain table without script, style sheet or style attribute; the live widget hi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import traitlets
@@ -21,6 +21,7 @@ from graphpatch_notebook.experiments.plotting.grids import FloatArray, Grid, Sca
 from graphpatch_notebook.experiments.plotting.labels import shown_labels, tick_text
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.display.labels import escaped
+from graphpatch_notebook.notebook.messages import Natural
 
 
 class ResultHeatmap(DisplayedWidget):
@@ -56,6 +57,8 @@ class ResultHeatmap(DisplayedWidget):
     cell: Any = traitlets.List(traitlets.Int(), default_value=None, allow_none=True).tag(sync=True)
     selected: Any = traitlets.Tuple(traitlets.Any(), traitlets.Any(), default_value=None, allow_none=True)
 
+    FRONT_END: ClassVar[Mapping[str, Any]] = {"cell": tuple[Natural, Natural] | None}
+
     def __init__(self, grid: Grid, title: str | None = None, *, is_upward: bool = True) -> None:
         self._keep(grid, title, is_upward=is_upward)
         super().__init__()
@@ -74,23 +77,15 @@ class ResultHeatmap(DisplayedWidget):
 
     # -- the selected cell ---------------------------------------------------------------------------------------------
 
-    def _accepts(self, name: str, value: Any) -> bool:
-        return name == "cell" and self._is_cell(value)
-
-    def _is_cell(self, value: Any) -> bool:
-        if value is None:
-            return True
-        if not isinstance(value, list) or [type(index) for index in value] != [int, int]:
-            return False
+    def _check(self, name: str, value: Any) -> None:
+        super()._check(name, value)
         rows, columns = self._cells.values.shape
-        return bool(0 <= value[0] < rows and 0 <= value[1] < columns)
+        if name == "cell" and value is not None and not (value[0] < rows and value[1] < columns):
+            raise traitlets.TraitError(f"a cell is [row, column] of {rows} x {columns}, but got {value!r}")
 
     @traitlets.validate("cell")
     def _checked_cell(self, proposal: Any) -> Any:
-        if not self._is_cell(proposal["value"]):
-            rows, columns = self._cells.values.shape
-            raise traitlets.TraitError(f"a cell is [row, column] of {rows} x {columns}, but got {proposal['value']!r}")
-        return proposal["value"]
+        return self._checked(proposal)
 
     @traitlets.validate("selected")
     def _checked_coordinates(self, proposal: Any) -> Any:

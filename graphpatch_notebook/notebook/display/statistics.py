@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.notebook.messages import Statistics
 from graphpatch_notebook.values import NUMBERS, dtype_name
 
 _PIECE = 2**20
@@ -37,21 +38,17 @@ def readable(value: Any) -> Readable:
         >>> readable(torch.tensor([3 + 4j]))
         Readable(tensor=tensor([5.]), remark='magnitudes of complex numbers')
     """
-    if isinstance(value, NUMBERS):
-        try:
-            value = torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
-        except (OverflowError, RuntimeError):
-            return Readable(None, "an integer of so many digits cannot be shown")
-    if not isinstance(value, Tensor):
-        return Readable(None, f"an object of type {type(value).__name__} has no numbers to show")
-    if value.device.type == "meta":
-        return Readable(None, "a tensor on the device meta has a shape, but no numbers")
     try:
+        if isinstance(value, NUMBERS):
+            value = torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
+        if not isinstance(value, Tensor):
+            return Readable(None, f"an object of type {type(value).__name__} has no numbers to show")
+        if value.device.type == "meta":
+            return Readable(None, "a tensor on the device meta has a shape, but no numbers")
         with torch.no_grad():
             return _dense(value.detach())
     except Exception as error:  # a tensor subclass can refuse any operation
-        what = type(value).__name__ if type(value) is not Tensor else f"{value.dtype} tensor"
-        return Readable(None, f"the numbers of this {what} cannot be read ({type(error).__name__}: {error})")
+        return Readable(None, f"the numbers of this value cannot be read ({type(error).__name__}: {error})")
 
 
 def _dense(tensor: Tensor) -> Readable:
@@ -66,124 +63,53 @@ def _dense(tensor: Tensor) -> Readable:
     if type(tensor) is not Tensor:
         tensor = tensor.as_subclass(Tensor)
     if tensor.is_complex():
-        remark = "magnitudes of complex numbers" + (f", {remark}" if remark else "")
-        tensor = torch.view_as_real(tensor.resolve_conj())
-        tensor = torch.hypot(tensor[..., 0], tensor[..., 1])
+        tensor, remark = tensor.abs(), "magnitudes of complex numbers" + (f", {remark}" if remark else "")
     tensor.reshape(-1)[:1].tolist()  # a subclass can still have no readable elements
     return Readable(tensor.resolve_neg(), remark)
 
 
-def doubles(tensor: Tensor) -> Tensor:
-    """Returns the elements of a tensor in float64 on the CPU."""
-    return tensor.cpu().to(torch.float64)
-
-
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the elements of a tensor in order and in float64, in pieces."""
+    """Yields the elements of a tensor in order, in float64 and on the CPU, in pieces."""
     flat = tensor.reshape(-1)
     for start in range(0, len(flat), _PIECE):
-        yield doubles(flat[start : start + _PIECE])
+        yield flat[start : start + _PIECE].cpu().to(torch.float64)
 
 
-def _finite(piece: Tensor) -> Tensor:
-    return piece[piece.isfinite()]
+def finite_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields the finite elements of a tensor in pieces."""
+    for piece in pieces(tensor):
+        if len(finite := piece[piece.isfinite()]):
+            yield finite
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Statistics of the elements of a tensor.
-
-    Attributes:
-        count: The number of elements.
-        nan: The number of NaN elements.
-        infinite: The number of infinite elements.
-        minimum, maximum, mean: Of the finite elements; `None` if there are none.
-        std: Of the finite elements, with Bessel's correction as in `Tensor.std`; `None` for fewer than two.
-    """
-
-    count: int
-    nan: int
-    infinite: int
-    minimum: float | None
-    maximum: float | None
-    mean: float | None
-    std: float | None
-
-    @property
-    def finite(self) -> int:
-        """The number of finite elements."""
-        return self.count - self.nan - self.infinite
+def norm(parts: Iterable[Tensor]) -> float:
+    """Returns the norm of the elements of tensors; at most the largest float64, since JSON has no infinity."""
+    return min(math.hypot(*(float(part.norm()) for part in parts)), sys.float_info.max)
 
 
-def summary(tensor: Tensor) -> Summary:
-    """Returns the statistics of a dense tensor of real numbers.
+def statistics_of(value: Any, numbers: Readable | None = None) -> Statistics:
+    """Returns the statistics of a value, of which `numbers` are the elements.
 
     Example:
-        >>> found = summary(torch.tensor([1.0, 3.0, float("nan")]))
-        >>> found.count, found.nan, found.mean, found.maximum
+        >>> found = statistics_of(torch.tensor([1.0, 3.0, float("nan")]))
+        >>> found.count, found.nan, found.mean, found.max
         (3, 1, 2.0, 3.0)
     """
-    nan = infinite = 0
-    lows, highs = [], []
-    for piece in pieces(tensor):
-        nan += int(piece.isnan().sum())
-        infinite += int(piece.isinf().sum())
-        finite = _finite(piece)
-        if len(finite):
-            lows.append(float(finite.min()))
-            highs.append(float(finite.max()))
-    count = tensor.numel() - nan - infinite
-    if not count:
-        return Summary(tensor.numel(), nan, infinite, None, None, None, None)
-    low, high = min(lows), max(highs)
-    # The sum of very large numbers would overflow, and very small numbers would underflow in the division.
-    divisor = count if max(-low, high) > 1e280 else 1
-    mean = math.fsum(float((_finite(piece) / divisor).sum()) for piece in pieces(tensor)) / (count // divisor)
-    mean = min(max(mean, low), high)
-    std = None
-    if count > 1:
-        std = norm(lambda: (_finite(piece) - mean for piece in pieces(tensor)), count - 1)
-    return Summary(tensor.numel(), nan, infinite, low, high, mean, std)
-
-
-def norm(make: Callable[[], Iterator[Tensor]], divisor: int = 1) -> float:
-    """Returns the square root of the sum of squares over a divisor, even if the squares or their sum overflow."""
-    norms = []
-    for piece in make():
-        largest = float(piece.abs().max()) if len(piece) else 0.0
-        if largest > 0:
-            largest = bounded(largest)
-            norms.append(bounded(largest * math.sqrt(float((piece / largest).square().sum()) / divisor)))
-    return bounded(math.hypot(*norms))
-
-
-def norm_of(tensor: Tensor) -> float:
-    """Returns the norm of the finite elements of a tensor."""
-    return norm(lambda: (_finite(piece) for piece in pieces(tensor)))
-
-
-def bounded(number: float) -> float:
-    """Returns the smaller of the number and the largest float64: displayed numbers must be finite."""
-    return min(number, sys.float_info.max)
-
-
-def statistics_of(value: Any, numbers: Readable) -> dict[str, Any]:
-    """Returns the `Statistics` of a value for the front end."""
+    tensor = (readable(value) if numbers is None else numbers).tensor
     is_tensor = isinstance(value, Tensor)
-    unknown = Summary(value.numel() if is_tensor else 1, 0, 0, None, None, None, None)
-    found = unknown if numbers.tensor is None else summary(numbers.tensor)
-    return {
-        "shape": list(value.shape) if is_tensor and not value.is_nested else [],
-        "dtype": dtype_or_class(value),
-        "device": str(value.device) if is_tensor else "cpu",
-        "count": found.count,
-        "mean": found.mean,
-        "std": found.std,
-        "min": found.minimum,
-        "max": found.maximum,
-        "nan": found.nan,
-        "infinite": found.infinite,
-    }
+    shape = list(value.shape) if is_tensor and not value.is_nested else []
+    known: dict[str, Any] = {"count": value.numel() if is_tensor else 1}
+    if tensor is not None:
+        nan, infinite = (sum(int(test(piece).sum()) for piece in pieces(tensor)) for test in (torch.isnan, torch.isinf))
+        known |= {"count": tensor.numel(), "nan": nan, "infinite": infinite}
+        if count := tensor.numel() - nan - infinite:
+            known["min"] = min(float(piece.min()) for piece in finite_pieces(tensor))
+            known["max"] = max(float(piece.max()) for piece in finite_pieces(tensor))
+            # Divided before they are summed: the sum of large numbers would overflow.
+            known["mean"] = mean = math.fsum(float((piece / count).sum()) for piece in finite_pieces(tensor))
+            if count > 1:
+                known["std"] = norm((piece - mean) / math.sqrt(count - 1) for piece in finite_pieces(tensor))
+    return Statistics(shape, dtype_or_class(value), str(value.device) if is_tensor else "cpu", **known)
 
 
 def dtype_or_class(value: Any) -> str:

@@ -13,6 +13,7 @@ from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.execution import TokenDims, token_dims
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
+from graphpatch_notebook.notebook.messages import NextTokens, Token
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import readable_children
 
@@ -152,8 +153,8 @@ def logits_of(output: Any) -> Tensor | None:
     return found if found.device.type != "meta" else None
 
 
-def next_tokens(before: Any, after: Any, tokenizer: Any, inputs: TokenInputs) -> dict[str, Any] | None:
-    """Returns the most probable next tokens without and with patches, for the front end.
+def next_tokens(before: Any, after: Any, tokenizer: Any, inputs: TokenInputs) -> NextTokens | None:
+    """Returns the most probable next tokens without and with patches.
 
     Uses the first row, at the last position that is not padding.
     """
@@ -163,10 +164,8 @@ def next_tokens(before: Any, after: Any, tokenizer: Any, inputs: TokenInputs) ->
     if logits[0].shape != logits[1].shape or not _fits(logits[0], tokenizer):
         return None
     position = inputs.last_position(logits[0].shape[1])
-    found = [_top(one[0, position], tokenizer) for one in logits if one is not None]
-    if None in found:
-        return None
-    return {"position": position, "before": found[0], "after": found[1]}
+    before, after = (_top(one[0, position], tokenizer) for one in logits if one is not None)
+    return NextTokens(position, before, after) if before and after else None
 
 
 def _fits(logits: Tensor, tokenizer: Any) -> bool:
@@ -178,12 +177,10 @@ def _fits(logits: Tensor, tokenizer: Any) -> bool:
     return not isinstance(size, int) or size == 0 or 0.5 * size <= logits.shape[-1] <= 2 * size + 1024
 
 
-def _top(logits: Tensor, tokenizer: Any) -> list[list[Any]] | None:
+def _top(logits: Tensor, tokenizer: Any) -> list[Token]:
     probabilities = torch.softmax(logits.detach().cpu().to(torch.float32), dim=-1)
     if not bool(probabilities.isfinite().all()):
-        return None
+        return []
     top = probabilities.topk(min(_MOST_TOKENS, len(probabilities)))
-    return [
-        [token_text(tokenizer, number), probability]
-        for number, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    ]
+    texts = [token_text(tokenizer, number) for number in top.indices.tolist()]
+    return [*zip(texts, top.values.tolist(), strict=True)]

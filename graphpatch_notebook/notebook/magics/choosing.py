@@ -6,7 +6,6 @@ import builtins
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -44,7 +43,7 @@ def choose(workspace: Workspace, kind: PatchKind, args: Namespace) -> None:
     wanted = ChosenPatch(path, kind.name, **fields)
     for patch in [patch for patch in session.chosen.patches if patch.kind == kind.name]:
         name = wanted.name if variable is None else patch.name
-        if replace(patch, number=0, is_enabled=True, name=name) == wanted:
+        if patch.with_fields(number=0, is_enabled=True, name=name) == wanted:
             how = "" if patch.is_enabled else f", but disabled: %graphpatch enable #{patch.number}"
             print(f"#{patch.number} {described(patch)} is already chosen{how}")
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
@@ -12,69 +11,18 @@ from graphpatch_notebook.execution import held_value, tensor_at
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.notebook.display.statistics import Readable, readable, statistics_of
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels
-from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
-from graphpatch_notebook.notebook.run.model_calls import CallCount, ModelCalls, Separate, inputs_for_run
-from graphpatch_notebook.notebook.run.value_plots import Picture, Plane, nothing, picture
-from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.messages import ActivationView, NoPlot
+from graphpatch_notebook.notebook.run.jobs import Job
+from graphpatch_notebook.notebook.run.model_calls import ModelCalls
+from graphpatch_notebook.notebook.run.run_report import copy_of
+from graphpatch_notebook.notebook.run.value_plots import Picture, Plane, picture
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch
 
 _MOST_KEPT = 256 * 2**20
 """Values with more bytes are not kept for other slices."""
 
 
-class Activation:
-    """Gets the value of a node."""
-
-    def __init__(
-        self,
-        session: Session,
-        target: Target,
-        is_patched: bool,
-        typed: str | None,
-        given: Any,
-        namespace: dict[str, Any],
-        settings: ThreadSettings,
-        count: CallCount,
-    ) -> None:
-        self._target = target
-        self._probe = ProbePatch()
-        self._calls: ModelCalls | None = None
-        chosen = session.chosen
-        is_changed = is_patched and any(one.path == target.text for one in chosen.enabled)
-        if _is_held(target) and not is_changed:
-            return
-        patch_map: dict[str, list[Patch[Any]]] = session.resolve(namespace, chosen).patch_map if is_patched else {}
-        patch_map.setdefault(target.text, []).append(self._probe)  # last: sees the patched value
-        inputs = inputs_for_run(session, namespace, typed, given)
-        self._calls = ModelCalls(session.graph, inputs, [patch_map], settings, count, self._take)
-        self._value: Any = None
-
-    def _take(self, _position: int, separate: Separate) -> None:
-        self._value = separate(self._probe.activation)
-
-    def shown(self, job: Job[ShownValue], plane: Plane, tokenizer: Any) -> ShownValue:
-        """Returns the value with its statistics and plot."""
-        tokens: TokenInputs | None = None
-        if self._calls is None:
-            value = held_value(self._target.frame.module, self._target.node.target)
-        else:
-            results = self._calls.run(job)
-            value, tokens = self._value, results.tokens
-            if value is None:
-                raise SessionError("; ".join(results.warnings) or f"{self._target.text!r} was not computed in this run")
-
-        def make() -> ShownValue:
-            root, path = self._target.frame.root, self._target.text
-            labels = None if tokens is None else tokens.labels(tokenizer, root, path)
-            return ShownValue(self._target.text, value, plane, labels, is_kept=self._calls is not None)
-
-        shown = job.interruptibly(make)
-        if job.is_interrupted:  # too late to stop, and not needed any more
-            shown.forget_value()
-        return shown
-
-
-def _is_held(target: Target) -> bool:
+def is_held(target: Target) -> bool:
     """Whether the value is a parameter or buffer, so that the model need not run."""
     if target.node.kind not in ("parameter", "buffer") or target.dig:
         return False
@@ -85,33 +33,47 @@ def _is_held(target: Target) -> bool:
     return isinstance(value, Tensor) and value.device.type != "meta"
 
 
+def shown_activation(
+    job: Job[Any],
+    target: Target,
+    calls: ModelCalls | None,
+    patch_map: dict[str, list[Patch[Any]]],
+    plane: Plane,
+    tokenizer: Any,
+) -> ShownValue:
+    """Returns the value of a node in a call with patches, in the thread of the job; without `calls`, as it is now."""
+    labels = None
+    if calls is None:
+        value = held_value(target.frame.module, target.node.target)
+    else:
+        probe = ProbePatch()
+        patch_map.setdefault(target.text, []).append(probe)  # last: sees the patched value
+        _, value = calls.call(job, patch_map, lambda: copy_of(probe.activation))
+        if value is None:
+            raise SessionError("; ".join(calls.warnings) or f"{target.text!r} was not computed in this run")
+        tokens = TokenInputs.of(calls.graph, calls.inputs.args, calls.inputs.kwargs)
+        labels = tokens.labels(tokenizer, target.frame.root, target.text)
+    return job.interruptibly(lambda: ShownValue(target.text, value, plane, labels))
+
+
 class ShownValue:
-    """The display of a value: `view` is the `ActivationView` of the front end, `buffers` the values of the heatmap."""
+    """The display of a value: `view` is for the front end, `buffers` are the values of its heatmap."""
 
-    def __init__(self, path: str, value: Any, plane: Plane, labels: TokenLabels | None, *, is_kept: bool) -> None:
-        self._labels = labels
-        self._plane = plane
+    def __init__(self, path: str, value: Any, plane: Plane, labels: TokenLabels | None) -> None:
+        self._labels, self._plane = labels, plane
         numbers = readable(value)
-        is_large = isinstance(value, Tensor) and value.numel() * value.element_size() > _MOST_KEPT
-        self.view: dict[str, Any] = {"path": path, "statistics": statistics_of(value, numbers)}
-        self.buffers: list[bytes] = []
         try:
-            self._draw(picture(numbers, plane, labels))
+            drawn = picture(numbers, plane, labels)
         except ChosenPatchError as error:  # its shape differs from the recorded one
-            self._draw(nothing(str(error)))
-        if is_large and is_kept and self.view["plot"]["type"] == "heatmap":
-            size = f"the value has {value.numel() * value.element_size() / 2**20:.0f} MB and is not kept"
-            words = f"{size}: to show another slice, the model runs again"
-            self.view["plot"]["reduced"] = "; ".join(filter(None, [self.view["plot"]["reduced"], words]))
-        self._numbers: Readable | None = None
-        if is_kept and not is_large and numbers.tensor is not None:
-            # A copy: the tensor may be a view of a larger one, or be written into.
-            copy = torch.empty_like(numbers.tensor, device="cpu", requires_grad=False)
-            self._numbers = Readable(copy.copy_(numbers.tensor), numbers.remark)
+            drawn = Picture(NoPlot(str(error)))
+        self._path, self._statistics = path, statistics_of(value, numbers)
+        is_small = isinstance(value, Tensor) and value.numel() * value.element_size() <= _MOST_KEPT
+        self._numbers: Readable | None = numbers if is_small and numbers.tensor is not None else None
+        self._draw(drawn)
 
-    def _draw(self, found: Picture) -> None:
-        self.buffers = [] if found.values is None else [found.values]
-        self.view |= {"plot": found.plot, "row_labels": found.row_labels, "column_labels": found.column_labels}
+    def _draw(self, drawn: Picture) -> None:
+        self.buffers = [] if drawn.values is None else [drawn.values]
+        self.view = ActivationView(self._path, self._statistics, drawn.plot, drawn.row_labels, drawn.column_labels)
 
     def show(self, plane: Plane) -> bool:
         """Shows another slice of the value, and returns whether that was possible without a run.

@@ -10,19 +10,17 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import Context
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.notebook.messages import RunState
 
 T = TypeVar("T")
 R = TypeVar("R")
 _ENOUGH_JUMPS = 100
-_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
-JobState: TypeAlias = Literal["running", "done", "failed", "interrupted"]
 
 
 def raise_in_thread(ident: int, kind: type[BaseException]) -> None:
@@ -44,8 +42,6 @@ class ThreadSettings:
         self._device = torch.get_default_device()
         self._threads = torch.get_num_threads()
         self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in _AUTOCAST if _is_autocast(kind)}
-        self._caches = torch.is_autocast_cache_enabled()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -54,26 +50,8 @@ class ThreadSettings:
         torch.set_num_threads(self._threads)
         if self._cuda is not None:
             torch.cuda.set_device(self._cuda)
-        with ExitStack() as stack:
-            for kind, dtype in self._autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._caches))
-            if self._device.type != "cpu":  # the default, also if it was never set
-                stack.enter_context(self._device)
+        with nullcontext() if self._device.type == "cpu" else self._device:
             yield
-
-    def remark(self) -> str | None:
-        """Returns a message if this is another thread, in which autocast could not be read; else `None`."""
-        if not self._autocast or self.thread == threading.get_ident():
-            return None
-        kinds = " and ".join(f"{kind} ({dtype})" for kind, dtype in self._autocast.items())
-        return f"autocast was on for {kinds} when a cell last used the browser, and is on in this run"
-
-
-def _is_autocast(kind: str) -> bool:
-    try:
-        return torch.is_autocast_enabled(kind)
-    except RuntimeError:  # unknown device, or one without autocast
-        return False
 
 
 class Job(Generic[T]):
@@ -87,7 +65,7 @@ class Job(Generic[T]):
         self.result: T | None = None  # if `state` is "done"
         self.error: str | None = None  # in words, if `state` is "failed"
         self._in_words = in_words
-        self._state: JobState = "running"
+        self._state: RunState = "running"
         self._lock = threading.Lock()
         self._is_open = False
         self.is_interrupted = False  # it may still be running for a moment
@@ -100,7 +78,7 @@ class Job(Generic[T]):
         self._thread.start()
 
     @property
-    def state(self) -> JobState:
+    def state(self) -> RunState:
         """The state of the job."""
         if self._state == "running" and not self._thread.is_alive():
             return "interrupted"  # so late that `_run` could not set the state
@@ -111,12 +89,8 @@ class Job(Generic[T]):
         """The duration of the job so far, in seconds."""
         return (time.monotonic() if self._ended is None else self._ended) - self._started
 
-    def status(self, state: JobState) -> dict[str, Any]:
-        """Returns what all `JobStatus`es of the front end have, for a state that was read before."""
-        return {"state": state, "seconds": self.seconds, "error": self.error if state == "failed" else None}
-
     def _run(self, work: Callable[[Job[T]], T]) -> None:
-        state: JobState = "failed"
+        state: RunState = "failed"
         try:
             self.result = work(self)
             state = "done"
@@ -134,19 +108,18 @@ class Job(Generic[T]):
             KeyboardInterrupt: The job was interrupted, before or during `call`.
             Exception: Any error that `call` raises.
         """
-        with afterwards(self._close):
-            with self._lock:
-                if self.is_interrupted:
-                    raise KeyboardInterrupt
-                self._is_open = True
-            return call()
-
-    def _close(self) -> None:
         with self._lock:
-            self._is_open = False
-        # A pending interrupt is raised here at the latest: Python checks for it at each backward jump.
-        for _ in range(_ENOUGH_JUMPS):
-            pass
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            self._is_open = True
+        try:
+            return call()
+        finally:
+            with self._lock:
+                self._is_open = False
+            # A pending interrupt is raised here at the latest: Python checks for it at each backward jump.
+            for _ in range(_ENOUGH_JUMPS):
+                pass
 
     def interrupt(self) -> None:
         """Interrupts the job at its next line of Python. Does nothing if the job has finished."""

@@ -12,64 +12,38 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
+from graphpatch_notebook.execution import is_part_of_splice
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, next_tokens
-from graphpatch_notebook.notebook.run.activation import Activation, ShownValue
+from graphpatch_notebook.notebook.messages import ActivationStatus, JobStatus, RunReport, RunStatus
+from graphpatch_notebook.notebook.run.activation import ShownValue, is_held, shown_activation
 from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
 from graphpatch_notebook.notebook.run.model_calls import (
+    NO_INPUTS,
     CallCount,
     ModelCalls,
-    Separate,
     given_arguments,
     in_words,
     inputs_for_run,
-    no_inputs,
 )
-from graphpatch_notebook.notebook.run.run_report import Buffers, KeptValue, ProbedCalls, changes, with_copied_weights
+from graphpatch_notebook.notebook.run.run_report import KeptValue, changes, probe_report
 from graphpatch_notebook.notebook.run.value_plots import Plane
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatches
 from graphpatch_notebook.notebook.session.origin import written_arguments
-from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.session import ResolvedPatches, Session
 from graphpatch_notebook.notebook.session.workspace import Results, Workspace
 from graphpatch_notebook.patchable_graph import captured
+from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.values import TensorSpec
 
 _MOST_KEPT = 8
 _BUSY = "a run is in progress; wait for it to finish, or interrupt it"
-
-
-@dataclass
-class StartedJob:
-    """A job that was started, for a run or an activation."""
-
-    id: int
-    job: Job[Any]
-    count: CallCount
-    shows: Literal["report", "view"] = "report"  # the attribute of the result that its status has
-    key: Hashable = None  # identifies the value of an activation
-
-    def forget_value(self) -> None:
-        """Drops the value that is kept for other slices, and what identifies it."""
-        self.key = None
-        if isinstance(self.job.result, ShownValue):
-            self.job.result.forget_value()
-
-    def status(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Returns the `RunStatus` or `ActivationStatus` of the front end, and its binary parts."""
-        state = self.job.state
-        result: Any = self.job.result if state == "done" else None
-        status = {
-            **self.job.status(state),
-            "id": self.id,
-            "fraction": 1.0 if state == "done" else self.count.done / self.count.total or None,
-            self.shows: getattr(result, self.shows, None),
-        }
-        return status, getattr(result, "buffers", [])
 
 
 @dataclass(frozen=True)
@@ -91,8 +65,37 @@ class RunResult:
 class _Report:
     """The report of a finished run, and its binary parts."""
 
-    report: dict[str, Any]
-    buffers: list[bytes] = field(default_factory=list)
+    report: RunReport
+    buffers: list[bytes]
+
+
+@dataclass
+class _StartedJob:
+    """A job that was started for a run, or for an activation, which has a key."""
+
+    id: int
+    job: Job[Any]
+    count: CallCount  # does not keep the graph alive
+    key: Hashable = None  # identifies the value of an activation
+
+    def forget_value(self) -> None:
+        """Drops the value that is kept for other slices."""
+        if isinstance(self.job.result, ShownValue):
+            self.job.result.forget_value()
+
+    def status(self) -> tuple[JobStatus, list[bytes]]:
+        """Returns the status for the front end, and its binary parts."""
+        state = self.job.state
+        fraction = 1.0 if state == "done" else self.count.done / self.count.total or None
+        error = self.job.error if state == "failed" else None
+        result = self.job.result if state == "done" else None
+        known: dict[str, Any] = {"id": self.id, "state": state, "seconds": self.job.seconds}
+        known |= {"fraction": fraction, "error": error}
+        if isinstance(result, _Report):
+            return RunStatus(**known, report=result.report), result.buffers
+        if isinstance(result, ShownValue):
+            return ActivationStatus(**known, view=result.view), result.buffers
+        return (RunStatus if self.key is None else ActivationStatus)(**known), []
 
 
 class Runs:
@@ -100,11 +103,10 @@ class Runs:
 
     Runs of several sessions never overlap: a later one waits. A run uses copies of its inputs, in its own thread:
 
-    - Patch contexts that are active in a cell do not apply. Autocast and the default device are those of the thread
-      that starts the run, or those last seen in the thread that created this object, if that is another one.
-    - The model stays in its mode (`train` or `eval`). It runs without gradients, unless it needs them.
-    - Each call starts from the same buffers, tensors in attributes of modules, and random generators, which are
-      restored afterwards; except for a generator of the model that neither its attributes nor a `forward` refer to.
+    - Patch contexts and autocast of a cell do not apply. The default device is that of the thread that starts the run,
+      or that last seen in the thread that created this object, if that is another one.
+    - The model stays in its mode (`train` or `eval`). It runs without gradients.
+    - Each call starts from the same state of the model and of the random generators, which is restored afterwards.
 
     Do not train the model or draw random numbers during a run: buffers and generators are restored, too.
 
@@ -133,7 +135,7 @@ class Runs:
         >>> number = runs.start(None)
         >>> runs.wait(number)
         >>> status, buffers = runs.status(number)
-        >>> status["report"]["changes"][0]["norm_after"], variables["zeros"]
+        >>> status.report.changes[0].norm_after, variables["zeros"]
         (0.0, tensor([[0., 0., 0.]]))
     """
 
@@ -151,10 +153,8 @@ class Runs:
         self.typed: str | None = None
         self._results = Results(namespace) if results is None else results
         self._settings = ThreadSettings()
-        self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._started: dict[int, StartedJob] = {}
-        self._latest: Job[Any] | None = None
+        self._started: dict[int, _StartedJob] = {}
         self.last: RunResult | None = None
         self.state: dict[str, Any] | None = None
         self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -170,13 +170,6 @@ class Runs:
                 runs = Runs(session, lambda: workspace.namespace, results=workspace.results)
                 _shared[session] = weakref.ref(runs)  # weak, since the value refers to the key
             return runs
-
-    def forget(self) -> None:
-        """Drops all tensors, when the graph is deleted. Finished reports stay."""
-        # Without the lock: the graph may be deleted in any thread, even in one that holds the lock.
-        self.last = self.inputs = None
-        for work in list(self._started.values()):
-            work.forget_value()
 
     # -- the inputs ----------------------------------------------------------------------------------------------------
 
@@ -204,7 +197,17 @@ class Runs:
     @property
     def no_inputs(self) -> str | None:
         """A message if there are no inputs to run on; else `None`."""
-        return None if self.typed is not None else no_inputs(self._session, self.inputs)
+        has_examples = captured(self._session.graph).examples is not None or self._session.origin.arguments is not None
+        return None if self.is_given or has_examples else NO_INPUTS
+
+    def _calls(self, inputs: str | None, total: int) -> ModelCalls:
+        """Returns calls on the inputs; `inputs` are arguments as Python code."""
+        # Requests may arrive in a thread of the kernel, which does not have the settings of the user's thread.
+        if self._settings.thread == threading.get_ident():
+            self._settings = ThreadSettings()
+        typed = inputs if inputs is not None and inputs.strip() else self.typed
+        found = inputs_for_run(self._session, self._namespace(), typed, self.inputs)
+        return ModelCalls(self._session.graph, found, self._settings, CallCount(total))
 
     # -- run -----------------------------------------------------------------------------------------------------------
 
@@ -219,67 +222,61 @@ class Runs:
         session, namespace = self._session, self._namespace()
         chosen = session.chosen
         resolved = session.resolve(namespace, chosen)
-        found = inputs_for_run(session, namespace, self._chosen_inputs(inputs), self.inputs)
-        probed = ProbedCalls(captured(session.graph).root, chosen, resolved, namespace)
-        count = CallCount(len(probed.maps))
+        probes = self._probes_alone(chosen, resolved, namespace)
+        calls = self._calls(inputs, 1 + bool(resolved.patch_map) + bool(probes))
         names = {name: namespace[name] for one, _ in resolved.observing if one.index for name in one.index.names}
-        kept: list[KeptValue] = []
-        model = captured(session.graph).module
+        return self._add(Job(lambda job: self._run(job, calls, chosen, resolved, probes, names), in_words), calls.count)
 
-        def take(position: int, separate: Separate) -> None:
-            def apart(value: Any) -> Any:
-                return with_copied_weights(separate(value), model)
-
-            if position == count.total - 1:
-                kept[:] = [KeptValue.of(one, patch, names, apart) for one, patch in resolved.observing]
-            elif position == count.total - 2:
-                probed.take(names)
-
-        settings = self._current_settings()
-        calls = ModelCalls(session.graph, found, probed.maps, settings, count, take)
-        head = {
-            "call": f"{session.origin.graph}({found.text})",
-            "patches": [one.number for one in chosen.enabled],
-            "warnings": [remark for remark in (found.remark, settings.remark()) if remark],
-        }
-        with self._lock:
-            before = self._check_idle()
-            job = Job(lambda job: self._run(job, before, calls, kept, probed, head), in_words)
-            return self._note(StartedJob(next(self._numbers), job, count))
-
-    def _chosen_inputs(self, inputs: str | None) -> str | None:
-        return inputs if inputs is not None and inputs.strip() else self.typed
+    def _probes_alone(
+        self, chosen: ChosenPatches, resolved: ResolvedPatches, namespace: dict[str, Any]
+    ) -> ResolvedPatches | None:
+        """Returns the probes for a call without the other patches; `None` if there is nothing to compare."""
+        root = captured(self._session.graph).root
+        # Parts of splices do not exist without the splices.
+        alone = [one for one, _ in resolved.observing if not is_part_of_splice(root, one.path)]
+        if not alone or len(resolved.observing) == len(chosen.enabled):
+            return None
+        return self._session.resolve(namespace, chosen.only(one.number for one in alone))
 
     def _run(
         self,
         job: Job[_Report],
-        before: Job[Any] | None,
         calls: ModelCalls,
-        kept: list[KeptValue],
-        probed: ProbedCalls,
-        head: dict[str, Any],
+        chosen: ChosenPatches,
+        resolved: ResolvedPatches,
+        probes: ResolvedPatches | None,
+        names: dict[str, Any],
     ) -> _Report:
-        _wait_for(job, before)
-        results = calls.run(job)
-        unpatched, output, inputs = results.outputs[0], results.outputs[-1], results.tokens
-        buffers = Buffers()
+        def call(patches: ResolvedPatches) -> tuple[Any, list[KeptValue]]:
+            read = lambda: [KeptValue.of(one, patch, names) for one, patch in patches.observing]  # noqa: E731
+            return calls.call(job, patches.patch_map, read)
 
-        def make() -> dict[str, Any]:
-            found = changes(unpatched, output)
-            root = captured(self._session.graph).root
+        unpatched, _ = call(ResolvedPatches({}, ()))
+        before = {} if probes is None else {one.chosen.number: one for one in call(probes)[1]}
+        output, kept = call(resolved) if resolved.patch_map else (unpatched, [])
+
+        def make() -> _Report:
+            inputs = TokenInputs.of(calls.graph, calls.inputs.args, calls.inputs.kwargs)
+            root = captured(calls.graph).root
 
             def labels(path: str) -> TokenLabels | None:
-                return None if inputs is None else inputs.labels(self.tokenizer, root, path)
+                return inputs.labels(self.tokenizer, root, path)
 
-            tokens, remarks = self._tokens(unpatched, output, inputs)
-            return {
-                **head,
-                "seconds": job.seconds,
-                "warnings": [*head["warnings"], *dict.fromkeys(results.warnings), *found.remarks, *remarks],
-                "tokens": tokens,
-                "changes": found.listed,
-                "probes": probed.reports(kept, labels, buffers),
-            }
+            listed, remarks = changes(unpatched, output)
+            tokens = next_tokens(unpatched, output, self.tokenizer, inputs)
+            if tokens is not None and inputs.rows > 1:
+                remarks.append(f"the next tokens are those of the first row of {inputs.rows}")
+            buffers: list[bytes] = []
+            report = RunReport(
+                call=f"{self._session.origin.graph}({calls.inputs.text})",
+                seconds=job.seconds,
+                patches=[one.number for one in chosen.enabled],
+                warnings=[*dict.fromkeys(calls.warnings), *remarks],
+                tokens=tokens,
+                changes=listed,
+                probes=[probe_report(one, before.get(one.chosen.number), labels, buffers) for one in kept],
+            )
+            return _Report(report, buffers)
 
         report = job.interruptibly(make)
         # From here on, nothing is interrupted: either all variables are set, or none.
@@ -287,68 +284,53 @@ class Runs:
         self._results.remove(str(one.chosen.name) for one in kept if one.value is None)
         self._results.put(activations)
         self.last = RunResult(output, unpatched, activations)
-        return _Report(report, buffers.parts)
-
-    def _tokens(
-        self, unpatched: Any, output: Any, inputs: TokenInputs | None
-    ) -> tuple[dict[str, Any] | None, list[str]]:
-        found = next_tokens(unpatched, output, self.tokenizer, inputs) if inputs is not None else None
-        is_one_of_many = found is not None and inputs is not None and inputs.rows > 1
-        remark = f"the next tokens are those of the first row of {inputs.rows}" if is_one_of_many and inputs else None
-        return found, [] if remark is None else [remark]
+        return report
 
     # -- activations ---------------------------------------------------------------------------------------------------
 
     def start_activation(self, path: str, plane: str | None, is_patched: bool, inputs: str | None) -> int:
-        """Starts a job that shows the value of a node, and returns its number.
+        """Starts to get the value of a node, and returns the number of the job. Interrupts an earlier such job.
 
-        With `is_patched`, the model runs with the chosen patches, and the patched value is shown. `plane` is a slice
-        with one or two dimensions left.
+        Another slice of the value that is shown needs no run, unless a cell has run since.
 
-        The last value shown is kept until `close_activation`: showing another slice of it does not run the model,
-        unless a cell ran since.
+        Args:
+            path: The path of the node.
+            plane: The slice to plot, as the user typed it.
+            is_patched: Whether the chosen patches are applied.
+            inputs: The arguments of the call as Python code; `None`: the default ones.
 
         Raises:
-            ChosenPatchError: The `path`, `plane` or `inputs` named by `field` are not valid.
-            SessionError: As for `start`.
+            ChosenPatchError: `plane` or `inputs` is not valid, or `path` does not exist; `field` says which.
+            SessionError: A value cannot be evaluated, there are no inputs, or a run is in progress. Nothing ran.
         """
-        session, namespace, inputs = self._session, self._namespace(), self._chosen_inputs(inputs)
+        session, namespace = self._session, self._namespace()
         try:
             target = resolve(captured(session.graph).root, path)
         except Unresolvable as problem:
             raise ChosenPatchError("path", problem.message) from None
-        wanted = Plane.of(plane, namespace)
-        version = session.chosen.version if is_patched else None
-        key = (target.text, version, inputs, id(self.inputs), captured(session.graph).edits, _cells(namespace))
-        if (known := self._shown_already(key, wanted)) is not None:
-            return known
+        wanted, chosen = Plane.of(plane, namespace), session.chosen
+        # Any cell may have changed variables and weights: `_ih` is the history of IPython.
+        cells = len(namespace.get("_ih", ()))
+        version = chosen.version if is_patched else None
+        key = (target.text, version, inputs, id(self.inputs), captured(session.graph).edits, cells)
+        for work in self._started.values():
+            result = work.job.result if work.job.state == "done" else None
+            if work.key == key and isinstance(result, ShownValue) and result.show(wanted):
+                return work.id
         if isinstance(target.spec, TensorSpec) and not inputs and self.inputs is None:
             wanted.part(torch.empty(target.spec.shape, device="meta"))  # raises an error if it is not valid
-        self._check_idle(replaces_activation=True)
-        count, tokenizer, settings = CallCount(1), self.tokenizer, self._current_settings()
-        activation = Activation(session, target, is_patched, inputs, self.inputs, namespace, settings, count)
-        with self._lock:
-            before = self._check_idle(replaces_activation=True)
-            for other in self._started.values():  # at most one value is kept
-                other.forget_value()
-
-            def show(job: Job[ShownValue]) -> ShownValue:
-                _wait_for(job, before)
-                return activation.shown(job, wanted, tokenizer)
-
-            return self._note(StartedJob(next(self._numbers), Job(show, in_words), count, "view", key))
-
-    def _shown_already(self, key: Hashable, plane: Plane) -> int | None:
-        """Shows another slice of the value that is kept, and returns the number of its job; else `None`."""
-        with self._lock:
-            known = next((work for work in self._started.values() if work.key == key), None)
-            shown = None if known is None or known.job.state != "done" else known.job.result
-            return known.id if known is not None and shown is not None and shown.show(plane) else None
+        for number in [work.id for work in self._started.values() if work.key is not None]:
+            self.close_activation(number)
+        self._check_idle()
+        patch_map: dict[str, list[Patch[Any]]] = session.resolve(namespace, chosen).patch_map if is_patched else {}
+        calls = None if is_held(target) and target.text not in patch_map else self._calls(inputs, 1)
+        tokenizer = self.tokenizer
+        job = Job(lambda job: shown_activation(job, target, calls, patch_map, wanted, tokenizer), in_words)
+        return self._add(job, CallCount(1) if calls is None else calls.count, key)
 
     def close_activation(self, number: int) -> None:
-        """Drops the value that is kept for an activation."""
-        with self._lock:
-            work = self._started.pop(number, None)
+        """Interrupts an activation, and drops its value."""
+        work = self._started.get(number)
         if work is not None:
             work.job.interrupt()
             work.forget_value()
@@ -359,13 +341,13 @@ class Runs:
         """Waits until a run, or the job for an activation, has finished."""
         self._find(number).job.wait(seconds)
 
-    def status(self, number: int) -> tuple[dict[str, Any], list[bytes]]:
-        """Returns the `RunStatus` of a run, or the `ActivationStatus` of an activation, and its binary parts."""
+    def status(self, number: int) -> tuple[JobStatus, list[bytes]]:
+        """Returns the status of a run or an activation, and its binary parts."""
         found = self._find(number)
         status, buffers = found.status()
         # The state of an older run does not matter any more.
-        if found.shows == "report" and (self.state is None or number >= self.state["id"]):
-            before, self.state = self.state, {"id": number, "state": status["state"]}
+        if found.key is None and (self.state is None or number >= self.state["id"]):
+            before, self.state = self.state, {"id": number, "state": status.state}
             if self.state != before:
                 self._notify()
         return status, buffers
@@ -374,34 +356,18 @@ class Runs:
         """Interrupts a job at its next line of Python. It leaves no patches active and sets no variables."""
         self._find(number).job.interrupt()
 
-    def _current_settings(self) -> ThreadSettings:
-        # Requests may arrive in a thread of the kernel, which does not have the settings of the user's thread.
-        if self._settings.thread == threading.get_ident():
-            self._settings = ThreadSettings()
-        return self._settings
+    def _check_idle(self) -> None:
+        if any(work.job.state == "running" and not work.job.is_interrupted for work in self._started.values()):
+            raise SessionError(_BUSY)
 
-    def _check_idle(self, replaces_activation: bool = False) -> Job[Any] | None:
-        """Returns the previous job, which may have been interrupted and not have finished yet.
-
-        Raises:
-            SessionError: The previous job is running.
-        """
-        latest = self._latest
-        if latest is None or latest.state != "running" or latest.is_interrupted:
-            return latest
-        if replaces_activation and any(work.job is latest and work.shows == "view" for work in self._started.values()):
-            latest.interrupt()
-            return latest
-        raise SessionError(_BUSY)
-
-    def _note(self, work: StartedJob) -> int:
-        self._latest = work.job
+    def _add(self, job: Job[Any], count: CallCount, key: Hashable = None) -> int:
+        work = _StartedJob(next(self._numbers), job, count, key)
         self._started[work.id] = work
         for old in list(self._started)[:-_MOST_KEPT]:
             del self._started[old]
         return work.id
 
-    def _find(self, number: int) -> StartedJob:
+    def _find(self, number: int) -> _StartedJob:
         work = self._started.get(number)
         if work is None:
             raise SessionError(f"run {number} is not available any more; run again")
@@ -412,25 +378,13 @@ class Runs:
             follower.follow_runs()
 
 
-def _cells(namespace: dict[str, Any]) -> int:
-    """Returns the number of cells that the user has run: any of them may have changed variables and weights."""
-    return len(namespace.get("_ih", ()))  # the history of IPython
-
-
 def _forget(reference: weakref.ref[Runs]) -> None:
+    """Drops all tensors, when the graph is deleted. Finished reports stay."""
     runs = reference()
     if runs is not None:
-        runs.forget()
-
-
-def _wait_for(job: Job[Any], before: Job[Any] | None) -> None:
-    """Waits until the previous job, which was interrupted, has restored the model."""
-
-    def wait() -> None:
-        while before is not None and before.state == "running":
-            before.wait(0.05)
-
-    job.interruptibly(wait)
+        runs.last = runs.inputs = None
+        for work in list(runs._started.values()):
+            work.forget_value()
 
 
 _shared: weakref.WeakKeyDictionary[Session, weakref.ref[Runs]] = weakref.WeakKeyDictionary()

@@ -81,19 +81,12 @@ def changed_variables(arguments: str, examples: ExampleInputs, namespace: Mappin
         ['y']
     """
     call = parse_arguments(arguments)
-    pairs: list[tuple[str, Any, Any]] = []
-    if len(call.args) == len(examples.args):
-        positional = zip(call.args, examples.args, strict=True)
-        pairs += [(n.id, namespace.get(n.id), v) for n, v in positional if isinstance(n, ast.Name)]
-    for one in call.keywords:
-        if not isinstance(one.value, ast.Name):
-            continue
-        name, held = one.value.id, namespace.get(one.value.id)
-        if one.arg in examples.kwargs:
-            pairs.append((name, held, examples.kwargs[one.arg]))
-        elif one.arg is None and isinstance(held, Mapping):
-            pairs += [(name, value, examples.kwargs.get(key)) for key, value in held.items()]
-    return list(dict.fromkeys(name for name, held, value in pairs if name in namespace and not _is_same(held, value)))
+    held = [*examples.args, *examples.kwargs.values()]
+    typed = [*call.args, *(one.value for one in call.keywords)]
+    names = dict.fromkeys(node.id for node in typed if isinstance(node, ast.Name) and node.id in namespace)
+    values = {name: namespace[name] for name in names}
+    parts = {name: [*value.values()] if isinstance(value, Mapping) else [value] for name, value in values.items()}
+    return [name for name, own in parts.items() if not all(any(_is_same(one, other) for other in held) for one in own)]
 
 
 def _written(value: Any, names: Mapping[int, str]) -> str | None:

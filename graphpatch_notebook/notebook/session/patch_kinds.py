@@ -10,6 +10,7 @@ import keyword
 from dataclasses import dataclass, fields
 from typing import Any
 
+from graphpatch_notebook.notebook import messages
 from graphpatch_notebook.patches.kinds import (
     AddPatch,
     CustomPatch,
@@ -113,10 +114,10 @@ class PatchKind:
         restrictions = (name for name in RESTRICTIONS if self.has_positions or not name.startswith("position"))
         return (*(name for name, is_there in own.items() if is_there), *restrictions)
 
-    def state(self) -> dict[str, Any]:
-        """Returns the data for the front end: a `PatchKind` of js/src/kernel/protocol.ts."""
-        value = None if self.value is None else {"noun": self.value.noun, "example": self.value.example}
-        return {"name": self.name, "summary": self.summary, "fields": list(self.fields), "value": value}
+    def message(self) -> messages.PatchKindForm:
+        """Returns what the front end knows of it."""
+        value = None if self.value is None else messages.PatchInput(self.value.noun, self.value.example)
+        return messages.PatchKindForm(self.name, self.summary, list(self.fields), value)
 
 
 FLAGS = ("any_shape", "allow_empty")

@@ -12,17 +12,14 @@ import re
 import threading
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ChosenPatchError, ListenerWarning, SessionError, StaleEditError
 from graphpatch_notebook.execution import call_problem, is_part_of_splice, target_of_call
@@ -34,7 +31,6 @@ from graphpatch_notebook.notebook.session.slices import Sliced, sliced_shape
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.slices import index_text
-from graphpatch_notebook.patches.splices import SplicePatch
 from graphpatch_notebook.paths import ParsedPath, numbered, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
 
@@ -97,8 +93,6 @@ class Session:
         self._undone: list[tuple[ChosenPatch, ...]] = []
         self._done: list[tuple[ChosenPatch, ...]] = []
         self._listeners: list[Callable[[ChosenPatches], object]] = []
-        self._untold: deque[ChosenPatches] = deque()
-        self._is_telling = False
 
     @property
     def graph(self) -> PatchableGraph:
@@ -127,50 +121,41 @@ class Session:
         """Adds several patches, as one step of undo; returns them as they were added."""
         with self._lock:
             before = self._chosen.patches
-            added = self._numbered(patches, before, self._last_number + 1)
+            added = self._checked((patch.with_fields(number=0) for patch in patches), before)
             self._commit((*before, *added), based_on)
         return added
 
-    def replace_all(self, patches: Iterable[ChosenPatch], based_on: int | None = None) -> tuple[ChosenPatch, ...]:
-        """Replaces all patches by these, as one step of undo; returns them as they were added."""
+    def replace_all(self, patches: Iterable[ChosenPatch]) -> tuple[ChosenPatch, ...]:
+        """Replaces all patches by these, as one step of undo; returns them. Those that have a number keep it."""
         with self._lock:
-            chosen = self._numbered(patches, (), self._last_number + 1)
-            self._commit(chosen, based_on)
+            chosen = self._checked(patches, ())
+            self._commit(chosen, None)
         return chosen
-
-    def adopt(self, patches: Iterable[ChosenPatch]) -> None:
-        """Replaces all patches by those of another session, which keep their numbers."""
-        with self._lock:
-            found: list[ChosenPatch] = []
-            for patch in patches:
-                found.append(self.check(patch, found).patch)
-            self._commit(tuple(found), None)
 
     def change(self, number: int, based_on: int | None = None, **changed: Any) -> ChosenPatch:
         """Changes fields of a patch (`is_enabled=False`, `slice=":, 0"`), which keeps its number and position."""
         with self._lock:
             before = self._chosen.find(number)
             others = tuple(patch for patch in self._chosen.patches if patch is not before)
-            after = replace(before, **changed)
+            after = before.with_fields(**changed)
             if after.value != before.value:  # the user has written this value
-                after = replace(after, untrusted=None)
-            (after,) = self._numbered([after], others, number)
+                after = after.with_fields(untrusted=None)
+            (after,) = self._checked([after], others)
             self._commit(tuple(after if patch is before else patch for patch in self._chosen.patches), based_on)
         return after
 
     def trust(self, file: UntrustedFile, based_on: int | None = None) -> None:
         """Trusts a file: values from it are evaluated from now on."""
         with self._lock:
-            patches = self._chosen.patches
-            self._commit(tuple(replace(p, untrusted=None) if p.untrusted == file else p for p in patches), based_on)
+            trusted = (p.with_fields(untrusted=None) if p.untrusted == file else p for p in self._chosen.patches)
+            self._commit(tuple(trusted), based_on)
 
     def move(self, number: int, position: int, based_on: int | None = None) -> None:
         """Moves a patch to a position in the order, counted from 0."""
         with self._lock:
             moved = self._chosen.find(number)
             others = [patch for patch in self._chosen.patches if patch is not moved]
-            others.insert(min(position, len(others)), moved)  # `list.insert` refuses integers above 64 bits
-            self._commit(tuple(others), based_on)
+            self._commit((*others[:position], moved, *others[position:]), based_on)
 
     def remove(self, numbers: Iterable[int], based_on: int | None = None) -> tuple[ChosenPatch, ...]:
         """Removes the patches with these numbers; returns them."""
@@ -182,9 +167,7 @@ class Session:
     def clear(self, based_on: int | None = None) -> tuple[ChosenPatch, ...]:
         """Removes all patches; returns them."""
         with self._lock:
-            removed = self._chosen.patches
-            self._commit((), based_on)
-        return removed
+            return self.remove([patch.number for patch in self._chosen.patches], based_on)
 
     def undo(self, based_on: int | None = None) -> bool:
         """Undoes the last edit; returns whether there was one."""
@@ -204,13 +187,12 @@ class Session:
         """Whether there is an edit to redo."""
         return bool(self._undone)
 
-    def _numbered(
-        self, patches: Iterable[ChosenPatch], others: tuple[ChosenPatch, ...], first: int
-    ) -> tuple[ChosenPatch, ...]:
-        """Returns the patches, checked against `others` and each other, with numbers from `first` on."""
+    def _checked(self, patches: Iterable[ChosenPatch], others: tuple[ChosenPatch, ...]) -> tuple[ChosenPatch, ...]:
+        """Returns the patches, checked against `others` and each other; those without a number get new ones."""
         found: list[ChosenPatch] = []
-        for number, patch in enumerate(patches, first):
-            found.append(self.check(patch.numbered(number), (*others, *found)).patch)
+        for new, patch in enumerate(patches, self._last_number + 1):
+            numbered = patch if patch.number else patch.with_fields(number=new)
+            found.append(self.check(numbered, (*others, *found)).patch)
         return tuple(found)
 
     def _step(
@@ -244,38 +226,26 @@ class Session:
 
     def _publish(self, patches: tuple[ChosenPatch, ...]) -> None:
         self._chosen = ChosenPatches(self._chosen.version + 1, patches)
-        self._untold.append(self._chosen)
-        if self._is_telling:  # a listener has made this version: all are told of it after the one before
-            return
-        errors: list[Exception] = []
-        self._is_telling = True
-        try:
-            while self._untold:
-                newest = self._untold.popleft()
-                for listener in tuple(self._listeners):
-                    errors += _errors_of(listener, newest)
-        finally:
-            self._is_telling = False
-        for problem in errors:
-            what = f"a listener raised {type(problem).__name__}: {problem}"
-            warnings.warn(f"{what}; the edit was made, all others were called", ListenerWarning, stacklevel=2)
+        for listener in tuple(self._listeners):
+            try:
+                listener(self._chosen)
+            except Exception as error:
+                what = f"a listener raised {type(error).__name__}: {error}"
+                warnings.warn(f"{what}; the edit was made, all others were called", ListenerWarning, stacklevel=2)
+                continue
 
     def listen(self, listener: Callable[[ChosenPatches], object]) -> Callable[[], None]:
-        """Calls `listener` after each change, in the order of the versions.
-
-        It is called in the thread of the edit and under its lock. A listener may edit. All listeners are called with
-        one version before the next. If a listener raises, a `ListenerWarning` is issued, and the edit stays.
+        """Calls `listener` with the chosen patches after each change, in the thread of the edit and under its lock.
 
         Returns:
             A function that removes the listener.
         """
-        entry = partial(listener)  # another object, because the same listener may be added twice
         with self._lock:
-            self._listeners.append(entry)
+            self._listeners.append(listener)
 
         def stop() -> None:
-            with self._lock:
-                self._listeners[:] = [other for other in self._listeners if other is not entry]
+            with self._lock, suppress(ValueError):
+                self._listeners.remove(listener)
 
         return stop
 
@@ -284,35 +254,25 @@ class Session:
     def check(self, patch: ChosenPatch, others: Iterable[ChosenPatch] | None = None) -> Check:
         """Returns the value that a patch would be applied to. Does not change the session.
 
-        A probe must not fill a variable that an earlier patch uses: from the second run on, that patch would silently
-        use what the previous run kept. If a later patch uses the variable of an earlier probe, this is a warning,
-        because it may be intended.
+        It is a warning if a patch uses a variable that a probe fills: each run would use what the run before it kept.
 
         Raises:
             ChosenPatchError: It cannot be applied; `field` is the field that is wrong.
         """
         there = tuple(self._chosen.patches if others is None else others)
         root = captured(self.graph).root
+        _check_name(patch, there, self.origin)
+        warned = [_warning_of_uses(patch, there)]
         try:
             target = _target(root, patch)
         except Unresolvable as problem:
             if not is_part_of_splice(root, patch.path):
                 raise ChosenPatchError("path", problem.message) from None
-            check_name(patch, there, self.origin)
-            return Check(patch, None, None, self._doubt_of_splice(patch, there) or check_uses(patch, there))
+            return Check(patch, None, None, warned[0])
         shape = target.spec.shape if isinstance(target.spec, TensorSpec) else None
         sliced = _sliced(patch, target, shape)
-        check_name(patch, there, self.origin)
-        warned = [warning for warning in (sliced.warning, check_uses(patch, there)) if warning]
-        return Check(replace(patch, path=target.text), shape, sliced.shape, "; ".join(warned) or None)
-
-    def _doubt_of_splice(self, patch: ChosenPatch, others: Iterable[ChosenPatch]) -> str | None:
-        """Returns what is missing for a patch on a part of a splice: a chosen splice, or one that the graph has."""
-        splices = (one for one in others if one.definition.patch is SplicePatch)
-        known = [f"{one.path}{mark}{SplicePatch.name}." for one in splices for mark in "|."]
-        if captured(self.graph).permanent or patch.path.startswith(tuple(known)):
-            return None
-        return f"there is no splice for {patch.path!r} yet: choose one (splice PATH SAE), or enter its context first"
+        text = "; ".join(filter(None, [sliced.warning, *warned])) or None
+        return Check(patch.with_fields(path=target.text), shape, sliced.shape, text)
 
     def free_name(self, path: str, taken: Container[str] = ()) -> str:
         """Returns a name for the variable of a probe: the end of the path, with a number if that name is taken.
@@ -331,11 +291,10 @@ class Session:
         words = re.sub(r"\W+", "_", "_".join((*parsed.names[begin:], *parsed.dig)), flags=re.ASCII).strip("_")
         base = words if words and not words[0].isdigit() else f"node_{words}".strip("_")
         mine = {patch.name for patch in self._chosen.patches} | self.origin.names
-        candidates = itertools.chain([base], numbered(base))
         return next(
             name
-            for name in candidates
-            if name not in mine and name not in taken and not keyword.iskeyword(name) and not hasattr(builtins, name)
+            for name in itertools.chain([base], numbered(base))
+            if not (name in mine or name in taken or keyword.iskeyword(name) or hasattr(builtins, name))
         )
 
     # -- use -----------------------------------------------------------------------------------------------------------
@@ -346,69 +305,48 @@ class Session:
         Raises:
             SessionError: Some values cannot be evaluated; one error for all of them. No patch was applied.
         """
-        patch_map: dict[str, list[Patch[Any]]] = {}
         enabled = (self._chosen if chosen is None else chosen).enabled
-        names = {
-            one.number: text for text, same in by_value(captured(self.graph).root, enabled).items() for one in same
-        }
-        observing: list[tuple[ChosenPatch, Patch[Any]]] = []
+        made: dict[int, Patch[Any]] = {}
         problems: list[str] = []
         cause: Exception | None = None
         for one in enabled:
             try:
-                patch = one.patch(namespace)
+                made[one.number] = one.patch(namespace)
             except Exception as error:
                 cause = cause or error
                 problems.append(f"#{one.number} ({visible(str(one))}): {type(error).__name__}: {error}")
                 continue
-            patch_map.setdefault(names[one.number], []).append(patch)
-            if one.definition.keeps is not None:
-                observing.append((one, patch))
         if problems:
             raise SessionError("; ".join(problems)) from cause
+        paths = by_value(captured(self.graph).root, enabled)
+        patch_map = {path: [made[one.number] for one in same] for path, same in paths.items()}
+        observing = ((one, made[one.number]) for one in enabled if one.definition.keeps is not None)
         return ResolvedPatches(patch_map, tuple(observing))
 
 
 def by_value(root: Frame, patches: Sequence[ChosenPatch]) -> dict[str, list[ChosenPatch]]:
     """Returns the patches by the value that they are on, as in a patch map: by the first of its names that is used.
 
-    Where patches on a value and on a part of it take turns, a value has several names, so that their order remains.
+    Raises:
+        SessionError: Patches on a value and on a part of it take turns. A map cannot say so.
     """
     names: dict[tuple[str, str], str] = {}
-    last: dict[str, tuple[str, str]] = {}
     found: dict[str, list[ChosenPatch]] = {}
+    last: dict[str, str] = {}
     for patch in patches:
-        target, value = None, (patch.path, "")
+        path, part = patch.path, ""
         with suppress(Unresolvable):  # a part of a splice; all else is reported when the patches are used
             target = resolve(root, patch.path)
-            value = (target.path, index_text(target.index) if target.index else "")
-        if value not in names:
-            names[value] = patch.path
-        elif target is not None and last[value[0]] != value:
-            names[value] = _other_name(root, target, found)
-        last[value[0]] = value
-        found.setdefault(names[value], []).append(patch)
+            path, part = target.path, index_text(target.index) if target.index else ""
+        name = names.setdefault((path, part), patch.path)
+        if name in found and last[path] != name:
+            raise SessionError(
+                f"patches on {name!r} and on {last[path]!r}, a part of it or the whole, take turns: move them, so that "
+                "those on one of the two follow each other"
+            )
+        last[path] = name
+        found.setdefault(name, []).append(patch)
     return found
-
-
-def _other_name(root: Frame, target: Target, used: Container[str]) -> str:
-    """Returns a name of a value that is not used yet: that of its component, with a slice that takes all of it."""
-    whole = [name for name, one in find(root).items() if one.path == target.path and not one.index]
-    part = [index_text(target.index)] if target.index else []
-    for name in whole:
-        for count in range(_DIMENSIONS):
-            inside = ", ".join([*part, *[":"] * count])
-            text = f"{name}[{inside}]" if inside else name
-            with suppress(Unresolvable):
-                if text not in used and resolve(root, text).index == target.index:
-                    return text
-    raise SessionError(
-        f"patches on {target.path!r} and on a part of it take turns too often: move them, so that those on one of them "
-        "follow each other"
-    )
-
-
-_DIMENSIONS = 8
 
 
 def _target(root: Frame, patch: ChosenPatch) -> Target:
@@ -450,6 +388,29 @@ def is_absent(target: Target) -> bool:
     return isinstance(target.spec, ScalarSpec) and target.spec.value is None
 
 
+def _check_name(patch: ChosenPatch, others: Iterable[ChosenPatch], origin: Origin) -> None:
+    """Checks that no other patch fills the variable of a patch, and that the graph was not made from it."""
+    if patch.name is None:
+        return
+    for other in others:
+        if other.name == patch.name:
+            raise ChosenPatchError(
+                "name", f"#{other.number} puts {other.path!r} in {patch.name!r}: choose another variable"
+            )
+    if patch.name in origin.names:
+        raise ChosenPatchError("name", f"{patch.name!r} is used to make the graph: choose another variable")
+
+
+def _warning_of_uses(patch: ChosenPatch, others: Iterable[ChosenPatch]) -> str | None:
+    """Returns a warning if the patch uses a variable that another one fills, or the other way round."""
+    for other in others:
+        for user, probe in ((patch, other), (other, patch)):
+            # The search in the text is fast.
+            if probe.name and probe.name in f"{user.value} {user.slice}" and probe.name in names_used([user]):
+                return f"{probe.name!r} is what ({probe}) keeps: each run uses what the run before it kept"
+    return None
+
+
 _sessions: weakref.WeakKeyDictionary[PatchableGraph, Session] = weakref.WeakKeyDictionary()
 _sessions_lock = threading.Lock()
 
@@ -460,59 +421,3 @@ def session_of(graph: PatchableGraph) -> Session:
         if graph not in _sessions:
             _sessions[graph] = Session(graph)
         return _sessions[graph]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Variables: no two patches fill the same one, and none fills what another uses
-
-
-def check_name(patch: ChosenPatch, others: Iterable[ChosenPatch], origin: Origin) -> None:
-    """Checks that no other patch fills the variable of a patch, and that the graph was not made from it."""
-    if patch.name is None:
-        return
-    namesake = next((other for other in others if other.name == patch.name), None)
-    if namesake is not None:
-        raise ChosenPatchError(
-            "name", f"#{namesake.number} puts {namesake.path!r} in {patch.name!r}: choose another variable"
-        )
-    if patch.name in origin.names:
-        raise ChosenPatchError("name", f"{patch.name!r} is used to make the graph: choose another variable")
-
-
-def check_uses(patch: ChosenPatch, others: Iterable[ChosenPatch]) -> str | None:
-    """Returns a warning if the patch uses a variable that an earlier probe fills.
-
-    Raises:
-        ChosenPatchError: A probe would overwrite a variable that an earlier patch uses.
-    """
-    warning = None
-    for other in others:
-        if not (patch.is_enabled and other.is_enabled):
-            continue
-        is_newer = not patch.number or other.number < patch.number
-        user, probe = (other, patch) if is_newer else (patch, other)
-        if _uses(user, probe.name):
-            does = "uses" if user is other else "puts what it keeps in"
-            raise ChosenPatchError(
-                "name" if probe is patch else "value",
-                f"#{other.number} ({other}) {does} {probe.name!r}, so that the second run would use "
-                "what the first one kept: choose another variable",
-            )
-        if is_newer and _uses(patch, other.name):
-            warning = f"{other.name!r} is what #{other.number} keeps: each run uses what the run before it kept"
-    return warning
-
-
-def _uses(patch: ChosenPatch, name: str | None) -> bool:
-    """Whether a text of the patch names the variable."""
-    texts = f"{patch.value} {patch.slice}"
-    # The substring check is fast. Non-ASCII identifiers have several spellings.
-    return name is not None and (name in texts or not texts.isascii()) and name in names_used([patch])
-
-
-def _errors_of(listener: Callable[[ChosenPatches], object], version: ChosenPatches) -> list[Exception]:
-    try:
-        listener(version)
-    except Exception as error:
-        return [error]
-    return []

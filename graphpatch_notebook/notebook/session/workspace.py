@@ -172,46 +172,35 @@ class Results:
 
     def __init__(self, namespace: Callable[[], dict[str, Any]]) -> None:
         self._namespace = namespace
-        self._marks: dict[str, Callable[[Any], bool]] = {}
+        self._filled: dict[str, weakref.ref[Tensor]] = {}
 
     def put(self, values: dict[str, Any]) -> None:
         """Puts values into the variables of these names."""
         self._namespace().update(values)
-        self._marks |= {name: _mark(value) for name, value in values.items()}
+        tensors = {name: _tensor_of(value) for name, value in values.items()}
+        self._filled |= {name: weakref.ref(tensor) for name, tensor in tensors.items() if tensor is not None}
 
     def names_of_others(self) -> set[str]:
         """Returns the names of all other variables."""
         return {name for name in list(self._namespace()) if not self.is_own(name)}
 
     def is_own(self, name: str) -> bool:
-        """Whether a variable still holds the value that was put there."""
-        namespace = self._namespace()
-        return name in self._marks and name in namespace and self._marks[name](namespace[name])
+        """Whether a variable still holds the value that was put there. Of numbers, that is not known."""
+        tensor = _tensor_of(self._namespace().get(name))
+        return tensor is not None and name in self._filled and self._filled[name]() is tensor
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes those of the variables that still hold the value that was put there."""
         for name in names:
             if self.is_own(name):
                 del self._namespace()[name]
-            self._marks.pop(name, None)
+            self._filled.pop(name, None)
 
 
-def _mark(value: Any) -> Callable[[Any], bool]:
-    """Returns a function that checks whether a value is this one, without keeping it alive."""
-    if isinstance(value, Tensor):
-        reference = weakref.ref(value)
-        return lambda other: other is reference()
-    if isinstance(value, list):
-        number, count, ends = id(value), len(value), [_mark(item) for item in (value[:1] + value[-1:])]
-
-        def is_same(other: Any) -> bool:
-            # Another list may have the same id later, but it holds other tensors.
-            if id(other) != number or type(other) is not list or len(other) != count:
-                return False
-            return all(mark(item) for mark, item in zip(ends, other[:1] + other[-1:], strict=True))
-
-        return is_same
-    return lambda other: other is value
+def _tensor_of(value: Any) -> Tensor | None:
+    """Returns a tensor that identifies the value of a probe or record; `None` without one."""
+    first = value[0] if type(value) is list and value else value
+    return first if isinstance(first, Tensor) else None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -228,21 +217,13 @@ def transfer(patches: tuple[ChosenPatch, ...], session: Session) -> None:
     kept: list[ChosenPatch] = []
     dropped: list[str] = []
     for patch in patches:
-        problem = _problem(patch, kept, session)
-        if problem is None:
-            kept.append(patch)
-        else:
+        try:
+            kept.append(session.check(patch, kept).patch)
+        except ChosenPatchError as problem:
             dropped.append(f"dropped #{patch.number} {patch}: {problem}")
+            continue
     if kept:
-        session.adopt(kept)
+        session.replace_all(kept)
         print(f"{counted(len(kept))} carried over from the previous graph in {session.origin.graph}")
     for line in dropped:
         print(line)
-
-
-def _problem(patch: ChosenPatch, others: list[ChosenPatch], session: Session) -> ChosenPatchError | None:
-    try:
-        session.check(patch, others)
-    except ChosenPatchError as problem:
-        return problem
-    return None

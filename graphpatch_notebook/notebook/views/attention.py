@@ -9,14 +9,14 @@ The front end is js/src/views/attention_view.ts. A page without scripts shows a 
 from __future__ import annotations
 
 import base64
+import functools
 import struct
-import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import traitlets
 from torch import Tensor
@@ -27,23 +27,22 @@ from graphpatch_notebook.experiments.elsewhere import RemoteGraph
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
+from graphpatch_notebook.notebook.messages import Head, HeadRequest
 from graphpatch_notebook.notebook.run.model_calls import RunInputs
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.computed import ComputedView, Work
+from graphpatch_notebook.notebook.views.computed import ComputedView, Patches
 from graphpatch_notebook.notebook.views.linked import inputs_of_view, session_for_view
 from graphpatch_notebook.notebook.views.patterns import (
     AttentionLayer,
     LayerPatterns,
-    Packed,
     attention_layers,
     packed,
     patterns_of_run,
     pooled,
 )
-from graphpatch_notebook.notebook.views.requests import Answer, Handlers, Payload, RequestContext
+from graphpatch_notebook.notebook.views.requests import Answer, Handlers, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import Patch
 
 MEAN = -1
 """The row that is the mean over the batch."""
@@ -115,10 +114,7 @@ class AttentionView(ComputedView):
     cells = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     row: Any = traitlets.Int().tag(sync=True)
 
-    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
-        **ComputedView.IS_OF_FRONT_END,
-        "row": lambda value: type(value) is int,
-    }
+    FRONT_END: ClassVar[Mapping[str, Any]] = {**ComputedView.FRONT_END, "row": int}
     VIEW: ClassVar[str] = "attention"
     COMPUTED: ClassVar[tuple[str, ...]] = ("attention", "cells")
 
@@ -131,13 +127,10 @@ class AttentionView(ComputedView):
         inputs: RunInputs,
         tokens: AxisTokens,
     ) -> None:
-        self._graph = weakref.ref(graph)
         self._layers, self._inputs, self._tokens = layers, inputs, tokens
         self._version = 0
         self._clean: list[LayerPatterns] = []
         self._patched: list[LayerPatterns] | None = None
-        self._sent: tuple[int, Packed] | None = None
-        self._picture: tuple[int, str] | None = None
         super().__init__(graph, session, workspace)
 
     def _handlers(self) -> Handlers:
@@ -154,42 +147,33 @@ class AttentionView(ComputedView):
         self._clean = []
         self.update()
 
-    def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
-        graph, known = self._graph(), self._clean
-        maps = [*([] if known else [{}]), *([patches] if patches else [])]
+    def _compute(self, graph: PatchableGraph, patches: Patches) -> Any:
+        clean = self._clean or self._patterns(graph, {})
+        return clean, self._patterns(graph, patches) if patches else None
 
-        def work() -> Callable[[], None]:
-            assert graph is not None  # the session has checked that it is there
-            found = [self._patterns(graph, patch_map) for patch_map in maps]
-
-            def keep() -> None:
-                self._clean = known or found[0]
-                self._patched = found[-1] if patches else None
-                self._version += 1
-
-            return keep
-
-        return work
-
-    def _patterns(self, graph: PatchableGraph, patches: dict[str, list[Patch[Any]]]) -> list[LayerPatterns]:
+    def _patterns(self, graph: PatchableGraph, patches: Patches) -> list[LayerPatterns]:
         args, kwargs = self._inputs.copy()
         if isinstance(graph, RemoteGraph):  # quantized there, so that little is sent
             found: list[LayerPatterns] = graph.run_there(patterns_of_run, self._layers, patches, args, kwargs)
             return found
         return patterns_of_run(graph, self._layers, patches, args, kwargs)
 
-    def _head(self, _: RequestContext, payload: Payload) -> Answer:
+    def _keep(self, found: tuple[list[LayerPatterns], list[LayerPatterns] | None]) -> None:
+        self._clean, self._patched = found
+        self._version += 1
+
+    def _head(self, _: RequestContext, payload: HeadRequest) -> Answer:
         """Returns the pattern of a head, and its scale; of the mean over a batch, also the weighted one."""
-        layer, head = payload.number("layer"), payload.number("head")
-        found = {"clean": self._clean, "patched": self._patched}.get(payload.text("run"))
-        if payload.number("version") != self._version or found is None:
+        found = {"clean": self._clean, "patched": self._patched}[payload.run]
+        layer, head = payload.layer, payload.head
+        if payload.version != self._version or found is None:
             raise SessionError("the patterns have changed in the meantime; look at them again")
-        if not 0 <= layer < len(found) or not 0 <= head < found[layer].cells.cells.shape[1]:
+        if layer >= len(found) or head >= found[layer].cells.cells.shape[1]:
             raise SessionError(f"there is no head {head} in layer {layer} of this view")
-        place, weighted = self._place, found[layer].weighted(self._place)
-        parts = [(found[layer].cells, place), *([] if weighted is None else [(weighted, 0)])]
+        weighted = found[layer].weighted(self._place)
+        parts = [(found[layer].cells, self._place), *([] if weighted is None else [(weighted, 0)])]
         scales = [float(part.scales[row, head]) for part, row in parts]
-        return {"scales": scales}, [part.cells[row, head].contiguous().numpy().tobytes() for part, row in parts]
+        return Head(scales), [part.cells[row, head].contiguous().numpy().tobytes() for part, row in parts]
 
     # -- traits --------------------------------------------------------------------------------------------------------
 
@@ -206,42 +190,37 @@ class AttentionView(ComputedView):
         return row + 1 if self._count > 1 else 0
 
     @traitlets.validate("row")
-    def _validated(self, proposal: Any) -> Any:
+    def _checked_row(self, proposal: Any) -> Any:
         return self._checked(proposal)
 
-    def _problem(self, name: str, value: Any) -> str | None:
+    def _check(self, name: str, value: Any) -> None:
+        super()._check(name, value)
         if name == "row" and not (MEAN if self._count > 1 else 0) <= value < self._count:
-            return f"there is no row {value}: the batch has {self._count}"
-        return super()._problem(name, value)
+            raise traitlets.TraitError(f"there is no row {value}: the batch has {self._count}")
 
     @traitlets.observe("row")
     def _show_row(self, _: Any) -> None:
         self._version += 1
         self.renew("attention", "cells")
 
-    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
-        if name in ("attention", "cells"):
-            if self._sent is None or self._sent[0] != self._version:
-                runs = [self._clean, *([self._patched] if self._patched is not None else [])]
-                self._sent = self._version, packed(runs, self._place)
-            _, found = self._sent
-            return found.data if name == "cells" else self._described(found.shapes, is_whole=found.is_whole)
-        return super()._value_of_trait(name, graph)
+    def _makers(self) -> Mapping[str, Callable[[], Any]]:
+        sent = functools.cache(lambda: packed([run for run in (self._clean, self._patched) if run], self._place))
+        return {
+            **super()._makers(),
+            "attention": lambda: self._described(sent().shapes, is_whole=sent().is_whole),
+            "cells": lambda: sent().data,
+        }
 
     def _described(self, shapes: list[list[int]], *, is_whole: bool) -> dict[str, Any]:
         """Returns the `Attention` of the front end."""
-        texts: list[list[str]] = []
-
-        def place_of(labels: list[str]) -> int:
-            if labels not in texts:
-                texts.append(labels)
-            return texts.index(labels)
-
+        texts: dict[tuple[str, ...], int] = {}
         row = self.row if self._count > 1 else 0
         layers = []
         for layer, patterns, shape in zip(self._layers, self._clean, shapes, strict=True):
             heads, queries, keys = patterns.cells.cells.shape[1:]
             is_encoder = "encoder" in layer.stack
+            query_texts = tuple(self._tokens.labels(queries, row, is_encoder=is_encoder))
+            key_texts = tuple(self._tokens.labels(keys, row, is_encoder=is_encoder or layer.is_cross))
             layers.append(
                 {
                     "name": layer.name,
@@ -252,8 +231,8 @@ class AttentionView(ComputedView):
                     "value_heads": 0 if patterns.lengths is None else patterns.lengths.cells.shape[1],
                     "full": [queries, keys],
                     "shape": shape,
-                    "queries": place_of(self._tokens.labels(queries, row, is_encoder=is_encoder)),
-                    "keys": place_of(self._tokens.labels(keys, row, is_encoder=is_encoder or layer.is_cross)),
+                    "queries": texts.setdefault(query_texts, len(texts)),
+                    "keys": texts.setdefault(key_texts, len(texts)),
                 }
             )
         return {
@@ -265,7 +244,7 @@ class AttentionView(ComputedView):
             "call": f"{self._session.origin.graph}({self._inputs.text})",
             "is_whole": is_whole,
             "layers": layers,
-            "tokens": texts,
+            "tokens": [*map(list, texts)],
         }
 
     # -- display -------------------------------------------------------------------------------------------------------
@@ -277,26 +256,20 @@ class AttentionView(ComputedView):
         layers = f"{len(self._layers)} layer{'s' * (len(self._layers) != 1)}"
         return f"<AttentionView of {name}: {heads} heads in {layers}, {queries} x {keys}>"
 
-    def _static_html(self) -> str | None:
-        with suppress(SessionError):
-            name = self._session.origin.graph
-            shown = self._patched or self._clean
-            if self._picture is None or self._picture[0] != self._version:
-                cells = [one.cells.cells[self._place] for one in shown]
-                self._picture = self._version, base64.b64encode(picture_of(cells)).decode()
-            _, picture = self._picture
-            labels = self._tokens.labels(shown[0].cells.cells.shape[2], self.row, is_encoder=False)
-            heads = sum(one.cells.cells.shape[1] for one in shown)
-            patched = " with the chosen patches" if self._patched is not None else ""
-            return (
-                f"<p><strong>Attention of {escaped(name)}: {heads} heads in {len(shown)} layers{patched}</strong> "
-                "(a picture; for the live one, run the cell)</p>\n"
-                f'<img alt="Attention patterns, a row of heads for each layer, the first layer at the top" '
-                f'src="data:image/png;base64,{picture}">\n'
-                f"<details><summary>{len(labels)} tokens</summary>\n<p>{escaped(' '.join(labels))}</p>\n"
-                "</details>"
-            )
-        return None
+    def _static_html(self) -> str:
+        name, shown = self._session.origin.graph, self._patched or self._clean
+        picture = base64.b64encode(picture_of([one.cells.cells[self._place] for one in shown])).decode()
+        labels = self._tokens.labels(shown[0].cells.cells.shape[2], self.row, is_encoder=False)
+        heads = sum(one.cells.cells.shape[1] for one in shown)
+        patched = " with the chosen patches" if self._patched is not None else ""
+        return (
+            f"<p><strong>Attention of {escaped(name)}: {heads} heads in {len(shown)} layers{patched}</strong> "
+            "(a picture; for the live one, run the cell)</p>\n"
+            f'<img alt="Attention patterns, a row of heads for each layer, the first layer at the top" '
+            f'src="data:image/png;base64,{picture}">\n'
+            f"<details><summary>{len(labels)} tokens</summary>\n<p>{escaped(' '.join(labels))}</p>\n"
+            "</details>"
+        )
 
 
 _SIDE, _GAP = 32, 3
@@ -317,45 +290,35 @@ _VIRIDIS = (
 def picture_of(layers: Sequence[Tensor]) -> bytes:
     """Returns a PNG with a row of heads for each layer, given the cells as bytes, of shape (head, query, key).
 
+    The brightest color of each head is what nearly all of its cells do not exceed: in a causal pattern, the first query
+    has nothing but one weight of 1.
+
     Example:
         >>> import torch
         >>> picture_of([torch.zeros(2, 4, 4, dtype=torch.uint8)])[1:4]
         b'PNG'
     """
     step = _SIDE + _GAP
+    # The last color is for the gaps.
     image = torch.full((len(layers) * step, max(len(cells) for cells in layers) * step), 255, dtype=torch.uint8)
     for number, cells in enumerate(layers):
-        small = _brightened(pooled(cells, _SIDE))
-        repeats = [max(1, _SIDE // size) for size in small.shape[1:]]
-        large = small.repeat_interleave(repeats[0], 1).repeat_interleave(repeats[1], 2)
-        for head, one in enumerate(large):
-            # The last color is for the gaps.
-            image[number * step :, head * step :][: one.shape[0], : one.shape[1]] = one
-    stops = torch.tensor(_VIRIDIS, dtype=torch.float32)
-    places = torch.linspace(0, len(stops) - 1, 255)
-    low = places.floor().long().clamp_max(len(stops) - 2)
-    colors = torch.lerp(stops[low], stops[low + 1], (places - low)[:, None]).round().to(torch.uint8)
-    palette = torch.cat([colors, torch.tensor([[255, 255, 255]], dtype=torch.uint8)])
+        for head, one in enumerate(pooled(cells, _SIDE)):
+            strong = one[one > 0].float()
+            bright = float(strong.quantile(0.98)) if len(strong) else 255.0
+            small = (one * (254 / bright)).clamp_max(254).to(torch.uint8)
+            repeats = [max(1, _SIDE // size) for size in small.shape]
+            large = small.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
+            image[number * step :, head * step :][: large.shape[0], : large.shape[1]] = large
+    places = np.linspace(0, len(_VIRIDIS) - 1, 255)
+    colors = [np.interp(places, range(len(_VIRIDIS)), channel) for channel in zip(*_VIRIDIS, strict=True)]
+    palette = np.vstack([np.stack(colors, 1).round(), [[255, 255, 255]]]).astype(np.uint8)
     rows = torch.cat([torch.zeros(image.shape[0], 1, dtype=torch.uint8), image], 1)
     header = struct.pack(">IIBBBBB", image.shape[1], image.shape[0], 8, 3, 0, 0, 0)
-    parts = [("IHDR", header), ("PLTE", palette.numpy().tobytes()), ("IDAT", zlib.compress(rows.numpy().tobytes(), 9))]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in [*parts, ("IEND", b"")])
-
-
-def _brightened(cells: Tensor) -> Tensor:
-    """Returns the cells of heads, from 0 to 254, so that each head's brightest color is what nearly all do not exceed.
-
-    As thumbnails.ts does: in a causal pattern, the first query has nothing but one weight of 1.
-    """
-    numbers = cells.flatten(1).float()
-    strong = numbers.masked_fill(numbers == 0, float("nan")).nanquantile(0.98, dim=1).nan_to_num(255.0)
-    bright: Tensor = (cells * (254 / strong).view(-1, 1, 1)).clamp_max(254).to(torch.uint8)
-    return bright
-
-
-def _chunk(name: str, data: bytes) -> bytes:
-    body = name.encode() + data
-    return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+    chunks = {b"IHDR": header, b"PLTE": palette.tobytes(), b"IDAT": zlib.compress(rows.numpy().tobytes(), 9)}
+    parts = [b"\x89PNG\r\n\x1a\n"]
+    for name, data in {**chunks, b"IEND": b""}.items():
+        parts.append(struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)))
+    return b"".join(parts)
 
 
 def attention_of(

@@ -21,11 +21,12 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.plotting.labels import tick_text
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import token_text
+from graphpatch_notebook.notebook.messages import GenerationRequest
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.computed import ComputedView, Work
+from graphpatch_notebook.notebook.views.computed import ComputedView, Patches
 from graphpatch_notebook.notebook.views.linked import inputs_of_view, session_for_view
-from graphpatch_notebook.notebook.views.requests import Answer, Handlers, Payload, RequestContext
+from graphpatch_notebook.notebook.views.requests import Answer, Handlers, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.warning_places import collected_warnings
@@ -173,7 +174,6 @@ class GenerationView(ComputedView):
     ) -> None:
         self._generator, self._tokenizer, self._score = generator, tokenizer, score
         self._branches: list[Branch] = []
-        self._shown_lines = _Lines()
         super().__init__(graph, session, workspace)
         steps = len(self._shown_lines.continuations[0].tokens)
         if not isinstance(score, str) and len(score) != steps:
@@ -202,62 +202,48 @@ class GenerationView(ComputedView):
         before = lines[line].continuation
         if not 0 <= step < len(before.tokens):
             raise SessionError(f"there is no step {step}; line {line} has {len(before.tokens)}")
-        if not 0 <= token < self._vocabulary_size:
-            raise SessionError(f"token {token} is not one of the {self._vocabulary_size} tokens of the vocabulary")
+        if not 0 <= token < before.size:
+            raise SessionError(f"token {token} is not one of the {before.size} tokens of the vocabulary")
         if len(self._branches) >= _MOST_BRANCHES:
             raise SessionError(f"there are {_MOST_BRANCHES} branches already: remove one first")
         forced = (*before.tokens[:step], token)
         self._branches.append(Branch(line, lines[line].is_patched, forced))
 
-    @property
-    def _vocabulary_size(self) -> int:
-        return self._shown_lines.continuations[0].size
-
     # -- the numbers ---------------------------------------------------------------------------------------------------
 
-    def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
-        generator, branches = self._generator, [*self._branches]
+    def _compute(self, graph: PatchableGraph, patches: Patches) -> _Lines:
+        branches = [*self._branches]
+        lines = _Lines([_Line("Without patches", self._generator.run({}))], branches)
+        if patches:
+            with collected_warnings() as lines.remarks:
+                lines.lines.append(_Line("With the patches", self._generator.run(patches), is_patched=True))
+        for branch in branches:
+            own = patches if branch.is_patched else {}
+            name = f"Branch at step {len(branch.tokens) - 1}" + (", with the patches" if own else "")
+            with collected_warnings():  # the same as those of the whole
+                lines.lines.append(_Line(name, self._generator.run(own, branch.tokens), bool(own), branch))
+        return lines
 
-        def work() -> Callable[[], None]:
-            lines = _Lines(branches=branches)
-            lines.lines.append(_Line("Without patches", generator.run({})))
-            if patches:
-                with collected_warnings() as lines.remarks:
-                    lines.lines.append(_Line("With the patches", generator.run(patches), is_patched=True))
-            for branch in branches:
-                own = patches if branch.is_patched else {}
-                name = f"Branch at step {len(branch.tokens) - 1}" + (", with the patches" if own else "")
-                with collected_warnings():  # the same as those of the whole
-                    lines.lines.append(_Line(name, generator.run(own, branch.tokens), bool(own), branch))
-
-            def keep() -> None:
-                self._shown_lines = lines
-
-            return keep
-
-        return work
+    def _keep(self, found: _Lines) -> None:
+        self._shown_lines = found
 
     def _handlers(self) -> Handlers:
-        return {**super()._handlers(), "generation": self._asked}
+        return {**super()._handlers(), "generation": self._edit_branches}
 
-    def _asked(self, _: RequestContext, payload: Payload) -> Answer:
+    def _edit_branches(self, _: RequestContext, payload: GenerationRequest) -> Answer:
         """Adds or removes a branch, and returns the status of the runs."""
-        is_changed = False
-        if (step := payload.number_or_none("step")) is not None:
-            self._add_branch(payload.number("line"), step, payload.number("token"))
-            is_changed = True
-        if (removed := payload.number_or_none("remove")) is not None:
-            if not 0 <= removed < len(self._branches):
-                raise SessionError(f"there is no branch {removed}")
-            del self._branches[removed]
-            is_changed = True
-        return self._follow(is_changed=is_changed)
+        if payload.line is not None and payload.step is not None and payload.token is not None:
+            self._add_branch(payload.line, payload.step, payload.token)
+        if payload.remove is not None:
+            if not 0 <= payload.remove < len(self._branches):
+                raise SessionError(f"there is no branch {payload.remove}")
+            del self._branches[payload.remove]
+        return self._follow(is_changed=payload.step is not None or payload.remove is not None)
 
     # -- values of traits ----------------------------------------------------------------------------------------------
 
-    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
-        made = {"generation": self._state, "numbers": self._packed}.get(name)
-        return super()._value_of_trait(name, graph) if made is None else made()
+    def _makers(self) -> Mapping[str, Callable[[], Any]]:
+        return {**super()._makers(), "generation": self._state, "numbers": self._packed}
 
     @property
     def _vocabulary(self) -> list[int]:
@@ -341,8 +327,8 @@ class _Line:
 class _Lines:
     """The lines that are shown, the one without patches first; the branches among them; warnings of the patched run."""
 
-    lines: list[_Line] = field(default_factory=list)
-    branches: list[Branch] = field(default_factory=list)
+    lines: list[_Line]
+    branches: list[Branch]
     remarks: list[str] = field(default_factory=list)
 
     @property

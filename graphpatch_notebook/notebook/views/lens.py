@@ -20,13 +20,13 @@ from graphpatch_notebook.experiments.plotting.labels import tick_text
 from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
+from graphpatch_notebook.notebook.messages import LensRequest
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace, counted
-from graphpatch_notebook.notebook.views.computed import ComputedView, Work
+from graphpatch_notebook.notebook.views.computed import ComputedView, Patches
 from graphpatch_notebook.notebook.views.linked import inputs_of_view, session_for_view
-from graphpatch_notebook.notebook.views.requests import Answer, Handlers, Payload, RequestContext
+from graphpatch_notebook.notebook.views.requests import Answer, Handlers, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.patches.kinds import Patch
 
 _TOP = 10
 _MOST_SENT = 700_000
@@ -94,10 +94,7 @@ class LensView(ComputedView):
 
     VIEW: ClassVar[str] = "lens"
     COMPUTED: ClassVar[tuple[str, ...]] = ("lens", "cells")
-    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
-        **ComputedView.IS_OF_FRONT_END,
-        "stream": lambda value: isinstance(value, str),
-    }
+    FRONT_END: ClassVar[Mapping[str, Any]] = {**ComputedView.FRONT_END, "stream": str}
 
     def __init__(
         self,
@@ -115,7 +112,6 @@ class LensView(ComputedView):
         self._available = [stream for stream in STREAMS if readouts.has(stream)]
         self._clean: dict[str, ReadStates] = {}
         self._patched: dict[str, ReadStates] = {}
-        self._chosen: list[int] = []
         super().__init__(graph, session, workspace)
         self.stream = self._streams[0]
 
@@ -133,36 +129,30 @@ class LensView(ComputedView):
 
     # -- the numbers ---------------------------------------------------------------------------------------------------
 
-    def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
-        readouts, streams = self._readouts, [*self._streams]
+    def _compute(self, graph: PatchableGraph, patches: Patches) -> Any:
+        streams = [*self._streams]
+        clean = {stream: self._readouts.read(stream) for stream in streams}
+        return clean, {stream: self._readouts.read(stream, patches) for stream in streams} if patches else {}
 
-        def work() -> Callable[[], None]:
-            clean = {stream: readouts.read(stream) for stream in streams}
-            patched = {stream: readouts.read(stream, patches) for stream in streams} if patches else {}
-
-            def keep() -> None:
-                self._clean, self._patched, self._chosen = clean, patched, [*chosen]
-
-            return keep
-
-        return work
+    def _keep(self, found: tuple[dict[str, ReadStates], dict[str, ReadStates]]) -> None:
+        self._clean, self._patched = found
 
     def _handlers(self) -> Handlers:
-        return {**super()._handlers(), "lens": self._shown}
+        return {**super()._handlers(), "lens": self._show}
 
-    def _shown(self, _: RequestContext, payload: Payload) -> Answer:
+    def _show(self, _: RequestContext, payload: LensRequest) -> Answer:
         """Shows a stream, or only the patches as they are now, and returns the status of that."""
-        stream = payload.text_or_none("stream")
-        is_new = stream is not None and stream not in self._streams
-        if stream is not None and is_new:
-            self._readouts.names(stream)
-            self._streams.append(stream)
+        is_new = payload.stream is not None and payload.stream not in self._streams
+        if payload.stream is not None and is_new:
+            self._readouts.names(payload.stream)
+            self._streams.append(payload.stream)
         return self._follow(is_changed=is_new)
 
-    def _problem(self, name: str, value: Any) -> str | None:
+    def _check(self, name: str, value: Any) -> None:
+        super()._check(name, value)
         if name == "stream" and value not in self._streams:
-            return f"stream must be one that is shown ({', '.join(self._streams)}); show_stream shows another"
-        return super()._problem(name, value)
+            shown = ", ".join(self._streams)
+            raise traitlets.TraitError(f"stream must be one that is shown ({shown}); show_stream shows another")
 
     @traitlets.validate("stream")
     def _checked_stream(self, proposal: Any) -> Any:
@@ -170,9 +160,8 @@ class LensView(ComputedView):
 
     # -- values of traits ----------------------------------------------------------------------------------------------
 
-    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
-        made = {"lens": self._state, "cells": self._packed}.get(name)
-        return super()._value_of_trait(name, graph) if made is None else made()
+    def _makers(self) -> Mapping[str, Callable[[], Any]]:
+        return {**super()._makers(), "lens": self._state, "cells": self._packed}
 
     @property
     def _read_runs(self) -> list[dict[str, ReadStates]]:

@@ -15,19 +15,21 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import msgspec
 import traitlets
 
 from graphpatch_notebook._version import __version__
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
+from graphpatch_notebook.notebook.messages import Items
 from graphpatch_notebook.notebook.run.model_calls import RunInputs, inputs_for_run
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.origin import written_arguments
 from graphpatch_notebook.notebook.session.session import Session, session_of
 from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
 from graphpatch_notebook.notebook.views.requests import HANDLERS, Handlers, RequestContext, answer, session_state
-from graphpatch_notebook.notebook.views.selection import problem_of, selection_of
+from graphpatch_notebook.notebook.views.selection import selection_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import numbered
 
@@ -35,10 +37,9 @@ from graphpatch_notebook.paths import numbered
 class LinkedView(DisplayedWidget):
     """A view of a graph: it shares the selection, the chosen patches and the runs with the other views of the graph.
 
-    A subclass adds traits and `_static_html`. It extends `_value_of_trait` by the traits that it renews,
-    `IS_OF_FRONT_END` by those that the front end may set, `_problem` by what is wrong with values of these, and
-    `_handlers` by its requests. It keeps the graph alive only if the user does not have a variable with it, and only
-    until it is closed.
+    A subclass adds traits and `_static_html`. It extends `_makers` by the traits that the kernel sets, `FRONT_END` by
+    those that the front end may set, `_check` by their checks, and `_handlers` by its requests. It keeps the graph
+    alive only if the user does not have a variable with it, and only until it is closed.
 
     Attributes:
         group: Identifies the views that share a selection.
@@ -50,16 +51,9 @@ class LinkedView(DisplayedWidget):
     about = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
     session = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
 
-    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
-        "selection": lambda value: isinstance(value, list)
-    }
-    """The traits that the front end may set, and whether a value has the right type."""
+    FRONT_END: ClassVar[Mapping[str, Any]] = {"selection": Items}
     VIEW: ClassVar[str]
     """Which view of the front end it is."""
-    FIRST: ClassVar[tuple[str, ...]] = ("about", "session", "selection")
-    """The traits that have values from the start."""
-    COMPUTED: ClassVar[tuple[str, ...]] = ()
-    """Further ones, with the results of runs."""
 
     def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace, **traits: Any) -> None:
         self._session = session
@@ -67,15 +61,11 @@ class LinkedView(DisplayedWidget):
         self._selection = selection_of(graph)
         is_held = any(other is graph for other in workspace.graphs().values())
         self._kept = None if is_held else graph
-        # The front end and the kernel may change traits at the same time: `renew` waits while a state is received.
         self._lock = threading.RLock()
-        self._is_receiving = 0
-        self._waiting: set[str] = set()
         self._requests_lock = threading.Lock()
         self._request_context = RequestContext(session, workspace, self._runs)
         self.set_trait("group", self._selection.group)
-        for name in (*self.FIRST, *self.COMPUTED):
-            self.set_trait(name, self._value_of_trait(name, graph))
+        self.renew(*self._makers())
         super().__init__(**traits)
         follow = weakref.WeakMethod(self.follow_session)
         self._stop_listening = session.listen(lambda _: (method := follow()) and method())
@@ -106,37 +96,6 @@ class LinkedView(DisplayedWidget):
         """Returns the requests that it answers."""
         return HANDLERS
 
-    # -- messages of the front end -------------------------------------------------------------------------------------
-
-    def _receive(self, state: dict[str, Any]) -> None:
-        with self._lock:
-            self._is_receiving += 1
-        try:
-            super()._receive(state)
-        finally:
-            with self._lock:
-                self._is_receiving -= 1
-                waiting, self._waiting = self._waiting, set()
-            self.renew(*sorted(waiting))
-
-    def _accepts(self, name: str, value: Any) -> bool:
-        is_valid = self.IS_OF_FRONT_END.get(name)
-        return is_valid is not None and is_valid(value) and self._problem(name, value) is None
-
-    @traitlets.validate("selection")
-    def _checked_selection(self, proposal: Any) -> Any:
-        return self._checked(proposal)
-
-    def _checked(self, proposal: Any) -> Any:
-        problem = self._problem(proposal["trait"].name, proposal["value"])
-        if problem is not None:
-            raise traitlets.TraitError(problem)
-        return proposal["value"]
-
-    def _problem(self, name: str, value: Any) -> str | None:
-        """Returns a message if a value of the right type is not valid; else `None`."""
-        return problem_of(value) if name == "selection" else None
-
     def _answer(self, message: Any) -> None:
         """Answers a request."""
         with self._requests_lock:
@@ -145,32 +104,33 @@ class LinkedView(DisplayedWidget):
 
     # -- values of traits ----------------------------------------------------------------------------------------------
 
-    # marimo puts an attribute `_value` on every widget (0.25).
-    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
-        match name:
-            case "selection":
-                return [*self._selection.items]
-            case "session":
-                return session_state(self._session)
-            case "about":
-                return {
-                    "view": self.VIEW,
-                    "name": self._session.origin.graph,
-                    "model_id": self._own_id,
-                    "version": __version__,
-                }
-        raise ValueError(name)
+    def _makers(self) -> Mapping[str, Callable[[], Any]]:
+        """Returns what makes the values of the traits that the kernel sets."""
+        return {
+            "about": self._about,
+            "session": lambda: msgspec.to_builtins(session_state(self._session, self._row_of)),
+            "selection": lambda: [*self._selection.items],
+        }
+
+    def _about(self) -> dict[str, Any]:
+        name = self._session.origin.graph
+        return {"view": self.VIEW, "name": name, "model_id": self._own_id, "version": __version__}
+
+    def _row_of(self, path: str) -> int | None:
+        """Returns the row of a path in the tree, if this is a tree."""
+        return None
 
     def renew(self, *names: str) -> None:
         """Updates traits, and sends those that have changed. Does nothing if the graph was deleted."""
-        with self._lock:
-            if self._is_receiving:
-                self._waiting |= {*names}
-                return
-            with suppress(SessionError), self.hold_sync():
-                graph = self.graph
-                for name in names:
-                    self.set_trait(name, self._value_of_trait(name, graph))
+        with self._lock, suppress(SessionError), self.hold_sync():
+            makers = self._makers()
+            self._session.graph  # noqa: B018  # raises if it was deleted
+            for name in names:
+                self.set_trait(name, makers[name]())
+
+    @traitlets.validate("selection")
+    def _checked_selection(self, proposal: Any) -> Any:
+        return self._checked(proposal)
 
     @traitlets.observe("selection")
     def _share_selection(self, change: Any) -> None:
@@ -202,7 +162,12 @@ def session_for_view(
     tokenizer: Any = None,
 ) -> tuple[Session, Runs]:
     """Returns the session of a graph for a new view, and the runs, with the inputs and tokenizer that are given."""
-    _check_tokenizer(tokenizer)
+    methods = (getattr(tokenizer, name, None) for name in ("decode", "convert_ids_to_tokens"))
+    if tokenizer is not None and (isinstance(tokenizer, bytes) or not any(map(callable, methods))):
+        raise TypeError(
+            f"tokenizer must be an object with decode or convert_ids_to_tokens, not {tokenizer!r:.80}; "
+            "load it first: AutoTokenizer.from_pretrained(...)"
+        )
     session = session_of(graph)
     names = [name for name, other in workspace.graphs().items() if other is graph]
     if names:  # sets the variable names of the graph and the model in the session
@@ -223,16 +188,6 @@ def inputs_of_view(
         return inputs_for_run(session, workspace.namespace, typed or runs.typed, runs.inputs)
     written = written_arguments(inputs.args, inputs.kwargs, workspace.namespace)
     return RunInputs(inputs.args, inputs.kwargs, written or "...")
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    methods = (getattr(tokenizer, name, None) for name in ("decode", "convert_ids_to_tokens"))
-    if tokenizer is None or (any(map(callable, methods)) and not isinstance(tokenizer, bytes)):
-        return
-    raise TypeError(
-        f"tokenizer must be an object with decode or convert_ids_to_tokens, not {tokenizer!r:.80}; "
-        "load it first: AutoTokenizer.from_pretrained(...)"
-    )
 
 
 def workspace_of_user(namespace: dict[str, Any]) -> Workspace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,9 +13,10 @@ from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.experiments.plotting.grids import Grid, Side
 from graphpatch_notebook.experiments.results.arrays import component_of
 from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
+from graphpatch_notebook.notebook.messages import Item
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.linked import LinkedView, session_for_view
-from graphpatch_notebook.notebook.views.selection import Item, item_of
+from graphpatch_notebook.notebook.views.selection import item_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 if TYPE_CHECKING:
@@ -30,10 +31,7 @@ class LinkedHeatmap(ResultHeatmap, LinkedView):
     cell_items = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
 
     VIEW: ClassVar[str] = "result"
-    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
-        **LinkedView.IS_OF_FRONT_END,
-        "cell": lambda value: value is None or isinstance(value, list),
-    }
+    FRONT_END: ClassVar[Mapping[str, Any]] = {**LinkedView.FRONT_END, **ResultHeatmap.FRONT_END}
 
     def __init__(
         self,
@@ -58,14 +56,6 @@ class LinkedHeatmap(ResultHeatmap, LinkedView):
         }
         self.set_trait("cell_items", shown)
         LinkedView.__init__(self, graph, session, workspace)
-
-    def _accepts(self, name: str, value: Any) -> bool:
-        return LinkedView._accepts(self, name, value)
-
-    def _problem(self, name: str, value: Any) -> str | None:
-        if name == "cell" and not self._is_cell(value):
-            return f"this heatmap has no cell {value!r:.80}"
-        return LinkedView._problem(self, name, value)
 
 
 def _of_all_cells(result: DataArray, components: Components) -> Item:

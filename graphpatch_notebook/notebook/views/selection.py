@@ -8,24 +8,19 @@ import threading
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, cast
 
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
+from graphpatch_notebook.notebook.messages import Act, Item
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import parse_arguments
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
-Item: TypeAlias = "dict[str, Any]"
-"""One selected thing: `name`, of a component or the path of a node, `layer`, `head`, `position` and `key`; all but one
-may be `None`. `position` is the one of the query, where there are queries and keys."""
-
 _NUMBERS = ("layer", "head", "position", "key")
-_MOST_ITEMS = 1000
-_LONGEST_NAME = 1000
 _LAYER = re.compile(r"^(?:[^\[\]@]+\.)?layers\[(\d+)\]")
 _HEAD = re.compile(r"\.heads\[(\d+)\]")
 
@@ -39,22 +34,7 @@ def item_of(name: str | None = None, **numbers: int | None) -> Item:
     """
     named = {"layer": _LAYER.search(name or ""), "head": _HEAD.search(name or "")}
     found = {word: int(match[1]) for word, match in named.items() if match is not None}
-    return {"name": name, **dict.fromkeys(_NUMBERS), **found, **numbers}
-
-
-def problem_of(items: Any) -> str | None:
-    """Returns a message if something is not a list of items; else `None`."""
-    if not isinstance(items, list) or len(items) > _MOST_ITEMS:
-        return f"the selection must be a list of at most {_MOST_ITEMS:,} items"
-    for item in items:
-        if not isinstance(item, dict) or item.keys() != {"name", *_NUMBERS}:
-            return f"an item has the keys name, {', '.join(_NUMBERS)}; make it with item_of, not {item!r:.80}"
-        if not (item["name"] is None or isinstance(item["name"], str)) or len(item["name"] or "") > _LONGEST_NAME:
-            return f"the name of an item must be a text, or None, not {item['name']!r:.80}"
-        for word in _NUMBERS:
-            if item[word] is not None and (type(item[word]) is not int or item[word] < 0):
-                return f"the {word} of an item must be a number from 0 on, or None, not {item[word]!r:.80}"
-    return None
+    return cast("Item", {"name": name, **dict.fromkeys(_NUMBERS), **found, **numbers})
 
 
 class SharedSelection:
@@ -71,9 +51,9 @@ class SharedSelection:
         self.items: list[Item] = []
         self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def set(self, items: Iterable[Mapping[str, Any]]) -> None:
+    def set(self, items: Iterable[Item]) -> None:
         """Selects these items instead of the ones before, in all views."""
-        chosen = [dict(item) for item in items]
+        chosen = [*items]
         if chosen == self.items:
             return
         self.items = chosen
@@ -104,20 +84,19 @@ def selection_of(graph: PatchableGraph) -> SharedSelection:
 # holds in a generation, at the step that computes it; a slice, only if the positions of the value are not known.
 
 
-ACTS = ("zero", "mean", "other_run", "steer", "probe")
 _PROMPT = "prefill"
 _POSITIONS = ("position", "query", "key", "token")
 """The axes that the position of an item may be on: the first of these that a value has."""
 
 
 def patches_of(
-    session: Session, act: str, items: list[Item], value: str | None, taken: set[str], steps: str | None = None
+    session: Session, act: Act, items: list[Item], value: str | None, taken: set[str], steps: str | None = None
 ) -> list[ChosenPatch]:
     """Returns a patch for each item.
 
     Args:
         session: The session of the graph.
-        act: One of `ACTS`. `mean` replaces by the mean of the same value over the batch and the positions (of a
+        act: What to do: `mean` replaces by the mean of the same value over the batch and the positions (of a
             pattern, over the batch), in a generation over the prompt; `other_run` by the value in another run; `steer`
             adds; `probe` keeps the value.
         items: The items.
@@ -149,7 +128,7 @@ def patches_of(
     for item in items:
         place = _Place.of(session, item)
         patch = _patch(session, act, place, value, taken | {str(one.name) for one in found})
-        patch = replace(patch, steps=_PROMPT if act == "mean" else steps, positions=place.positions)
+        patch = patch.with_fields(steps=_PROMPT if act == "mean" else steps, positions=place.positions)
         found += [] if patch in found else [patch]
     return found
 
@@ -174,13 +153,14 @@ class _Place:
         wanted = {"head": ("head",), "position": _POSITIONS, "key": ("key",)}
         at: dict[int, int] = {}
         along = None
+        numbers: Mapping[str, Any] = item
         for word, among in wanted.items():
-            if item[word] is None or (word == "head" and ".heads[" in name):
+            if numbers[word] is None or (word == "head" and ".heads[" in name):
                 continue
             dim = next((axes.index(axis) for axis in among if axis in axes), None)
             if dim is None:
                 raise SessionError(f"{name!r} does not have a {word} to select: {', '.join(axes) or 'unknown axes'}")
-            at[dim] = item[word]
+            at[dim] = numbers[word]
             if word == "position" and _has_positions(session, name):
                 along = dim, at.pop(dim)
         return cls(name, axes, at, along)
@@ -224,35 +204,27 @@ def _axes_of(session: Session, name: str, shape: tuple[int, ...]) -> tuple[str, 
     return axes if not others and len(axes) == len(shape) else ()
 
 
-def _patch(session: Session, act: str, place: _Place, value: str | None, taken: set[str]) -> ChosenPatch:
+def _patch(session: Session, act: Act, place: _Place, value: str | None, taken: set[str]) -> ChosenPatch:
     path, part = place.path, place.slice
+    if act in ("steer", "other_run") and (value is None or not value.strip()):
+        raise ChosenPatchError("value", "type a value first")
     match act:
         case "zero":
             return ChosenPatch(path, "zero", slice=part)
         case "steer":
-            return ChosenPatch(path, "add", slice=part, value=_typed(value))
+            return ChosenPatch(path, "add", slice=part, value=value)
         case "other_run":
-            run = f"{session.origin.graph}.record({path!r}, {_inputs(value)})[{path!r}]"
-            value = run if place.slice_in_value is None else f"{run}[{place.slice_in_value}]"
-            return ChosenPatch(path, "replace", slice=part, value=value)
+            try:
+                inputs = ast.unparse(parse_arguments(str(value)))[2:-1]  # between the parentheses of `_(...)`
+            except ValueError as error:
+                raise ChosenPatchError("value", str(error)) from None
+            run = f"{session.origin.graph}.record({path!r}, {inputs})[{path!r}]"
+            index = "" if place.slice_in_value is None else f"[{place.slice_in_value}]"
+            return ChosenPatch(path, "replace", slice=part, value=run + index)
         case "mean":
             return ChosenPatch(path, "custom", value=_mean(place))
         case "probe":
             return ChosenPatch(path, "probe", slice=part, name=session.free_name(path, taken))
-    raise SessionError(f"unknown action {act!r:.80}; it is one of {', '.join(ACTS)}")
-
-
-def _typed(value: str | None) -> str:
-    if value is None or not value.strip():
-        raise ChosenPatchError("value", "type a value first")
-    return value.strip()
-
-
-def _inputs(value: str | None) -> str:
-    try:
-        return ast.unparse(parse_arguments(_typed(value)))[2:-1]  # between the parentheses of `_(...)`
-    except ValueError as error:
-        raise ChosenPatchError("value", str(error)) from None
 
 
 def _mean(place: _Place) -> str:
@@ -267,26 +239,17 @@ def _mean(place: _Place) -> str:
             + (": select the head instead of one of its weights" if is_weight else f" ({', '.join(axes)})")
         )
     # A head keeps a mean of its own; a position is replaced by the mean over all positions.
-    heads = [_Part.at(dim, index) for dim, index in place.at.items() if dim not in over]
-    positions = [_Part.at(dim, index) for dim, index in place.at.items() if dim in over]
-    source = "".join(["value", *(head.index for head in heads)])
+    heads = {dim: index for dim, index in place.at.items() if dim not in over}
+    positions = {dim: index for dim, index in place.at.items() if dim in over}
+    source = "value" + "".join(_index(*one) for one in heads.items())
     changed = f"{source}.mean({tuple(over) if len(over) > 1 else over[0]}, keepdim=True)"
-    changed += f".expand_as({''.join([source, *(one.index for one in positions)])})"
-    for one in positions:
-        changed = f"{source}.slice_scatter({changed}, {one.place})"
-    for one in heads:
-        changed = f"value.slice_scatter({changed}, {one.place})"
+    changed += f".expand_as({source}{''.join(_index(*one) for one in positions.items())})"
+    for inside, parts in ((source, positions), ("value", heads)):
+        for dim, index in parts.items():
+            changed = f"{inside}.slice_scatter({changed}, {dim}, {index}, {index + 1})"
     return f"lambda value: {changed}"
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One index of a dimension as code: `index` takes it from a value, `place` are arguments of `slice_scatter`."""
-
-    index: str
-    place: str
-
-    @classmethod
-    def at(cls, dim: int, index: int) -> _Part:
-        until = index + 1
-        return cls(f"[{', '.join([':'] * dim + [f'{index}:{until}'])}]", f"{dim}, {index}, {until}")
+def _index(dim: int, index: int) -> str:
+    """Returns the code that takes one index of a dimension, which stays."""
+    return f"[{', '.join([':'] * dim + [f'{index}:{index + 1}'])}]"

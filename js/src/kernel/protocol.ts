@@ -1,26 +1,20 @@
 /**
- * The messages between kernel and front end. The other half is `graphpatch_notebook/notebook/browser/widget.py`.
- *
- * Three ways:
+ * What kernel and front end exchange:
  * - traits: what every view must have, and what is saved in the notebook (`Traits`);
- * - requests: the front end asks, the kernel replies (`Requests`); each reply belongs to one request by its id;
+ * - requests: the front end asks, the kernel replies (`Requests` in messages.ts, generated from the kernel's definition);
+ *   each reply belongs to one request by its id;
  * - nothing else: the kernel sends no events. While something runs, the front end asks how far it is.
  */
 
-/** What a row of the tree is, by its number in `Columns.kind`. */
-export const KINDS = [
-  "graph", // the frame of a module that was called; row 0 is the whole model
-  "input",
-  "parameter",
-  "buffer",
-  "attribute",
-  "constant",
-  "op",
-  "output",
-  "item", // a value inside the container that the row above it holds
-  "unused", // a module that the run on the example inputs never called
-] as const;
-export type Kind = (typeof KINDS)[number];
+import type { Item, PatchKindForm, Requests, RunState, SessionState } from "./messages";
+
+export type {
+  ComponentRow as Component,
+  OutputChange as Change,
+  PatchKindForm as PatchKind,
+  RowKind as Kind,
+} from "./messages";
+export * from "./messages";
 
 /** Bits of `Columns.flags`. */
 export const FLAG = {
@@ -71,17 +65,6 @@ export interface LinkedTraits {
   /** Identifies the views that share a selection. */
   group: string;
   selection: Item[];
-}
-
-/** One selected thing; see `graphpatch_notebook/notebook/views/selection.py`. */
-export interface Item {
-  /** Of a component, or the path of a node. */
-  name: string | null;
-  layer: number | null;
-  head: number | null;
-  /** Of the query, where there are queries and keys. */
-  position: number | null;
-  key: number | null;
 }
 
 /** Traits of the tree. Only `expanded`, `selected`, `query`, `shows_sizes` and `selection` are set by the front end. */
@@ -383,285 +366,9 @@ export interface About extends AboutView {
   has_given_inputs: boolean;
   has_tokenizer: boolean;
   /** All kinds of patches, in the order of the editor; the first is the one of a new patch. */
-  patch_kinds: PatchKind[];
+  patch_kinds: PatchKindForm[];
 }
 
-/** A kind of patch, as registered in the kernel. It defines the fields of the editor. */
-export interface PatchKind {
-  name: string;
-  /** What the patch does: `sets the value to zero`. */
-  summary: string;
-  /** The fields that a user may fill in, besides the kind. */
-  fields: (keyof PatchFields)[];
-  /** For kinds that take a value: what it must be (`a number or a tensor`), and an expression as an example. */
-  value: { noun: string; example: string } | null;
-}
-
-/** The fields of a patch that a user types; `null` for an empty field. */
-export interface PatchFields {
-  path: string;
-  /** The name of a `PatchKind`. */
-  kind: string;
-  /** The text between brackets: `:, -1, 3:5`. */
-  slice: string | null;
-  /** A Python expression; for the kinds that take a value. */
-  value: string | null;
-  /** The variable that receives what the patch keeps, for the kinds that keep something. `null`: the kernel finds a free name. */
-  name: string | null;
-  /** `prefill`, `decoding`, or numbers: `0`, `2, 4`, `1:`. */
-  steps: string | null;
-  positions: string | null;
-  position_dim: number | null;
-  any_shape: boolean;
-  /** Whether the slice may select nothing. */
-  allow_empty: boolean;
-}
-
-export interface PatchState extends PatchFields {
-  /** The number of `#3`, which is never reused. */
-  number: number;
-  is_enabled: boolean;
-  /** The session file of the value, which the user must trust before it is evaluated; `null` for other values. */
-  untrusted: string | null;
-  /** The row in the skeleton; -1 if it is not there any more. */
-  row: number;
-  /** The recorded shape of the value, and of its slice. */
-  shape: number[] | null;
-  sliced: number[] | null;
-  warning: string | null;
-}
-
-export interface SessionState {
-  version: number;
-  patches: PatchState[];
-  can_undo: boolean;
-  can_redo: boolean;
-}
-
-export type Edit =
-  | { action: "add"; patch: PatchFields }
-  | { action: "change"; number: number; patch: Partial<PatchFields & { is_enabled: boolean }> }
-  | { action: "move"; number: number; position: number }
-  | { action: "remove"; numbers: number[] }
-  /** Trusts the file that this patch is from. */
-  | { action: "trust"; number: number }
-  /** Adds a patch for each of the selected items. `value`: what was typed, for the acts that need it; `steps`: as in a patch. */
-  | { action: "act"; act: Act; items: Item[]; value: string | null; steps: string | null }
-  | { action: "clear" | "undo" | "redo" };
-
-/** What can be done with a selection. */
-export type Act = "zero" | "mean" | "other_run" | "steer" | "probe";
-
-/** The value that a patch would be applied to. */
-export interface Checked {
-  shape: number[] | null;
-  sliced: number[] | null;
-  warning: string | null;
-  /** The variable for a patch that keeps something, if none is typed. */
-  name: string | null;
-}
-
-export interface Source {
-  file: string;
-  line: number;
-  function: string;
-  text: string;
-}
-
-export interface Link {
-  row: number;
-  /** What to write: the path as seen from the graph that both are in, else the whole path. */
-  text: string;
-}
-
-/** A value with a standard name: `layers[3].attn.q`. */
-export interface Component {
-  row: number;
-  name: string;
-  /** What the dimensions of the value are: `batch`, `head`, ... */
-  axes: string[];
-  shape: number[];
-}
-
-/** What the popup shows. */
-export interface Details {
-  row: number;
-  path: string;
-  kind: Kind;
-  /** In words: what it is, and what is to be known of it (opaque and why, mutated later, ...). */
-  notes: string[];
-  shape: number[] | null;
-  dtype: string | null;
-  device: string | null;
-  /** The Python code of a graph; for a node the line of it that makes the value. */
-  code: string;
-  /** The user's lines that made it, outermost first. */
-  source: Source[];
-  inputs: Link[];
-  users: Link[];
-}
-
-export interface Statistics {
-  shape: number[];
-  dtype: string;
-  device: string;
-  count: number;
-  /** Of the finite values; `null` without any, or if they are not numbers. */
-  mean: number | null;
-  std: number | null;
-  min: number | null;
-  max: number | null;
-  nan: number;
-  infinite: number;
-}
-
-/** Which of the buffers of the reply holds the float32 values, row by row. */
-export interface Heatmap {
-  type: "heatmap";
-  buffer: number;
-  rows: number;
-  columns: number;
-  /** The size before it was reduced: [rows, columns]. */
-  full: [number, number];
-  /** How it was reduced, in words; `null`: every value is there. */
-  reduced: string | null;
-  /** Which part of the value it is, as a slice: `0, 3, :, :`. */
-  slice: string;
-  /** What all values of this part are, where they are one and the same. */
-  constant?: number | null;
-}
-export interface Histogram {
-  type: "histogram";
-  counts: number[];
-  /** One more than counts. */
-  edges: number[];
-  slice: string | null;
-}
-export type Plot = Heatmap | Histogram | { type: "none"; why: string };
-
-export interface ActivationView {
-  path: string;
-  statistics: Statistics;
-  plot: Plot;
-  /** For the positions of a heatmap, where they are tokens: their texts. */
-  row_labels: string[] | null;
-  column_labels: string[] | null;
-}
-
-type RunState = "running" | "done" | "failed" | "interrupted";
-export type Token = [text: string, probability: number];
-
-/** One tensor or number of the model's output, without and with the patches. */
-export interface Change {
-  path: string;
-  shape: number[];
-  dtype: string;
-  norm_before: number;
-  norm_after: number;
-  norm_difference: number;
-  /** The entries that changed most. */
-  largest: { index: number[]; before: number; after: number }[];
-  /** In words, where the two cannot be compared. */
-  note: string | null;
-}
-
-/** What the patches have changed at a probe. A number is `null` where it is not known; `note` says why. */
-export interface ProbeChange {
-  norm_before: number | null;
-  norm_after: number | null;
-  norm_difference: number | null;
-  note: string | null;
-}
-
-export interface ProbeReport {
-  number: number;
-  name: string;
-  path: string;
-  /** `null`: it did not fire; `note` says so. */
-  statistics: Statistics | null;
-  plot: Plot;
-  row_labels: string[] | null;
-  column_labels: string[] | null;
-  note: string | null;
-  /** `null`: nothing was patched, or there are no numbers to compare. */
-  change?: ProbeChange | null;
-}
-
-export interface RunReport {
-  /** What ran, as Python: `pg(ids)`. */
-  call: string;
-  seconds: number;
-  /** The numbers of the patches that were applied. */
-  patches: number[];
-  warnings: string[];
-  /** The most probable next tokens, for language models with a tokenizer. */
-  tokens: { position: number; before: Token[]; after: Token[] } | null;
-  changes: Change[];
-  probes: ProbeReport[];
-}
-
-/** What `RunStatus` and `ActivationStatus` have in common. */
-export interface JobStatus {
-  id: number;
-  state: RunState;
-  seconds: number;
-  /** The part of the calls of the model that have ended, from 0 to 1; `null` before the first one has. */
-  fraction: number | null;
-  /** Why it failed, in words. */
-  error: string | null;
-}
-
-export interface RunStatus extends JobStatus {
-  /** There when done. */
-  report: RunReport | null;
-}
-
-export interface ActivationStatus extends JobStatus {
-  view: ActivationView | null;
-}
-
-/** By the name of a request: what it says, and what the reply holds. */
-export interface Requests {
-  edit: { payload: { based_on: number; edit: Edit }; result: { version: number } };
-  /** `number`: the patch that is being changed, if it is one. */
-  check: { payload: { patch: PatchFields; number: number | null }; result: Checked };
-  details: { payload: { row: number }; result: Details };
-  /** Finds the components, which takes a while, so that they are asked for after the tree is shown; the trait has them. */
-  components: { payload: Record<string, never>; result: Record<string, never> };
-  /** `inputs`: arguments of the call as Python; `null`: the example inputs. */
-  run: { payload: { inputs: string | null }; result: RunStatus };
-  run_status: { payload: { id: number }; result: RunStatus };
-  run_interrupt: { payload: { id: number }; result: RunStatus };
-  /** `plane`: a slice with two dimensions (or one); `null`: the last two. A new slice of the same value runs the model only if a
-   * cell ran since. */
-  activation: {
-    payload: { row: number; plane: string | null; is_patched: boolean; inputs: string | null };
-    result: ActivationStatus;
-  };
-  activation_status: { payload: { id: number }; result: ActivationStatus };
-  activation_interrupt: { payload: { id: number }; result: ActivationStatus };
-  /** Numbers of a lens view for the patches as they are now, and for another stream; asked again until they are there. */
-  lens: { payload: { stream: string | null }; result: JobStatus };
-  /** Tokens for the patches as they are now; `line`, `step` and `token` of a new branch; the number of one to remove. */
-  generation: {
-    payload: { line: number | null; step: number | null; token: number | null; remove: number | null };
-    result: JobStatus;
-  };
-  /** The view was closed: the kernel drops the value. */
-  activation_close: { payload: { id: number }; result: Record<string, never> };
-  /** Patterns of an attention view for the patches as they are now; asked again until they are there. */
-  attend: { payload: Record<string, never>; result: JobStatus };
-  /**
-   * The whole pattern of a head, as bytes: the first buffer. 255 is the first of `scales`. Of the mean over a batch, the
-   * second is the pattern times the lengths. `layer`: its place in `Attention.layers`.
-   */
-  head: {
-    payload: { version: number; run: AttentionRun; layer: number; head: number };
-    result: { scales: number[] };
-  };
-  /** `inputs`: as for `run`. */
-  export: { payload: { form: "graphpatch" | "hooks"; inputs: string | null }; result: { code: string } };
-}
 export type RequestName = keyof Requests;
 
 /** What the front end sends. */

@@ -124,7 +124,7 @@ export class PatchList implements Part {
     } else if (action === "enable") {
       const is_enabled = !patch.is_enabled;
       this.edit(
-        () => ({ action: "change", number, patch: { is_enabled } }),
+        () => ({ action: "enable", number, is_enabled }),
         is_enabled ? `${what} is applied` : `${what} is not applied`,
       );
     } else {
@@ -201,7 +201,7 @@ export class PatchList implements Part {
   private async exportCode(take: (code: string) => Promise<void>): Promise<void> {
     this.box.hidden = true;
     try {
-      const { result } = await this.view.kernel.ask("export", { form: "graphpatch", inputs: inputsOf(this.view) });
+      const { result } = await this.view.kernel.ask("export", { inputs: inputsOf(this.view) });
       await take(result.code);
     } catch (reason) {
       this.view.notices.error(asRequestError(reason).message);

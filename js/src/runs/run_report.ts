@@ -1,5 +1,5 @@
 /** The report of a run: the next tokens, the changes of the output, and the values of probes. */
-import type { Change, ProbeChange, ProbeReport, RunReport, Token } from "../kernel/protocol";
+import type { Change, ProbeReport, RunReport, Token } from "../kernel/protocol";
 import { buttonElement, element } from "../page/dom";
 import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape, sentence } from "../page/numbers";
 import { visible, visibleLines, visibleToken } from "../page/visible";
@@ -40,6 +40,7 @@ function warnings(texts: readonly string[]): HTMLElement | null {
 }
 
 function relativeChange({ norm_before, norm_difference }: Change): string {
+  if (norm_difference === null || norm_before === null) return "–";
   if (norm_difference === 0) return "none";
   return norm_before === 0 ? "from zero" : formatPercent(norm_difference / norm_before);
 }
@@ -68,10 +69,8 @@ const CHANGE_HEADS = ["Output", "Shape", "Norm before", "Norm after", "Norm of d
 function changeRows(change: Change): HTMLElement[] {
   const { shape, dtype, norm_before, norm_after, norm_difference, note } = change;
   const path = visible(change.path);
-  const isCompared = note === null || norm_difference > 0 || change.largest.length > 0;
-  const known = (norm: number) => (isCompared || norm > 0 ? formatNumber(norm) : "–");
-  const difference = isCompared ? [formatNumber(norm_difference), relativeChange(change)] : ["–", "–"];
-  const numbers = [known(norm_before), known(norm_after), ...difference];
+  const norms = [norm_before, norm_after, norm_difference].map((norm) => formatNumber(norm));
+  const numbers = [...norms, relativeChange(change)];
   const row = element(
     "tr",
     {},
@@ -224,7 +223,7 @@ function makeNextTokens({ position, before, after }: Tokens, isPatched: boolean)
 }
 
 /** `norm 3.2 → 2.9, changed by 0.7 (22%)`; empty where no norm is known. */
-function changeText({ norm_before, norm_after, norm_difference }: ProbeChange): string {
+function changeText({ norm_before, norm_after, norm_difference }: Change): string {
   if (norm_before === null || norm_after === null) return "";
   const norms = `norm ${formatNumber(norm_before)} → ${formatNumber(norm_after)}`;
   if (norm_difference === null) return norms;
@@ -233,7 +232,7 @@ function changeText({ norm_before, norm_after, norm_difference }: ProbeChange): 
   return `${norms}, changed by ${formatNumber(norm_difference)}${part}`;
 }
 
-function makeProbeChange(change: ProbeChange): HTMLElement {
+function makeProbeChange(change: Change): HTMLElement {
   const text = changeText(change);
   const { note } = change;
   return element(

@@ -194,6 +194,7 @@ async function full(): Promise<FakeView> {
     number: 1,
     statistics: statistics({ nan: 1 }),
     row_labels: TOKENS,
+    change: null,
     column_labels: [HOSTILE, ...TOKENS.slice(1)],
   };
   const values = float32(Array.from({ length: 16 }, (_, index) => index - 8));

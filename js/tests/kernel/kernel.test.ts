@@ -86,10 +86,10 @@ describe("replies", () => {
   it("are matched to their requests in any order", async () => {
     const kernel = connected();
     const first = kernel.ask("details", { row: 1 });
-    const second = kernel.ask("export", { form: "hooks", inputs: null });
+    const second = kernel.ask("export", { inputs: null });
     expect(model.sent.map(({ request, payload }) => [request, payload])).toEqual([
       ["details", { row: 1 }],
-      ["export", { form: "hooks", inputs: null }],
+      ["export", { inputs: null }],
     ]);
     model.reply(1, { result: { code: "2" } });
     model.reply(0, { result: { row: 1 } });

@@ -279,7 +279,7 @@ describe("a report", () => {
     const odd = "a\u202eb\u0007c\nd";
     const seen = "a\\u202eb\\x07c\\nd";
     if (change === undefined) throw new Error("no change");
-    const probe = { row_labels: null, column_labels: null, plot: HISTOGRAM, statistics: null, note: odd };
+    const probe = { row_labels: null, column_labels: null, plot: HISTOGRAM, statistics: null, note: odd, change: null };
     await show({
       call: odd,
       warnings: [odd],
@@ -309,7 +309,8 @@ describe("a report", () => {
   });
 
   it("shows warnings and probes, with links to the probes' nodes", async () => {
-    const probe = { row_labels: null, column_labels: null, plot: HISTOGRAM, statistics: statistics(), note: null };
+    const labels = { row_labels: null, column_labels: null, change: null };
+    const probe = { ...labels, plot: HISTOGRAM, statistics: statistics(), note: null };
     const silent = { ...probe, statistics: null, plot: { type: "none" as const, why: "" }, note: "It did not fire." };
     await show({
       warnings: ["#2 did not fire."],
@@ -332,13 +333,14 @@ describe("a report", () => {
   it("says how much the patches changed a probe's value", async () => {
     const plain = { row_labels: null, column_labels: null, statistics: statistics(), note: null };
     const zeros = { ...heatmap(8, 8), slice: "0, :, :", constant: 0 };
-    const change = { norm_before: 3.2, norm_after: 2.9, norm_difference: 0.7, note: null };
+    const what = { path: "h_9.output", shape: [8, 8], dtype: "float32", largest: [] };
+    const change = { ...what, norm_before: 3.2, norm_after: 2.9, norm_difference: 0.7, note: null };
     const changes = [
       change,
       { ...change, norm_difference: 0 },
       { ...change, norm_before: 0 },
       { ...change, norm_difference: null, note: "not compared: other shapes" },
-      { norm_before: null, norm_after: null, norm_difference: null, note: "it fired only with the patches" },
+      { ...what, norm_before: null, norm_after: null, norm_difference: null, note: "it fired only with the patches" },
       null,
     ];
     await show({

@@ -18,7 +18,7 @@ class Words:
 
 
 def exported(browser: Any, inputs: str | None = None) -> str:
-    message = {"id": 1, "request": "export", "payload": {"form": "graphpatch", "inputs": inputs}}
+    message = {"id": 1, "request": "export", "payload": {"inputs": inputs}}
     reply, _ = answer(browser._request_context, message, HANDLERS)
     return str(reply["result"]["code"])
 
@@ -43,7 +43,7 @@ def test_what_is_exported_calls_the_graph_as_run_does(pg: Shell) -> None:
 def test_inputs_that_are_not_arguments_of_a_call_are_an_error_of_the_export(pg: Shell) -> None:
     pg.ok("%graphpatch zero up.linear")
     pg.ok("browser = pg.browse()")
-    message = {"id": 1, "request": "export", "payload": {"form": "graphpatch", "inputs": "x)("}}
+    message = {"id": 1, "request": "export", "payload": {"inputs": "x)("}}
     reply, _ = answer(pg.namespace["browser"]._request_context, message, HANDLERS)
     assert "are not the arguments of a call" in reply["error"]["message"]
 

@@ -9,6 +9,7 @@ import time
 import zlib
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from tests.zoo.case import Case, seed_all
 
 def of(pg: PatchableGraph, path: str) -> dict[str, Any]:
     skeleton = skeleton_of(pg)
-    return details(pg, skeleton, skeleton.row(path))
+    return msgspec.to_builtins(details(pg, skeleton, skeleton.row(path)))
 
 
 def texts(links: list[dict[str, Any]]) -> list[str]:
@@ -143,7 +144,7 @@ def test_other_kinds(outer: PatchableGraph) -> None:
 def test_a_module_that_was_never_called(outer: PatchableGraph) -> None:
     skeleton = skeleton_of(outer)
     row = next(row for row in range(len(skeleton)) if skeleton.kind(row) == "unused")
-    found = details(outer, skeleton, row)
+    found = msgspec.to_builtins(details(outer, skeleton, row))
     assert (found["kind"], found["path"], found["code"]) == ("unused", "never", "")
     assert found["notes"][0].startswith("Linear: the run on the example inputs did not call this module")
 
@@ -181,7 +182,7 @@ def check_laws(pg: PatchableGraph) -> None:
 
     links: dict[str, set[tuple[int, int]]] = {"inputs": set(), "users": set()}
     for row in range(len(skeleton)):
-        found = details(pg, skeleton, row)
+        found = msgspec.to_builtins(details(pg, skeleton, row))
         json.dumps(found)
         assert found["row"] == row
         assert found["kind"] == skeleton.kind(row)

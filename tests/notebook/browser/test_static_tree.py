@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.inspection.node_map import NodeMap
-from graphpatch_notebook.notebook.browser.skeleton import Skeleton, skeleton_of
+from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.notebook.browser.static_tree import MOST_BYTES, static_tree
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.paths import format_segment
@@ -50,7 +49,7 @@ def read(text: str) -> Reader:
 
 
 def tree_of(pg: PatchableGraph, *patches: ChosenPatch) -> str:
-    return static_tree("pg: a model", skeleton_of(pg).entry, patches)
+    return static_tree("pg: a model", Location.of_root(pg.nodes.root).entry(), patches)
 
 
 def test_a_small_model_is_there_whole() -> None:
@@ -85,15 +84,15 @@ def test_hostile_names_are_text() -> None:
     assert reader.attributes == {("open", None)}
     for key in KEYS:
         assert format_segment(key) in reader.texts
-    text = static_tree("<b>", skeleton_of(pg).entry)
+    text = static_tree("<b>", Location.of_root(pg.nodes.root).entry())
     assert html.escape("<b>") in text
     assert not read(text).tags & {"b"}
 
 
 def test_large_models_are_cut_and_equal_layers_folded() -> None:
-    skeleton = Skeleton(NodeMap(layered_frame(1000, ops=22)))
+    frame = layered_frame(1000, ops=22)
     patches = [ChosenPatch(f"transformer.h_{n}.mlp.mul_{n % 20 + 1}", "zero", number=n) for n in range(500)]
-    text = static_tree("pg", skeleton.entry, patches)
+    text = static_tree("pg", Location.of_root(frame).entry(), patches)
     assert len(text.encode()) <= MOST_BYTES
     assert "h_1 … h_999: 999 × " in html.unescape(text)
     assert "#0 zero transformer.h_0.mlp.mul_1" in text

@@ -176,19 +176,11 @@ def test_the_repair_can_be_typed(deep: Shell, line: str, message: str) -> None:
 # Values and words
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ('"hello"', 'a number or a tensor, not a str, "hello"'),
-        ("None", "a number or a tensor, not None, None"),
-        ("[1, 2, 3]", "a number or a tensor, not a list, [1, 2, 3]: torch.tensor([1, 2, 3])"),
-        ("1, 2", "a number or a tensor, not a tuple, 1, 2: torch.tensor((1, 2))"),
-        ("{'a': 1}", "a number or a tensor, not a dict"),
-    ],
-)
+@pytest.mark.parametrize("value", ['"hello"', "None", "[1, 2, 3]", "{'a': 1}"])
 @pytest.mark.parametrize("kind", ["add", "replace"])
-def test_values_that_are_not_numbers_are_refused_when_chosen(pg: Shell, kind: str, value: str, message: str) -> None:
-    assert pg.refused(f"%graphpatch {kind} hidden {value}").startswith(f"{kind} takes {message}")
+def test_values_that_are_not_numbers_are_refused_when_chosen(pg: Shell, kind: str, value: str) -> None:
+    message = pg.refused(f"%graphpatch {kind} hidden {value}")
+    assert message.startswith(f"{kind} takes a number or a tensor, not {value}")
 
 
 @pytest.mark.parametrize("value", ["-1e-3", "2j", "True", "[1, 2][0]", "float('nan')", "x.mean()"])

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.run.run_report import KeptValue, probe_change
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from tests.hooks import registered
+from tests.notebook.replies import received
 from tests.notebook.shells import Mlp
 from tests.noted import Noted
 
@@ -28,12 +28,12 @@ def patch(path: str, kind: str, **fields: Any) -> ChosenPatch:
 
 
 def run(pg: PatchableGraph, *patches: ChosenPatch, **variables: Any) -> tuple[Runs, dict[str, Any]]:
-    session = Session(pg, Origin("pg", "model", "x"))
+    session = Session(pg, Origin("pg", "model"))
     session.extend(patches)
     runs = Runs(session, lambda: variables)
     number = runs.start(None)
     runs.wait(number, 20)
-    status = runs.status(number)[0]
+    status = received(runs.status(number))[0]
     assert status["state"] == "done", status
     return runs, status["report"]
 
@@ -110,10 +110,10 @@ calls = Noted()
         ([patch("hidden", "probe", name="h")], 2),
         ([patch("hidden", "record", name="h")], 2),
         ([patch("hidden", "zero")], 2),
-        ([patch("hidden", "zero"), patch("hidden", "probe", name="h")], 2),
+        ([patch("hidden", "zero"), patch("hidden", "probe", name="h")], 3),
     ],
 )
-def test_probes_cost_no_further_call(patches: list[ChosenPatch], expected: int) -> None:
+def test_only_probes_beside_other_patches_cost_a_further_call(patches: list[ChosenPatch], expected: int) -> None:
     pg = PatchableGraph(Counts().eval(), X.clone())
     calls.values.clear()
     _, report = run(pg, *patches)
@@ -176,38 +176,10 @@ def loops() -> PatchableGraph:
     return PatchableGraph(Loops().eval(), torch.zeros(1, 4))
 
 
-def test_records_are_summed() -> None:
-    record = patch("a.linear", "record", name="every")
-    first, second = [torch.tensor([3.0, 4.0]), 5.0], [torch.tensor([3.0, 5.0]), 3.0]
-    assert probe_change(KeptValue(record, first), KeptValue(record, second)) == {
-        "norm_before": 10.0,
-        "norm_after": pytest.approx(math.sqrt(34) + 3, rel=1e-12),
-        "norm_difference": 3.0,
-        "note": "sums of the norms of 2 recorded values",
-    }
-    found = probe_change(KeptValue(record, first), KeptValue(record, second[:1]))
-    assert found is not None
-    assert found["note"] == "not compared: 2 values were recorded without the patches, 1 with them"
-    assert found["norm_before"] is found["norm_after"] is found["norm_difference"] is None
-
-
-def test_what_has_no_numbers_and_what_was_not_kept_has_no_change() -> None:
-    probe, record = patch("a.linear", "probe", name="h"), patch("a.linear", "record", name="every")
-    assert probe_change(KeptValue(probe, ("a",)), KeptValue(probe, ("b",))) is None
-    assert probe_change(KeptValue(probe, None), KeptValue(probe, None)) is None
-    assert probe_change(KeptValue(record, []), KeptValue(record, [])) is None
-    assert probe_change(KeptValue(probe, 1.0), KeptValue(probe, None, "written into")) is None
-    found = probe_change(KeptValue(probe, None, "written into"), KeptValue(probe, 1.0))
-    assert found is not None
-    assert found["note"] == "not compared: without the patches, written into"
-
-
 def test_outputs_of_only_one_of_the_calls_are_reported() -> None:
-    nothing = {"norm_before": None, "norm_after": None, "norm_difference": None}
-    assert change_at(loops(), patch("start", "add", value="-1"), patch("a.linear", "probe", name="h")) == {
-        **nothing,
-        "note": "not compared: it fired only without the patches",
-    }
+    change = change_at(loops(), patch("start", "add", value="-1"), patch("a.linear", "probe", name="h"))
+    assert (change["norm_after"], change["norm_difference"]) == (None, None)
+    assert change["note"] == "only without the patches"
 
 
 def test_other_shapes_are_reported() -> None:
@@ -226,7 +198,7 @@ def test_what_is_not_finite_is_left_out() -> None:
     )
     assert change["norm_difference"] == 0
     assert change["norm_after"] == pytest.approx(float(X.double().norm()), rel=1e-12)  # what is replaced was zero
-    assert change["note"].startswith("with the patches 1 infinite of 12")
+    assert "finite" in change["note"]
 
 
 scratch = torch.zeros(3, 4)

@@ -13,6 +13,7 @@ from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
 from tests.laws.captures import Capture, outcome, some_cases
+from tests.notebook.replies import received
 from tests.zoo import Case, seed_all
 from tests.zoo.values import bit_equal, same_state, snapshot
 
@@ -42,7 +43,7 @@ def test_zoo_runs_equal_patched_calls_in_the_main_thread(case: Case) -> None:
     generators = torch.get_rng_state(), random.getstate()
     number = runs.start("*call.args, **call.kwargs")
     runs.wait(number)
-    status, _ = runs.status(number)
+    status, _ = received(runs.status(number))
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert random.getstate() == generators[1]
     assert same_state(subject.model, before) is None

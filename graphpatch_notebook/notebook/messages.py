@@ -1,0 +1,481 @@
+"""The messages between the kernel and the front end: each request with its reply, and the states that they carry.
+
+front end -> {"id": 7, "request": "details", "payload": {"row": 3}}
+kernel    -> {"id": 7, "result": {...}}, with binary parts, or {"id": 7, "error": {"message": ..., "field": ...}}
+
+js/src/kernel/messages.ts is generated from this file by `python js/messages.py`; the comments become its comments.
+Everything that arrives is converted to these classes, so a part of another type or an unknown field is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias, TypedDict, get_args
+
+from msgspec import Meta, Struct
+
+Natural: TypeAlias = Annotated[int, Meta(ge=0)]
+RowKind: TypeAlias = Literal[
+    "graph",  # the frame of a module that was called; row 0 is the whole model
+    "input",
+    "parameter",
+    "buffer",
+    "attribute",
+    "constant",
+    "op",
+    "output",
+    "item",  # a value inside the container that the row above it holds
+    "unused",  # a module that the run on the example inputs never called
+]
+"""What a row of the tree is."""
+KINDS: tuple[RowKind, ...] = get_args(RowKind)
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    """The base class of messages and of their parts."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The chosen patches
+
+
+class PatchFields(Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of a patch that a user types; `null` for an empty field."""
+
+    path: str
+    kind: str  # The name of a `PatchKind`.
+    slice: str | None = None  # The text between brackets: `:, -1, 3:5`.
+    value: str | None = None  # A Python expression; for the kinds that take a value.
+    name: str | None = None  # The variable that receives what the patch keeps. `null`: the kernel finds a free name.
+    steps: str | None = None  # `prefill`, `decoding`, or numbers: `0`, `2, 4`, `1:`.
+    positions: str | None = None
+    position_dim: int | None = None
+    any_shape: bool = False
+    allow_empty: bool = False  # Whether the slice may select nothing.
+
+
+class PatchState(PatchFields, frozen=True, kw_only=True):
+    """A chosen patch."""
+
+    number: int  # The number of `#3`, which is never reused.
+    is_enabled: bool
+    untrusted: str | None  # The session file of a value that is not evaluated before the user trusts the file.
+    row: int  # The row in the skeleton; -1 if there is none.
+    shape: list[int] | None  # The recorded shape of the value.
+    sliced: list[int] | None  # The shape of its slice.
+    warning: str | None
+
+
+class SessionState(Message):
+    """The chosen patches of a graph."""
+
+    version: int
+    patches: list[PatchState]
+    can_undo: bool
+    can_redo: bool
+
+
+class PatchInput(Message):
+    """What a user types as the value of a patch."""
+
+    noun: str  # What it must be: `a number or a tensor`.
+    example: str
+
+
+class PatchKindForm(Message):
+    """A kind of patch, which defines the fields of the editor."""
+
+    name: str
+    summary: str  # What the patch does: `sets the value to zero`.
+    fields: list[str]  # The fields of `PatchFields` that a user may fill in, besides the kind.
+    value: PatchInput | None
+
+
+class Item(TypedDict):
+    """One selected thing: a component or node, or a layer, head, position or key; `null` for what it does not have."""
+
+    name: Annotated[str, Meta(max_length=1000)] | None  # Of a component, or the path of a node.
+    layer: Natural | None
+    head: Natural | None
+    position: Natural | None  # Of the query, where there are queries and keys.
+    key: Natural | None
+
+
+Items: TypeAlias = Annotated[list[Item], Meta(max_length=1000)]
+Act: TypeAlias = Literal["zero", "mean", "other_run", "steer", "probe"]
+
+
+class AddEdit(Message, tag_field="action", tag="add"):
+    """Adds a patch."""
+
+    patch: PatchFields
+
+
+class ChangeEdit(Message, tag_field="action", tag="change"):
+    """Replaces the fields of a patch."""
+
+    number: int
+    patch: PatchFields
+
+
+class EnableEdit(Message, tag_field="action", tag="enable"):
+    """Enables or disables a patch."""
+
+    number: int
+    is_enabled: bool
+
+
+class MoveEdit(Message, tag_field="action", tag="move"):
+    """Moves a patch to another position in the order."""
+
+    number: int
+    position: Natural
+
+
+class RemoveEdit(Message, tag_field="action", tag="remove"):
+    """Removes patches."""
+
+    numbers: list[int]
+
+
+class TrustEdit(Message, tag_field="action", tag="trust"):
+    """Trusts the file that a patch is from."""
+
+    number: int
+
+
+class ActEdit(Message, tag_field="action", tag="act"):
+    """Adds a patch for each of the selected items."""
+
+    act: Act
+    items: Items
+    value: str | None  # What was typed, for the acts that need it.
+    steps: str | None  # As in a patch.
+
+
+class ClearEdit(Message, tag_field="action", tag="clear"):
+    """Removes all patches."""
+
+
+class UndoEdit(Message, tag_field="action", tag="undo"):
+    """Undoes the last edit."""
+
+
+class RedoEdit(Message, tag_field="action", tag="redo"):
+    """Repeats the edit that was undone last."""
+
+
+Edit: TypeAlias = (
+    AddEdit | ChangeEdit | EnableEdit | MoveEdit | RemoveEdit | TrustEdit | ActEdit | ClearEdit | UndoEdit | RedoEdit
+)
+
+
+class EditRequest(Message):
+    """An edit of the chosen patches."""
+
+    based_on: int  # The version that the user saw.
+    edit: Edit
+
+
+class Edited(Message):
+    """The version after an edit."""
+
+    version: int
+
+
+class CheckRequest(Message):
+    """A patch that the user is typing."""
+
+    patch: PatchFields
+    number: int | None  # The patch that is changed; `null` for a new one.
+
+
+class Checked(Message):
+    """The value that a patch would be applied to."""
+
+    shape: list[int] | None
+    sliced: list[int] | None
+    warning: str | None
+    name: str | None  # The variable for a patch that keeps something, if none is typed.
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The details of a row
+
+
+class RowRequest(Message):
+    """A row of the tree."""
+
+    row: Natural
+
+
+class ComponentRow(Message):
+    """A value with a standard name: `layers[3].attn.q`."""
+
+    row: int
+    name: str
+    axes: list[str]  # What the dimensions of the value are: `batch`, `head`, ...
+    shape: list[int]
+
+
+class Source(Message):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+
+class Link(Message):
+    """A row that another one refers to."""
+
+    row: int
+    text: str  # The path as seen from the graph that both are in, else the whole path.
+
+
+class Details(Message):
+    """The content of the popup of a row."""
+
+    row: int
+    path: str
+    kind: RowKind
+    notes: list[str]  # What it is, and what is to be known of it (opaque and why, mutated later, ...).
+    shape: list[int] | None = None
+    dtype: str | None = None
+    device: str | None = None
+    code: str = ""  # The Python code of a graph; for a node the line of it that makes the value.
+    source: list[Source] = []  # The user's lines that made it, outermost first.
+    inputs: list[Link] = []
+    users: list[Link] = []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+class Statistics(Message):
+    """Statistics of a value. Moments are those of the finite elements; `null` without any."""
+
+    shape: list[int]
+    dtype: str
+    device: str
+    count: int
+    mean: float | None = None
+    std: float | None = None
+    min: float | None = None
+    max: float | None = None
+    nan: int = 0
+    infinite: int = 0
+
+
+class Heatmap(Message, tag_field="type", tag="heatmap"):
+    """A heatmap of float32 values, row by row."""
+
+    buffer: int  # Which of the buffers of the reply holds the values.
+    rows: int
+    columns: int
+    full: tuple[int, int]  # The numbers of rows and columns before they were reduced.
+    reduced: str | None  # How they were reduced; `null`: every value is there.
+    slice: str  # Which part of the value it is: `0, 3, :, :`.
+    constant: float | None  # The only value in this part, if there is only one.
+
+
+class Histogram(Message, tag_field="type", tag="histogram"):
+    """A histogram."""
+
+    counts: list[int]
+    edges: list[float]  # One more than counts.
+    slice: str | None
+
+
+class NoPlot(Message, tag_field="type", tag="none"):
+    """A text in place of a plot."""
+
+    why: str
+
+
+Plot: TypeAlias = Heatmap | Histogram | NoPlot
+
+
+class ActivationView(Message):
+    """A value with its plot."""
+
+    path: str
+    statistics: Statistics
+    plot: Plot
+    row_labels: list[str] | None  # The tokens of the rows of a heatmap, if its rows are positions of tokens.
+    column_labels: list[str] | None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Runs
+
+RunState: TypeAlias = Literal["running", "done", "failed", "interrupted"]
+Token: TypeAlias = tuple[str, float]
+
+
+class LargeChange(Message):
+    """An entry that changed."""
+
+    index: list[int]
+    before: float
+    after: float
+
+
+class OutputChange(Message):
+    """One tensor or number of the model's output, without and with the patches."""
+
+    path: str
+    shape: list[int]
+    dtype: str
+    norm_before: float | None
+    norm_after: float | None
+    norm_difference: float | None
+    largest: list[LargeChange]  # The entries that changed most.
+    note: str | None  # Why the two cannot be compared.
+
+
+class ProbeReport(Message):
+    """The value of a probe."""
+
+    number: int
+    name: str
+    path: str
+    statistics: Statistics | None  # `null`: it did not fire; `note` says so.
+    plot: Plot
+    row_labels: list[str] | None
+    column_labels: list[str] | None
+    note: str | None
+    change: OutputChange | None  # What the patches changed; `null`: nothing was patched, or there are no numbers.
+
+
+class NextTokens(Message):
+    """The most probable next tokens, each with its probability."""
+
+    position: int
+    before: list[Token]
+    after: list[Token]
+
+
+class RunReport(Message):
+    """The report of a run."""
+
+    call: str  # What ran, as Python: `pg(ids)`.
+    seconds: float
+    patches: list[int]  # The numbers of the patches that were applied.
+    warnings: list[str]
+    tokens: NextTokens | None  # For language models with a tokenizer.
+    changes: list[OutputChange]
+    probes: list[ProbeReport]
+
+
+class JobRef(Message):
+    """A job: a run, or the computation of an activation."""
+
+    id: int
+
+
+class JobStatus(Message, kw_only=True):
+    """The status of a job. The front end asks for it until the job is not running any more."""
+
+    id: int
+    state: RunState
+    seconds: float
+    fraction: float | None = None  # The part of the calls that have ended; `null` before the first one has.
+    error: str | None = None  # Why it failed.
+
+
+class RunStatus(JobStatus, kw_only=True):
+    """The status of a run."""
+
+    report: RunReport | None = None
+
+
+class ActivationStatus(JobStatus, kw_only=True):
+    """The status of the computation of an activation."""
+
+    view: ActivationView | None = None
+
+
+class RunRequest(Message):
+    """Starts a run."""
+
+    inputs: str | None  # Arguments of the call as Python; `null`: the example inputs.
+
+
+class ActivationRequest(Message):
+    """Shows the value of a row. Another slice of the value that is shown does not run the model again."""
+
+    row: Natural
+    plane: str | None  # A slice with two dimensions (or one); `null`: the last two.
+    is_patched: bool
+    inputs: str | None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Views
+
+
+class AttendRequest(Message):
+    """Computes the patterns of an attention view for the patches as they are now."""
+
+
+class LensRequest(Message):
+    """Computes the numbers of a lens view for the patches as they are now, and for another stream."""
+
+    stream: str | None
+
+
+class GenerationRequest(Message):
+    """Generates for the patches as they are now; adds a branch, or removes one."""
+
+    line: int | None
+    step: int | None
+    token: int | None
+    remove: int | None  # The number of a branch.
+
+
+class HeadRequest(Message):
+    """Asks for the whole pattern of a head, as bytes."""
+
+    version: int
+    run: Literal["clean", "patched"]
+    layer: Natural  # Its position in `Attention.layers`.
+    head: Natural
+
+
+class Head(Message):
+    """The scales of the buffers: 255 is the first scale. Of a mean over a batch, the second is the weighted pattern."""
+
+    scales: list[float]
+
+
+class Code(Message):
+    """Exported code."""
+
+    code: str
+
+
+class Empty(Message):
+    """Nothing."""
+
+
+REQUESTS: dict[str, tuple[type[Message], type[Message]]] = {
+    "edit": (EditRequest, Edited),
+    "check": (CheckRequest, Checked),
+    "details": (RowRequest, Details),
+    "components": (Empty, Empty),  # Finds the components, which takes a while; the trait has them.
+    "run": (RunRequest, RunStatus),
+    "run_status": (JobRef, RunStatus),
+    "run_interrupt": (JobRef, RunStatus),
+    "activation": (ActivationRequest, ActivationStatus),
+    "activation_status": (JobRef, ActivationStatus),
+    "activation_interrupt": (JobRef, ActivationStatus),
+    "activation_close": (JobRef, Empty),
+    "lens": (LensRequest, JobStatus),
+    "generation": (GenerationRequest, JobStatus),
+    "attend": (AttendRequest, JobStatus),
+    "head": (HeadRequest, Head),
+    "export": (RunRequest, Code),
+}
+"""The payload of each request, and the result of its reply."""
