@@ -423,7 +423,7 @@ def entries_of(pg: PatchableGraph, cells: Sequence[Cell]) -> list[list[Entry]]:
     for cell in cells:
         try:
             found.append(captured(pg).entries_of(cell.patches))
-        except PatchMapError as error:  # noqa: PERF203  # one error tells of all cells
+        except PatchMapError as error:  # one error tells of all cells
             failing.setdefault(str(error), []).append(cell)
             kinds.add(UnknownPathError if isinstance(error, UnknownPathError) else PatchMapError)
     if failing:
