@@ -443,15 +443,3 @@ def _restore_hooks(module: Module, name: str, saved: dict[Any, Any]) -> None:
         for key in others:
             container.pop(key, None)
     container.update(saved)
-
-
-# The names that experiments use until they are rewritten.
-
-
-def comparable_state(generator: Any) -> Any:
-    """Returns the state of a random generator as a value that can be compared with `==`."""
-    return _comparable(_state_of(generator))
-
-
-ModuleState = ModelSnapshot
-SharedRandomState = RandomState

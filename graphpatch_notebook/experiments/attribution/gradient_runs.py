@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GradientNode
 
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.model_state import ModelSnapshot
 from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.components.flow import Flow, walk
 from graphpatch_notebook.errors import ExperimentError, PatchMapError
@@ -159,7 +159,7 @@ class AttributionRuns:
 
     def run(self) -> AttributionResults:
         """Returns the scores. The model and the random state are restored."""
-        self._state = ModuleState(captured(self.pg).module)
+        self._state = ModelSnapshot(captured(self.pg).module)
         with collected_warnings() as messages, torch.inference_mode(False), afterwards(self._state.restore):
             (self._run_one_by_one if self.is_one_sided else self._run_all)()
         self.watched.listener = _pass_on
