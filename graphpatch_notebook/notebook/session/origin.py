@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import keyword
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.session.expressions import free_names, parse_arguments, parse_expression
 
@@ -73,22 +71,6 @@ def written_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], namespace:
     return ", ".join(str(text) for text in found)
 
 
-def changed_variables(arguments: str, examples: ExampleInputs, namespace: Mapping[str, Any]) -> list[str]:
-    """Returns the variables in the text of a call that no longer hold the example inputs.
-
-    Example:
-        >>> changed_variables("x, scale=y", ExampleInputs((1.5,), {"scale": 2}), {"x": 1.5, "y": 3})
-        ['y']
-    """
-    call = parse_arguments(arguments)
-    held = [*examples.args, *examples.kwargs.values()]
-    typed = [*call.args, *(one.value for one in call.keywords)]
-    names = dict.fromkeys(node.id for node in typed if isinstance(node, ast.Name) and node.id in namespace)
-    values = {name: namespace[name] for name in names}
-    parts = {name: [*value.values()] if isinstance(value, Mapping) else [value] for name, value in values.items()}
-    return [name for name, own in parts.items() if not all(any(_is_same(one, other) for other in held) for one in own)]
-
-
 def _written(value: Any, names: Mapping[int, str]) -> str | None:
     return repr(value) if type(value) in _PLAIN else names.get(id(value))
 
@@ -105,7 +87,3 @@ def _mapping_of(kwargs: Mapping[str, Any], namespace: Mapping[str, Any]) -> str 
 
 def _is_name(name: Any) -> bool:
     return isinstance(name, str) and name.isidentifier() and not name.startswith("_") and not keyword.iskeyword(name)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)
