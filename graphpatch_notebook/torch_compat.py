@@ -68,8 +68,16 @@ def runs_hooks(module: torch.nn.Module) -> bool:
 
     The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_06_gradients.py.
     """
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    return any(getattr(module, f"_{kind}") or _module_globals[f"_global_{kind}"] for kind in kinds)
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _module_globals["_global_forward_hooks"]
+        or _module_globals["_global_forward_pre_hooks"]
+        or _module_globals["_global_backward_hooks"]
+        or _module_globals["_global_backward_pre_hooks"]
+    )
 
 
 def takes_hooks(module: torch.nn.Module) -> bool:

@@ -141,10 +141,13 @@ class PatchContext:
         self._swaps = Swaps(_recomputing)
         self._handles: list[Any] = []
         try:
-            self._swaps.hold(self.plan.watched.values(), self.plan.with_outputs)
+            plan = self.plan
+            # What is only kept is changed by no hook but those that are there.
+            called = [*plan.with_outputs, *filter(runs_hooks, plan.with_kept_outputs)]
+            self._swaps.hold(plan.watched.values(), called)
             # Now, since the model may register hooks in a run (transformers does, to collect hidden states), which must
             # see patched inputs.
-            for module in [*self.plan.with_inputs, *filter(runs_hooks, self.plan.with_probes)]:
+            for module in [*plan.with_inputs, *filter(runs_hooks, plan.with_kept_inputs)]:
                 self._handles.append(module.register_forward_pre_hook(self._on_inputs, with_kwargs=True))
             _blocks.append(self)
             _active.set((*_active.get(), self))

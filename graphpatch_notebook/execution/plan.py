@@ -29,7 +29,7 @@ from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import has_compiled_parts, takes_hooks
+from graphpatch_notebook.torch_compat import has_compiled_parts, is_any_compiled, may_compile, takes_hooks
 from graphpatch_notebook.values import TensorSpec
 
 FUSED_MODULES = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
@@ -64,20 +64,23 @@ class Entry:
         target, patches = self.target, self.patches
         node, spec = target.node, target.whole
         self.rank = (1 if self.is_source else 2 if patches[0].stops_run else 0) - 3 * self.is_early
-        is_limited = self.restriction is not None or self.is_source or self.placement is not None
-        if is_limited or not isinstance(spec, TensorSpec):
+        if self.restriction is not None or self.is_source or self.placement is not None:
             return
-        if target.dig or (target.component and target.index) or node.is_mutated_later or node.is_view_filled_later:
+        is_part = target.dig or (target.component and target.index)
+        if is_part or not isinstance(spec, TensorSpec) or node.is_mutated_later or node.is_view_filled_later:
             return
         self.plain_shape = spec.shape
-        is_result = node.kind != "op" or not (node.is_in_place or node.position is not None)
-        if is_result and all(declares(patch, "only_keeps") for patch in patches):
+        if not declares(patches[0], "only_keeps") or (
+            node.kind == "op" and (node.is_in_place or node.position is not None)
+        ):
+            return
+        if len(patches) == 1 or all(declares(patch, "only_keeps") for patch in patches):
             self.keep = [patch.op for patch in patches]
 
     @property
     def observes_only(self) -> bool:
         """Whether no patch changes the value."""
-        return all(patch.observes_only for patch in self.patches)
+        return bool(self.keep) or all(patch.observes_only for patch in self.patches)
 
     @property
     def keeps_whole(self) -> bool:
@@ -140,19 +143,21 @@ class FramePlan:
     in_graph: dict[str, list[Entry]] = field(default_factory=dict)  # entries on its nodes, by name
     positions: dict[str, int] = field(default_factory=dict)  # the positions in a call of `inputs`; -1 if by name
     packed: set[str] = field(default_factory=set)  # those of `tensors` that hold a quantized weight
+    changes_inputs: bool = False  # whether a patch may change an input
+    changes_output: bool = False
     # Whether nothing is patched in this frame but its output, so that the module runs as it is.
     is_bare: bool = False
     # Whether it runs under the function mode: its ops are patched, or what its fused kernel skips.
     needs_mode: bool = False
 
-    @property
-    def changes_inputs(self) -> bool:
-        """Whether a patch may change an input."""
-        return any(not entry.observes_only for entries in self.inputs.values() for entry in entries)
-
     def below(self) -> list[FramePlan]:
         """Returns the plans of the frames that are called from here."""
         return [plan for by_index in self.calls.values() for plan in by_index.values()]
+
+    def add_call(self, plan: FramePlan) -> None:
+        """Adds the plan of a frame that is called from here."""
+        assert plan.frame.call is not None
+        self.calls.setdefault(id(plan.frame.module), {})[plan.frame.call.call_index] = plan
 
     def add(self, entry: Entry) -> None:
         """Adds an entry of this frame."""
@@ -164,6 +169,7 @@ class FramePlan:
             self.skips.append(entry)
         elif node.kind == "output":
             self.output.append(entry)
+            self.changes_output = self.changes_output or not entry.observes_only
         elif self.graph is not None:
             is_changed_input = node.kind == "input" and not entry.observes_only
             if is_changed_input and (problem := self.graph.input_problem(node)) is not None:
@@ -171,6 +177,7 @@ class FramePlan:
             self.in_graph.setdefault(node.name, []).append(entry)
         elif node.kind == "input":
             self.inputs.setdefault(node.target, []).append(entry)
+            self.changes_inputs = self.changes_inputs or not entry.observes_only
         elif node.kind == "op":
             assert node.site is not None
             self._inside(node.composite, entry)._at(node.site, node.occurrence).append(entry)
@@ -197,16 +204,20 @@ class FramePlan:
         by_occurrence = patched.by_offset.setdefault(offset, {}).setdefault(chain, {})
         return by_occurrence.setdefault(occurrence, SiteEntries())
 
+    def _runs_unfused(self) -> bool:
+        below = self.below()
+        if isinstance(self.frame.module, torch.nn.TransformerEncoder):  # its layers themselves are called
+            below = [plan for plan in below if plan.sites is not None or plan.calls]
+        return bool(below)
+
     def settle(self) -> None:
         """Derives the rest, when all entries are added to this plan and to those below it."""
         if self.inputs:
             for position, parameter in enumerate(self.frame.parameters):
                 self.positions[parameter.name] = position if parameter.kind in _POSITIONAL else -1
-        self.packed = {path for path in self.tensors if held_by(self.frame.module, path) is not None}
-        below = self.below()
-        if isinstance(self.frame.module, torch.nn.TransformerEncoder):  # its layers themselves are called
-            below = [plan for plan in below if plan.sites is not None or plan.calls]
-        self.needs_mode = self.sites is not None or (isinstance(self.frame.module, _FUSED) and bool(below))
+        if self.tensors:
+            self.packed = {path for path in self.tensors if held_by(self.frame.module, path) is not None}
+        self.needs_mode = self.sites is not None or (isinstance(self.frame.module, _FUSED) and self._runs_unfused())
         self.is_bare = not (self.inputs or self.tensors or self.graph or self.skips or self.needs_mode)
 
 
@@ -221,9 +232,11 @@ class Plan:
     own_graphs: Sequence[CompiledGraphModule]  # the graph modules whose graph runs in place of the module
     custom: dict[int, FramePlan]  # custom graphs by the id of the module that each replaces, in all its calls
     watched: dict[int, Module]  # the modules whose forwards must be seen, by id
-    with_outputs: Sequence[Module]  # the modules whose output is patched
-    with_inputs: Sequence[Module]  # the modules whose inputs are changed
-    with_probes: Sequence[Module]  # the others whose inputs are kept, with their gradients
+    # The modules whose outputs, or inputs, are changed; and those where they are only kept (inputs with gradients).
+    with_outputs: Sequence[Module]
+    with_inputs: Sequence[Module]
+    with_kept_outputs: Sequence[Module]
+    with_kept_inputs: Sequence[Module]
     restricted: Sequence[Entry]  # those of the entries that are for some steps or positions only
     skips: Sequence[Entry]  # those of the entries that replace calls of modules
     unjoined: Sequence[Entry]  # patches on parts of a splice that is not among the patches
@@ -235,8 +248,30 @@ class Plan:
 
     @property
     def has_compiled_parts(self) -> bool:
-        """Whether `torch.compile` compiled any of the modules that are now in the model, even after the capture."""
-        return has_compiled_parts(self.root.frame.module)
+        """Whether `torch.compile` compiled a module that a watched one is in, or one that runs under the mode.
+
+        Others run as without patches. This is asked on each entry, so it does not look at all modules.
+        """
+        if not may_compile():
+            return False
+        root = self.root.frame.module
+        for parent, name, child in self._links:
+            if name not in parent._modules or parent._modules[name] is not child:
+                return has_compiled_parts(root)  # it was replaced: by a compiled one, perhaps
+        return is_any_compiled([root, *(child for _, _, child in self._links)])
+
+    @functools.cached_property
+    def _links(self) -> Sequence[tuple[Module, str, Module]]:
+        """The modules on the way to the watched ones, and those under the mode, with their names in their parents."""
+        found: dict[int, tuple[Module, str, Module]] = {}
+        waiting = list(self.watched.values())
+        waiting += [module for plan in self.frames if plan.needs_mode for module in plan.frame.module.modules()]
+        for module in waiting:
+            link = self.callers.parents.get(id(module))
+            if link is not None and id(module) not in found:
+                found[id(module)] = link
+                waiting.append(link[0])
+        return list(found.values())
 
     @functools.cached_property
     def sees_ops(self) -> bool:
@@ -259,27 +294,25 @@ def make_plan(
     plans = {id(frame): FramePlan(frame) for frame in found}
     for graph in own_graphs:
         plans[id(graph.frame)].graph = graph
-    for plan in plans.values():
-        frame, above = plan.frame, plan.frame.parent
-        while above is not None and id(above) not in plans:
-            above = above.parent
-        if above is not None and frame.call is not None:
-            plans[id(above)].calls.setdefault(id(frame.module), {})[frame.call.call_index] = plan
+    for plan in list(plans.values())[1:]:
+        _nearest_above(plan.frame, plans).add_call(plan)
     for entry in sorted(entries, key=operator.attrgetter("rank")):
         if own_graphs:
             _refuse_before_hooks(entry, plans)
         plans[id(entry.target.frame)].add(entry)
     for plan in plans.values():
         plan.settle()
-    with_outputs: dict[int, Module] = {}
-    with_inputs: dict[int, Module] = {}
-    with_probes: dict[int, Module] = {}
+    outputs, inputs, kept_outputs, kept_inputs = [dict[int, Module]() for _ in range(4)]
     for plan in plans.values():
         module = plan.frame.module
-        if takes_hooks(module):
-            with_outputs |= {id(module): module} if plan.output else {}
-            with_inputs |= {id(module): module} if plan.changes_inputs else {}
-            with_probes |= {id(module): module} if plan.probed else {}
+        if not (plan.output or plan.inputs or plan.probed) or not takes_hooks(module):
+            continue
+        if plan.output:
+            (outputs if plan.changes_output else kept_outputs)[id(module)] = module
+        if plan.changes_inputs:
+            inputs[id(module)] = module
+        elif plan.probed:
+            kept_inputs[id(module)] = module
     custom = {
         id(graph.frame.module): FramePlan(graph.frame, graph=graph)
         for graph in reversed(own_graphs)
@@ -293,13 +326,22 @@ def make_plan(
         own_graphs,
         custom,
         {id(frame.module): frame.module for frame in found},
-        list(with_outputs.values()),
-        list(with_inputs.values()),
-        [module for key, module in with_probes.items() if key not in with_inputs],
+        list(outputs.values()),
+        list(inputs.values()),
+        list(kept_outputs.values()),
+        [module for key, module in kept_inputs.items() if key not in inputs],
         [entry for entry in entries if entry.restriction is not None],
         [entry for entry in entries if entry.patches[0].replaces_call],
         [entry for entry in entries if isinstance(entry.patches[0], InsidePatch)],
     )
+
+
+def _nearest_above(frame: Frame, plans: dict[int, FramePlan]) -> FramePlan:
+    """Returns the plan of the innermost frame around `frame` that has one; the root has one."""
+    above = frame.parent
+    while above is not None and id(above) not in plans:
+        above = above.parent
+    return plans[id(above)]
 
 
 def _refuse_before_hooks(entry: Entry, plans: dict[int, FramePlan]) -> None:
@@ -324,9 +366,17 @@ class Callers:
     """The frames that call each module, in a whole capture."""
 
     def __init__(self, root: Frame) -> None:
+        self._root = root.module
         self._frames: dict[int, list[Frame]] = {}
         for frame in root.walk():
             self._frames.setdefault(id(frame.module), []).append(frame)
+        self._has_fused = any(isinstance(frames[0].module, _FUSED) for frames in self._frames.values())
+
+    @functools.cached_property
+    def parents(self) -> dict[int, tuple[Module, str, Module]]:
+        """The parent of each submodule (by id), its name there, and the submodule."""
+        modules = self._root.modules()
+        return {id(child): (m, name, child) for m in modules for name, child in m._modules.items() if child is not None}
 
     def frames_of(self, module: Module) -> list[Frame]:
         """Returns the frames of `module`, in order of execution."""
@@ -348,5 +398,6 @@ class Callers:
             calls = self.frames_of(frame.module)
             if len(calls) > 1:
                 waiting += [call.parent for call in calls if call.parent is not None]
-            waiting += [above for above in frame.frames_above() if isinstance(above.module, _FUSED)]
+            if self._has_fused:
+                waiting += [above for above in frame.frames_above() if isinstance(above.module, _FUSED)]
         return list(found.values())

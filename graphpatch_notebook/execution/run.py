@@ -118,7 +118,8 @@ class Run(TorchFunctionMode):
         self._with_inputs.discard(id(module))  # of a call that another hook ended early
         if plan is None or not plan.inputs or plan.graph is not None:
             return None
-        self._begin(module, args, kwargs)
+        if len(self.stack) == 1:
+            self._begin(module, args, kwargs)
         patched = self._patched_inputs(plan, args, kwargs)
         self._with_inputs.add(id(module))  # last: a patch may call the module itself
         return patched
@@ -130,11 +131,13 @@ class Run(TorchFunctionMode):
         __tracebackhide__ = True
         if id(module) not in self.plan.watched:  # swapped for another context
             return forward(*args, **kwargs)
-        self._begin(module, args, kwargs)
+        stack, is_called = self.stack, False
+        if len(stack) == 1:
+            self._begin(module, args, kwargs)
         plan = self._plan_of(module)
-        is_called = plan is not None and id(plan) in self._calls
-        self._calls.discard(id(plan))
-        self.stack.append(_Frame(plan, (args, kwargs)))  # `tracebacks` finds it here
+        if self._calls and (is_called := id(plan) in self._calls):
+            self._calls.remove(id(plan))
+        stack.append(_Frame(plan, (args, kwargs)))  # `tracebacks` finds it here
         try:
             if plan is None:
                 return invoke(forward, args, kwargs)
@@ -143,13 +146,13 @@ class Run(TorchFunctionMode):
                 self.is_checkpointed = is_in_checkpoint()
             output = self.run_frame(module, plan, forward, args, kwargs)
         finally:
-            self.stack.pop()
+            stack.pop()
         return output if is_called or not plan.output else self.at_boundary(plan.output, output)
 
     def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Counts a call from outside any frame: of the model, or by a method of it."""
-        if len(self.stack) > 1 or id(module) in self._with_inputs:
-            return
+        if id(module) in self._with_inputs:
+            return  # counted when its inputs were patched
         if module is self.root:
             self.values.clear()
             if self.steps is not None:
@@ -193,7 +196,7 @@ class Run(TorchFunctionMode):
         __tracebackhide__ = True
         if plan.is_bare:
             return invoke(forward, args, kwargs)
-        skip = next(filter(self._may_apply, reversed(plan.skips)), None)
+        skip = next(filter(self._may_apply, reversed(plan.skips)), None) if plan.skips else None
         if plan.graph is not None and skip is None:
             args, kwargs = self._with_aliases(plan, args, kwargs)
             patched = partial(self._in_graph, plan.in_graph)
@@ -327,27 +330,23 @@ class Run(TorchFunctionMode):
         """Applies entries to a value of a frame."""
         __tracebackhide__ = True
         for entry in entries:
-            if not (entry.keep and self._is_kept(entry, value)):
+            if entry.keep and not self.is_under_mode and isinstance(value, Tensor) and value.shape == entry.plain_shape:
+                self.fired.add(id(entry))  # before: the last patch of `pg.record` ends the run
+                for keep in entry.keep:
+                    keep(value)
+            elif not (entry.keep and self.is_under_mode and self._is_kept(entry, value)):
                 value = self.apply(entry, value)
         return value
 
     def _is_kept(self, entry: Entry, value: Any) -> bool:
-        """Shows a tensor to patches that only keep it; returns whether it is one of the recorded shape."""
-        if self.is_under_mode:
-            with without_torch_functions():
-                if not isinstance(value, Tensor) or value.shape != entry.plain_shape:
-                    return False
-        elif not isinstance(value, Tensor) or value.shape != entry.plain_shape:
-            return False
-        self.fired.add(id(entry))  # before: the last patch of `pg.record` ends the run
-        if self.is_under_mode:
-            with without_torch_functions():
-                for keep in entry.keep:
-                    keep(value)
-        else:
+        """The same for patches that only keep a tensor, if there is one, hidden from this mode."""
+        with without_torch_functions():
+            if not isinstance(value, Tensor) or value.shape != entry.plain_shape:
+                return False
+            self.fired.add(id(entry))
             for keep in entry.keep:
                 keep(value)
-        return True
+            return True
 
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry, and keeps that it fired, or why it could not."""
