@@ -8,6 +8,7 @@ classes belongs to the user: extra runs count there.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 from collections import OrderedDict, deque
@@ -25,6 +26,7 @@ from graphpatch_notebook.capture.held_values import (
     LARGE,
     NOT_STATE,
     OF_EACH_MODULE,
+    PLAIN_VALUES,
     WRITTEN,
     is_offloaded,
     memory_of,
@@ -132,9 +134,14 @@ class RandomState:
 
 def is_generator(value: Any) -> bool:
     """Whether a value is a random generator with a state that can be read and set."""
+    return _is_class_of_generators(type(value))
+
+
+@functools.cache
+def _is_class_of_generators(kind: type) -> bool:
     numpy = sys.modules.get("numpy")
     of_numpy = (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator) if numpy else ()
-    return isinstance(value, (torch.Generator, random.Random, *of_numpy)) and not isinstance(value, random.SystemRandom)
+    return issubclass(kind, (torch.Generator, random.Random, *of_numpy)) and not issubclass(kind, random.SystemRandom)
 
 
 def _state_of(generator: Any) -> Any:
@@ -217,7 +224,7 @@ class ModelSnapshot:
             for module in filter(is_fully_sharded, modules):
                 sharded.update(map(id, module.modules()))
             self._modules = {id(module): _ModuleSnapshot(module, id(module) in sharded) for module in modules}
-            held = [value for module in self._modules.values() for value in module.generators()]
+            held = [value for module in self._modules.values() for value in module.generators]
             self.random = RandomState({id(one): one for one in (*held, *filter(is_generator, generators))}.values())
         self._has_warned = False
 
@@ -269,22 +276,26 @@ class _ModuleSnapshot:
             if name not in self._moving
         ]
         names: dict[int, tuple[str, Tensor]] = {}
+        self.generators: list[Any] = []
         for name, value in self._values():
             if isinstance(value, Tensor):
                 names.setdefault(id(value), (name, value))
+            elif is_generator(value):
+                self.generators.append(value)
         self.tensors = [_TensorSnapshot(name, tensor) for name, tensor in names.values()]
 
     def _values(self) -> Iterator[tuple[str, Any]]:
+        """Yields its values by name, without plain numbers and texts, registries and submodules: snapshots are frequent."""
         for name, _, saved in self._containers:
+            if not saved or name == "_modules":
+                continue
             prefix = f"{name}." if name else ""
-            yield from ((f"{prefix}{key}", value) for key, value in _items(saved))
+            for key, value in _items(saved):
+                if type(value) not in PLAIN_VALUES and not (type(value) is dict and key in OF_EACH_MODULE):
+                    yield f"{prefix}{key}", value
         if isinstance(self.module, torch.jit.ScriptModule):  # its tensors are not in its `__dict__`
             yield from self.module.named_parameters(recurse=False)
             yield from self.module.named_buffers(recurse=False)
-
-    def generators(self) -> Iterator[Any]:
-        """Yields the random generators in its attributes."""
-        return (value for _, value in self._values() if is_generator(value))
 
     def changes(self) -> Iterator[Change]:
         kind = type(self.module).__name__
@@ -298,6 +309,8 @@ class _ModuleSnapshot:
 
     def restore(self, counts_writes: bool) -> None:
         for name, container, saved in self._containers:
+            if not container and not saved:  # most registries of hooks
+                continue
             if _is_of_hooks(name):
                 _restore_hooks(self.module, name, saved)
             elif next(_changed_keys(name, container, saved, is_exact=True), ABSENT) is not ABSENT:
