@@ -8,7 +8,6 @@ classes belongs to the user: extra runs count there.
 from __future__ import annotations
 
 import copy
-import functools
 import random
 import sys
 from collections import OrderedDict, deque
@@ -134,14 +133,16 @@ class RandomState:
 
 def is_generator(value: Any) -> bool:
     """Whether a value is a random generator with a state that can be read and set."""
-    return _is_class_of_generators(type(value))
+    kind = type(value)
+    if kind not in _GENERATORS:  # a look at numpy, and at classes of torch, for each attribute of a model takes long
+        numpy = sys.modules.get("numpy")
+        of_numpy = (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator) if numpy else ()
+        known = (torch.Generator, random.Random, *of_numpy)
+        _GENERATORS[kind] = issubclass(kind, known) and not issubclass(kind, random.SystemRandom)
+    return _GENERATORS[kind]
 
 
-@functools.cache
-def _is_class_of_generators(kind: type) -> bool:
-    numpy = sys.modules.get("numpy")
-    of_numpy = (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator) if numpy else ()
-    return issubclass(kind, (torch.Generator, random.Random, *of_numpy)) and not issubclass(kind, random.SystemRandom)
+_GENERATORS: dict[type, bool] = {}
 
 
 def _state_of(generator: Any) -> Any:
