@@ -286,7 +286,7 @@ class _ModuleSnapshot:
         self.tensors = [_TensorSnapshot(name, tensor) for name, tensor in names.values()]
 
     def _values(self) -> Iterator[tuple[str, Any]]:
-        """Yields its values by name, without plain numbers and texts, registries and submodules: snapshots are frequent."""
+        """Yields its values by name, without plain numbers and texts, registries and submodules."""
         for name, _, saved in self._containers:
             if not saved or name == "_modules":
                 continue
