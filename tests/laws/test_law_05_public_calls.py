@@ -151,11 +151,12 @@ class Subject:
     Attributes:
         pg: The graph.
         call: Makes the inputs.
+        mutates_state: Whether a run changes the model, or draws numbers.
         reference: The equal model.
     """
 
     def __init__(self, case: Case) -> None:
-        self.call = case.example
+        self.call, self.mutates_state = case.example, case.mutates_state
         model, self.reference = case.build(), case.build()
         seed()
         self.pg = self.call().run(functools.partial(PatchableGraph, model))
@@ -270,11 +271,16 @@ def probed(subject: Subject, _: Path) -> int:
 
 
 def swept_in_a_thread(subject: Subject, _: Path) -> int:
+    sweep_elsewhere = functools.partial(
+        subject.pg.sweep, {"cell": range(3)}, lambda _: {"output": ZeroPatch()}, *subject.call().args, metric=number,
+        progress=False,
+    )  # fmt: skip
     with ThreadPoolExecutor(1) as executor:
-        subject.pg.sweep(
-            {"cell": range(3)}, lambda _: {"output": ZeroPatch()}, *subject.call().args, metric=number,
-            progress=False, executor=executor,
-        )  # fmt: skip
+        if subject.mutates_state:  # a refusal leaves nothing behind, either
+            with pytest.raises(ExperimentError, match="runs must not change the model"):
+                sweep_elsewhere(executor=executor)
+            return 0
+        sweep_elsewhere(executor=executor)
     return 3
 
 
@@ -294,7 +300,7 @@ def run(subject: Subject, _: Path) -> int:
     runs = Runs(session, dict)
     started = runs.start(None)
     runs.wait(started)
-    assert runs.status(started)[0]["state"] == "done"
+    assert runs.status(started)[0].state == "done"
     return 0
 
 
@@ -302,7 +308,7 @@ def shown(subject: Subject, _: Path) -> int:
     runs = Runs(Session(subject.pg), dict)
     started = runs.start_activation("output", None, False, None)
     runs.wait(started)
-    assert runs.status(started)[0]["state"] == "done"
+    assert runs.status(started)[0].state == "done"
     return 0
 
 
