@@ -40,6 +40,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     Positions,
     RowPositions,
     by_problem,
+    check_is_used,
 )
 from graphpatch_notebook.experiments.results.arrays import keep_components, metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
@@ -171,6 +172,7 @@ def attribute(
     of_all = kept_for(pg.nodes, _AllNodes) if paths is None else None
     selected = selected_nodes(pg.nodes, paths) if of_all is None else of_all.selected
     wanted = [node for node in selected.nodes if node.is_wanted]
+    check_is_used(position_dim, is_used=positions is not None)
     axis = None if positions is None else PositionAxis(pg, selected, given[1], positions, position_dim)
     kept = {}
     if axis is not None:

@@ -20,6 +20,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     PositionDim,
     Positions,
     RowPositions,
+    check_is_used,
     position_dims,
     row_dims,
 )
@@ -115,6 +116,7 @@ def ablate(
     names = several_paths(pg, paths)
     given = Inputs(inputs, input_kwargs)
     is_pooled = mean_over != "batch"
+    check_is_used(position_dim, is_used=positions is not None or is_pooled)
     dims = position_dims(pg, names, position_dim) if positions is not None or is_pooled else {}
     rows = {} if method == "zero" else row_dims(pg, names, dims)
     run = record(pg, given, names)

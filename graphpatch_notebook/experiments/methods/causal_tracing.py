@@ -26,6 +26,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     PositionDim,
     Positions,
     RowPositions,
+    check_is_used,
     position_cells,
     position_dims,
 )
@@ -167,6 +168,7 @@ def causal_trace(
     chosen = None if positions is False else True if positions is None else positions
     noisy_paths = [] if noise is None else [str(noise.path)]
     placed = [*noisy_paths, *(names if chosen is not None else ())]
+    check_is_used(position_dim, is_used=bool(placed))
     dims = position_dims(pg, placed, position_dim)
     run = record(pg, inputs, [*names, *noisy_paths], metric)
     run.warn_if_random()

@@ -91,6 +91,12 @@ def given_dims(pg: PatchableGraph, paths: Iterable[str], position_dim: PositionD
     return dict(given)
 
 
+def check_is_used(position_dim: PositionDim, *, is_used: bool) -> None:
+    """Raises an `ExperimentError` if a sequence dimension is given, but nothing has positions."""
+    if position_dim is not None and not is_used:
+        raise ExperimentError(f"position_dim={position_dim!r} has no effect without positions=...")
+
+
 def check_problems(problems: Mapping[str, str], what: str = "the sequence dimension is unknown:") -> None:
     """Raises an `ExperimentError` with the problems of some paths, if there are any."""
     if problems:
