@@ -68,10 +68,11 @@ def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
             yield from _leaves(child, (*path, key_text(key)))
 
 
-def compared(path: str, before: Any, after: Any) -> OutputChange:
+def compared(path: str, before: Any, after: Any, only: str = "only in the output") -> OutputChange:
     """Returns the norms of two values and of their difference, and the entries that changed most.
 
-    A norm is `None` if it is not known; the note says why. A value is `None` if it does not exist.
+    A norm is `None` if it is not known; the note says why. A value is `None` if it does not exist;
+    `only` begins what the note then says.
     """
     value = after if before is None else before
     numbers = [Readable(None) if one is None else readable(_as_real(one)) for one in (before, after)]
@@ -80,7 +81,7 @@ def compared(path: str, before: Any, after: Any) -> OutputChange:
     notes = [one.remark for one in numbers if one.remark]
     difference, largest = None, []
     if before is None or after is None:
-        notes.append(f"only {'with' if before is None else 'without'} the patches")
+        notes.append(f"{only} {'with' if before is None else 'without'} the patches")
     elif first is not None and second is not None and first.shape != second.shape:
         notes.append(f"not compared: shape {list(first.shape)} without the patches, {list(second.shape)} with them")
     elif first is not None and second is not None:
@@ -164,8 +165,10 @@ def probe_report(kept: KeptValue, before: KeptValue | None, labels: LabelsOf, bu
     chosen, shown, note = kept.chosen, kept.shown, kept.problem
     head = chosen.number, str(chosen.name), chosen.path
     change = None
-    if before is not None and (before.shown is not None or shown is not None):
-        change = compared(chosen.path, before.shown, shown)
+    if before is not None and note is None and (before.shown is not None or shown is not None):
+        change = compared(chosen.path, before.shown, shown, "not compared: it fired only")
+        if before.problem is not None:
+            change.note = f"not compared: without the patches, {before.problem}"
     if shown is None:
         why = note or "it did not fire in this run"
         return ProbeReport(*head, None, NoPlot("nothing was kept"), None, None, why, change)

@@ -179,7 +179,20 @@ def loops() -> PatchableGraph:
 def test_outputs_of_only_one_of_the_calls_are_reported() -> None:
     change = change_at(loops(), patch("start", "add", value="-1"), patch("a.linear", "probe", name="h"))
     assert (change["norm_after"], change["norm_difference"]) == (None, None)
-    assert change["note"] == "only without the patches"
+    assert change["note"] == "not compared: it fired only without the patches"
+
+
+def test_values_that_cannot_be_kept_are_not_said_to_be_missing() -> None:
+    pg = PatchableGraph(Counts().eval(), X.clone())
+    resized, names = patch("x", "custom", value="resize"), {"name": "h", "any_shape": True}
+    probe = patch("hidden", "probe", slice="4", **names)
+    change = change_at(pg, resized, probe, resize=lambda value: value.repeat(2, 1))
+    assert change["norm_before"] is None
+    assert change["note"].startswith("not compared: without the patches, #2 (")
+    probe = patch("hidden", "probe", slice="2", **names)
+    _, report = run(pg, resized, probe, resize=lambda value: value[:2])
+    assert report["probes"][0]["note"].startswith("#2 (")
+    assert report["probes"][0]["change"] is None
 
 
 def test_other_shapes_are_reported() -> None:

@@ -77,7 +77,7 @@ def test_other_shapes_and_kinds_are_reported() -> None:
     found = change((torch.ones(2), None), (torch.ones(2), None))
     assert found["path"] == "output|sub_0"
     listed, _ = changes((torch.ones(2), None), (torch.ones(2), torch.ones(1)))
-    assert (listed[1].path, listed[1].note) == ("output|sub_1", "only with the patches")
+    assert (listed[1].path, listed[1].note) == ("output|sub_1", "only in the output with the patches")
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16], ids=str)
