@@ -174,11 +174,11 @@ describe("edits", () => {
   it("switch a patch on and off", async () => {
     named<HTMLInputElement>(list.element, `Apply ${NAME_3}`).click();
     await settled();
-    expect(edits().at(-1)?.edit).toEqual({ action: "change", number: 3, patch: { is_enabled: true } });
+    expect(edits().at(-1)?.edit).toEqual({ action: "enable", number: 3, is_enabled: true });
     await rig.answer("edit", { version: 2 });
     named<HTMLInputElement>(list.element, `Apply ${NAME_1}`).click();
     await settled();
-    expect(edits().at(-1)?.edit).toEqual({ action: "change", number: 1, patch: { is_enabled: false } });
+    expect(edits().at(-1)?.edit).toEqual({ action: "enable", number: 1, is_enabled: false });
   });
 
   it("by keyboard", async () => {
@@ -264,7 +264,7 @@ describe("as Python", () => {
   async function take(name: string): Promise<void> {
     button(name).click();
     await settled();
-    expect(rig.last("export").payload).toEqual({ form: "graphpatch", inputs: null });
+    expect(rig.last("export").payload).toEqual({ inputs: null });
     await rig.answer("export", { code: CODE });
     await settled();
   }

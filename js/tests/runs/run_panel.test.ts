@@ -254,8 +254,10 @@ describe("a report", () => {
   it("shows no relative change of zero, and no difference without a comparison", async () => {
     const kind = { shape: [2], dtype: "float32", largest: [] };
     const norms = { norm_before: 0, norm_after: 3, norm_difference: 3 };
-    const other = { norm_before: 2, norm_after: 0, norm_difference: 0, note: "only in the output without the patches" };
-    const odd = { norm_before: 2, norm_after: 4, norm_difference: 2, note: "with the patches 1 NaN of 2" };
+    const note = "only in the output without the patches";
+    const other = { norm_before: 2, norm_after: null, norm_difference: null, note };
+    const partial = "differences count only entries that are finite in both";
+    const odd = { norm_before: 2, norm_after: 4, norm_difference: 2, note: partial };
     await show({
       changes: [
         { path: "a", ...kind, ...norms, note: null },
@@ -269,7 +271,7 @@ describe("a report", () => {
       "b[2] float322–––",
       "Only in the output without the patches.",
       "c[2] float32242100%",
-      "With the patches 1 NaN of 2.",
+      "Differences count only entries that are finite in both.",
     ]);
     expect(panel.textContent).not.toContain("change nothing");
   });
@@ -340,7 +342,7 @@ describe("a report", () => {
       { ...change, norm_difference: 0 },
       { ...change, norm_before: 0 },
       { ...change, norm_difference: null, note: "not compared: other shapes" },
-      { ...what, norm_before: null, norm_after: null, norm_difference: null, note: "it fired only with the patches" },
+      { ...change, norm_before: null, norm_difference: null, note: "not compared: it fired only with the patches" },
       null,
     ];
     await show({
@@ -359,7 +361,7 @@ describe("a report", () => {
       "norm 2.9, unchanged",
       "norm 0 → 2.9, changed by 0.7",
       "norm 3.2 → 2.9Not compared: other shapes.",
-      "It fired only with the patches.",
+      "Not compared: it fired only with the patches.",
       undefined,
     ]);
     expect(found[0]?.querySelector("canvas")).toBeNull();
