@@ -442,8 +442,8 @@ class PatchableGraph(_LikeItsModel):
         (`patch_mul`), whose values are read in each run. Compilers cannot trace `RecordPatch`.
 
         The graphs are a record of the run on the example inputs. The result was compared with this `PatchableGraph` on
-        `args` and `kwargs`, bit for bit. It raises an error on inputs of another structure or memory layout than the
-        example's, and in another mode (`train()`, `eval()`) than the captured one. Of an object among the inputs, such
+        `args` and `kwargs`, bit for bit. It raises an error on inputs of another structure than the example's,
+        and in another mode (`train()`, `eval()`) than the captured one. Of an object among the inputs, such
         as a static cache, it reads and writes the tensors; it raises an error if their shapes, or plain values in the
         object, differ from the example's.
 

@@ -15,7 +15,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from graphpatch_notebook.capture.functions import SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, OpNode, Ref, Site, SizeGuard
 from graphpatch_notebook.checks.equality import difference
+from graphpatch_notebook.checks.model_state import copied, preserved
 from graphpatch_notebook.errors import GraphError, SerializationError, StoredFormError, UnstoredFrameWarning
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.graphs.build import BuiltGraph, build
@@ -65,7 +66,6 @@ from graphpatch_notebook.values import (
     all_leaves,
     dtype_name,
     tensor_specs,
-    with_own_containers,
 )
 
 _BOUNDARY = ("input", "parameter", "buffer", "attribute", "call", "output")
@@ -105,20 +105,32 @@ def save(
         loaded = load(written, root.module if writer.unstored else None, None)
         if isinstance(loaded.module, LoadedRoot):  # not the model itself, whose graph is not stored
             loaded.module.answer_all()
-        _compare(runnable(loaded.module, loaded.root, ExtractionOptions()), call, check)
+        graph = runnable(loaded.module, loaded.root, ExtractionOptions())
+        _compare(_without_trace(graph, loaded.module, root.module), _without_trace(call, root.module), check)
     if writer.unstored:
         warnings.warn(writer.warning(name_of(target)), UnstoredFrameWarning, stacklevel=3)
     write_document(target, METADATA_KEY, document, tensors)
 
 
+def _without_trace(run: Callable[..., Any], *modules: Module) -> Callable[..., Any]:
+    """Returns a function that calls `run` on copies of its arguments; modules and generators stay as they were."""
+
+    def result(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            snapshots = [stack.enter_context(preserved(module)) for module in modules]
+            args, kwargs = copied((args, kwargs))
+            output = run(*args, **kwargs)
+            for snapshot in snapshots:
+                output = snapshot.separated(output)
+            return output
+
+    return result
+
+
 def _compare(graph: Callable[..., Any], model: Callable[..., Any], calls: Iterable[Any]) -> None:
     for number, (args, kwargs) in enumerate(calls):
-        given = with_own_containers(
-            (tuple(args), kwargs), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
-        )
         try:
-            with torch.random.fork_rng(devices=[]):
-                found = graph(*given[0], **given[1])
+            found = graph(*args, **kwargs)
         except StoredFormError as error:
             raise SerializationError(f"check[{number}]: {error}") from error
         problem = difference(found, model(*args, **kwargs), "output")

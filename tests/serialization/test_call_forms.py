@@ -171,6 +171,16 @@ def test_the_callers_own_checks(tmp_path: Path) -> None:
         changing.save(file, check=[(example.args, example.kwargs)])
 
 
+def test_the_callers_own_checks_leave_no_trace(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    pg = PatchableGraph(model, x())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    pg.save(tmp_path / "graph", check=[((x(),), {}), ((x(),), {})])
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert difference(model.state_dict(), before, "state") is None
+
+
 class Experts(nn.Module):
     """Goes over the rows that some input is greatest in, as mixtures of experts do."""
 
