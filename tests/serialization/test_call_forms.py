@@ -178,7 +178,7 @@ def test_the_callers_own_checks_leave_no_trace(tmp_path: Path) -> None:
     generator = torch.get_rng_state()
     pg.save(tmp_path / "graph", check=[((x(),), {}), ((x(),), {})])
     assert torch.equal(torch.get_rng_state(), generator)
-    assert difference(model.state_dict(), before, "state") is None
+    assert difference(dict(model.state_dict()), before, "state") is None
 
 
 class Experts(nn.Module):
