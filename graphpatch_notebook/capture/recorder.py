@@ -399,7 +399,7 @@ class Recorder(TorchFunctionMode):
 
 def _conditions(module: Module) -> Conditions:
     hooks = frozenset((*module._forward_hooks, *module._forward_pre_hooks))
-    return Conditions(module.training, hooks or _NO_HOOKS)
+    return Conditions(module.training, hooks or _NO_HOOKS, grad_mode=torch.is_grad_enabled())
 
 
 _NO_HOOKS: frozenset[int] = frozenset()

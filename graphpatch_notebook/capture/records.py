@@ -391,11 +391,13 @@ class Conditions:
         hooks: The ids of the forward hooks and pre-hooks that the module had.
         same_inputs: Pairs of places in the inputs, as parameter and dig, that were given one tensor: the records
             refer to it by the second place only.
+        grad_mode: Whether gradients were enabled; `None` if it is not known, and for loaded graphs that hold for both.
     """
 
     training: bool = False
     hooks: frozenset[int] = frozenset()
     same_inputs: tuple[tuple[InputPlace, InputPlace], ...] = ()
+    grad_mode: bool | None = None
 
 
 class Reason(enum.Enum):

@@ -235,6 +235,7 @@ def functions() -> dict[str, Function]:
     found |= {f"math.{name}": getattr(math, name) for name in _MATH}
     found |= {f"builtins.{name}": getattr(builtins, name) for name in _BUILTINS}
     found |= {
+        "torch.is_grad_enabled": torch.is_grad_enabled,
         "torch.set_grad_enabled": set_grad_enabled,
         "graphpatch.take": take,
         "graphpatch.unchanged": unchanged,

@@ -23,10 +23,11 @@ from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.inputs import bind, signature_with
 from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.capture.records import Frame, InputParameter
-from graphpatch_notebook.checks.call_signature import Aspect, CallSignature
+from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, Settings
 from graphpatch_notebook.errors import StoredFormError, UnstoredFrameError
 from graphpatch_notebook.graphs.generated_code import generate
 from graphpatch_notebook.serialization.functions import REPAIR
+from graphpatch_notebook.torch_compat import set_grad_enabled
 
 CONTAINERS: dict[str, type[Module]] = {cls.__name__: cls for cls in (ModuleDict, ModuleList, Sequential)}
 """The classes of torch that only hold modules: these keep their class."""
@@ -55,7 +56,12 @@ class StoredForward:
         """Runs the graph."""
         if self._code is None:
             raise UnstoredFrameError(f"this {type(self._module).__name__} cannot run: {self._reason}")
-        return self._code.function(self._module, *args, **kwargs)[0]
+        had_gradients = torch.is_grad_enabled()
+        try:
+            return self._code.function(self._module, *args, **kwargs)[0]
+        finally:  # the end of `with torch.no_grad():` is a step, which did not run if there was an error
+            if torch.is_grad_enabled() is not had_gradients:
+                set_grad_enabled(had_gradients)
 
 
 class GraphCode:
@@ -155,11 +161,10 @@ class CallCheck:
             dataclasses.replace(form, sizes=tuple(f"size_{next(free)}" if size is None else size for size in known))
             for form, known in zip(found.tensors, sizes, strict=True)
         ]
-        self._inputs = dataclasses.replace(
-            found,
-            tensors=tuple(forms),
-            settings=((Aspect.DEFAULT_DTYPE, default_dtype), (Aspect.AUTOCAST, None)),
-        )
+        settings: Settings = ((Aspect.DEFAULT_DTYPE, default_dtype), (Aspect.AUTOCAST, None))
+        if frame.conditions.grad_mode is not None:
+            settings += ((Aspect.GRAD_MODE, frame.conditions.grad_mode),)
+        self._inputs = dataclasses.replace(found, tensors=tuple(forms), settings=settings)
 
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises an error for a call through a graph module that the graph does not hold for."""

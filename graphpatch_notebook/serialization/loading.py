@@ -118,7 +118,10 @@ class _Reader:
             self._modules.append(self._module(held, number in live, number == parts[0].module))
         for module, held in zip(self._modules, document.modules, strict=True):  # calls between modules may have cycles
             self._add_names(module, held)
-        frames = [Frame(self._modules[p.module], p.attribute_path, conditions=Conditions(p.training)) for p in parts]
+        frames = [
+            Frame(self._modules[p.module], p.attribute_path, conditions=Conditions(p.training, grad_mode=p.grad_mode))
+            for p in parts
+        ]
         for number, (frame, part) in enumerate(zip(frames, parts, strict=True)):
             self._fill(frame, part, frames[number + 1 :])
         for frame, part in zip(frames, parts, strict=True):

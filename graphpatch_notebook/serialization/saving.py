@@ -57,6 +57,7 @@ from graphpatch_notebook.serialization.schema import (
     StepPart,
 )
 from graphpatch_notebook.serialization.tensors import TensorTable
+from graphpatch_notebook.torch_compat import set_grad_enabled
 from graphpatch_notebook.values import (
     ContainerSpec,
     ScalarSpec,
@@ -151,7 +152,7 @@ class _Writer:
         self._numbers = {id(frame): number for number, frame in enumerate(self._frames)}
         self.tensors = TensorTable()
         self._modules = _ModuleTable(self._root.module, (frame.module for frame in self._frames), self.tensors)
-        self._graphs = _GraphWriter(own, self._modules)
+        self._graphs = _GraphWriter(root, own, self._modules)
         self._lines: dict[tuple[str, int, str, str], int] = {}
         self._site_lines: dict[int, list[int]] = {}
         self.unstored: dict[int, str] = {}
@@ -239,6 +240,7 @@ class _Writer:
             module=self._modules.number(frame.module),
             attribute_path=frame.attribute_path,
             training=frame.conditions.training,
+            grad_mode=frame.conditions.grad_mode if frame is self._root and self._graphs.is_of_one_grad_mode else None,
             parameters=parameters,
             records=[self._record(node, is_hidden=node.kind == "input" and node.target in same) for node in records],
             graph=graph,
@@ -317,9 +319,15 @@ class _Paths:
 
 
 class _GraphWriter:
-    """Writes graphs over the attribute paths of their modules."""
+    """Writes graphs over the attribute paths of their modules.
 
-    def __init__(self, own: Sequence[CompiledGraphModule], modules: _ModuleTable) -> None:
+    Attributes:
+        is_of_one_grad_mode: Whether graphs hold only if gradients are enabled, or disabled, as they were.
+    """
+
+    def __init__(self, root: Frame, own: Sequence[CompiledGraphModule], modules: _ModuleTable) -> None:
+        self._root = root
+        self.is_of_one_grad_mode = isinstance(root.module, LoadedRoot)  # it says itself
         self._edited = {id(m.frame): m for m in own if m.frame.is_edited and m.frame.custom_graph is None}
         self._modules = modules
 
@@ -327,7 +335,7 @@ class _GraphWriter:
         """Returns the steps of the graph of `frame`, with checks of what the module's code read."""
         edited = self._edited.get(id(frame))
         built = build(frame, _Paths()) if edited is None else edited.built()
-        writer = _Steps(frame)
+        writer = _Steps(frame, self._ends_of_no_grad(frame, built.graph))
         for fx_node in built.graph.nodes:
             args = ((fx_node.args[0],),) if fx_node.op == "output" and frame.custom_graph is None else fx_node.args
             step = StepPart(fx_node.op, fx_node.name)
@@ -338,6 +346,24 @@ class _GraphWriter:
                 step.target = self._target(fx_node, frame, built)
             writer.add(fx_node, step, args)
         return writer.steps
+
+    def _ends_of_no_grad(self, frame: Frame, graph: fx.Graph) -> set[fx.Node]:
+        """Returns the steps that enable gradients again after `with torch.no_grad():`, if they were enabled before."""
+        mode = now = frame.conditions.grad_mode
+        ends: set[fx.Node] = set()
+        if mode is None or isinstance(self._root.module, LoadedRoot):
+            return ends
+        is_plain = self._root.conditions.grad_mode is True
+        for fx_node in graph.nodes:
+            if fx_node.target is set_grad_enabled:
+                if fx_node.args[0] and mode and not now:
+                    ends.add(fx_node)
+                elif fx_node.args[0] or not is_plain:
+                    self.is_of_one_grad_mode = True
+                now = bool(fx_node.args[0])
+        if now is not mode:
+            raise UnstorableError("it changes the grad mode out of sight, as checkpoint(..., use_reentrant=True) does")
+        return ends
 
     def _target(self, fx_node: fx.Node, frame: Frame, built: BuiltGraph) -> str:
         target, modules = str(fx_node.target), self._modules
@@ -372,8 +398,10 @@ class _GraphWriter:
 class _Steps:
     """The steps of one graph."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, ends_of_no_grad: set[fx.Node]) -> None:
         self.steps: list[StepPart] = []
+        self._ends_of_no_grad = ends_of_no_grad
+        self._grad_mode: Any = None
         self._numbers: dict[fx.Node, int] = {}
         self._records = {id(node): number for number, node in enumerate(frame.graph_nodes)}
         self._step_of: dict[int, int] = {}
@@ -386,8 +414,12 @@ class _Steps:
 
     def add(self, fx_node: fx.Node, step: StepPart, args: Sequence[Any]) -> None:
         """Adds a step, and checks of what Python found out about its value."""
+        if self._ends_of_no_grad and self._grad_mode is None and fx_node.target is set_grad_enabled:
+            self._grad_mode = self._call(torch.is_grad_enabled)  # that of each call, not that of the capture
         if fx_node.op not in ("placeholder", "get_attr"):
             step.args = [encoded(value, self._leaf) for value in args]
+            if fx_node in self._ends_of_no_grad:
+                step.args = [self._grad_mode]
             step.kwargs = {name: encoded(value, self._leaf) for name, value in fx_node.kwargs.items()}
         number = self._numbers[fx_node] = len(self.steps)
         self.steps.append(step)

@@ -96,7 +96,10 @@ class RecordPart(DocumentPart):
 
 
 class FramePart(DocumentPart):
-    """A call of a module, with its graph, or the reason why none is stored; `is_own`: the graph *is* the module."""
+    """A call of a module, with its graph, or the reason why none is stored; `is_own`: the graph *is* the module.
+
+    `grad_mode` is that of the root, if the graphs hold for no other.
+    """
 
     module: Number
     attribute_path: str
@@ -107,6 +110,7 @@ class FramePart(DocumentPart):
     unstored: str | None = None
     is_own: bool = False
     same_inputs: list[list[tuple[str, list[Any]]]] = []
+    grad_mode: bool | None = None
 
 
 class ModulePart(DocumentPart):

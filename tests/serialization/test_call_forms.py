@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from graphpatch_notebook import PatchableGraph, SerializationError, StoredFormError, ZeroPatch
+from graphpatch_notebook import PatchableGraph, SerializationError, StoredFormError, UnstoredFrameWarning, ZeroPatch
 from graphpatch_notebook.checks.equality import difference
 from tests.serialization.files import Mlp, reloaded, x
 from tests.zoo import case_by_name
@@ -73,6 +75,47 @@ def test_other_modes(tmp_path: Path) -> None:
         torch.set_default_dtype(torch.float32)
     with torch.autocast("cpu"), pytest.raises(StoredFormError, match="autocast"):
         loaded(x())
+
+
+class WithoutGradients(Mlp):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        with torch.no_grad():
+            frozen = super().forward(x).reshape(2, -1)
+        return x * 2 + frozen.sum()
+
+
+class WithGradients(WithoutGradients):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+class Checkpointed(Mlp):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return checkpoint(super().forward, x, use_reentrant=True) * 2
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("cls", [WithoutGradients, WithGradients])
+def test_grad_mode_that_the_model_switches(cls: type[Mlp], captured: bool, tmp_path: Path) -> None:
+    model, given = cls().eval(), x().requires_grad_()
+    with torch.set_grad_enabled(captured):
+        loaded = reloaded(reloaded(PatchableGraph(model, x()), tmp_path), tmp_path)
+    for now in (True, False):
+        with torch.set_grad_enabled(now):
+            if captured is now or (captured and cls is WithoutGradients):
+                assert loaded(given).requires_grad is model(given).requires_grad
+            else:
+                with pytest.raises(StoredFormError, match="grad mode"):
+                    loaded(given)
+            with suppress(RuntimeError, StoredFormError):
+                loaded(x(3, 4)[:, :3])
+            assert torch.is_grad_enabled() is now
+
+
+def test_grad_mode_that_is_switched_unseen() -> None:
+    with pytest.warns(UnstoredFrameWarning, match="grad mode"):
+        PatchableGraph(Checkpointed(), x().requires_grad_()).save(io.BytesIO())
 
 
 class Sized(nn.Module):
