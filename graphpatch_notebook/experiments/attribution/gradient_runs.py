@@ -39,6 +39,7 @@ from graphpatch_notebook.experiments.attribution.rules import DerivativeRules, M
 from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode, Scores, flow_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import noted_metric
+from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch
@@ -426,7 +427,8 @@ class Roots:
         own = node.node
         if own.kind == "output" and node.frame.opaque_reason is not None and node.frame.call is not None:
             own = node.frame.call
-        value = self._flow.resolve(own)
+        dig = resolve(self._flow.root, node.path).dig if node.is_in_container else ()
+        value = self._flow.resolve(own, dig)
         return own if value is None else value.node
 
     def may_begin_at(self, node: ScoredNode) -> bool:
@@ -658,7 +660,9 @@ class GradientRun:
             key = (edge.node, edge.output_nr)
             number = differences.add(clean[occurrence], value, self._origins.get(key, key))
             differences.by_path.setdefault(path, []).append(number)
-        elif occurrence < len(differences.by_path.get(path, ())):
+        elif path not in differences.by_path:  # a root of an earlier group
+            return
+        elif occurrence < len(differences.by_path[path]):
             number = differences.by_path[path][occurrence]
         if number is None:
             self.by_path.setdefault(path, []).append(None)

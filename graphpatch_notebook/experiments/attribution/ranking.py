@@ -15,7 +15,8 @@ from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode,
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import resolve
 
-_SAME = (operations.VIEWS - {"gather", "index_select"}) | operations.SAME_VALUES - {"clamp", "clip", "where"}
+_CHOSEN = frozenset("gather index_select flip roll clamp clip where masked_fill nan_to_num".split())
+_SAME = (operations.VIEWS | operations.SAME_VALUES) - _CHOSEN
 _CLOSE = 1e-5  # float32 sums in different orders
 
 

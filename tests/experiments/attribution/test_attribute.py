@@ -227,6 +227,83 @@ def test_integrated_scores_add_up() -> None:
     assert (integrated.attrs["method"], integrated.attrs["steps"]) == ("integrated", 32)
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer, which it adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.layer(x) + self.calls)
+
+
+@pytest.mark.parametrize("model", [Counting, lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))])
+def test_integrated_scores_of_a_model_that_writes_its_state(model: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    clean, corrupted = torch.randn(2, 3, 4)
+    pg = PatchableGraph(model().train(), clean)
+
+    scores = attribute(pg, torch.sum, clean, corrupted, method="integrated", steps=32)
+
+    (root,) = scores.attrs["roots"]
+    for path in (root, "output"):
+        assert float(scores.sel(path=path)) == pytest.approx(scores.clean - scores.corrupted, rel=1e-3)
+
+
+class Named(nn.Module):
+    """Returns its result, or a constant of it, in a container."""
+
+    def __init__(self, is_constant: bool = False) -> None:
+        super().__init__()
+        self.layer, self.is_constant = nn.Linear(4, 4), is_constant
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        result = self.layer(x)
+        return {"result": result.detach() if self.is_constant else result}
+
+
+class Passing(nn.Module):
+    """Passes a result on in a container of its own."""
+
+    def __init__(self, is_constant: bool = False) -> None:
+        super().__init__()
+        self.named = Named(is_constant)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.named(x)["result"],)
+
+
+class Reading(nn.Module):
+    """Reads a value that two containers have."""
+
+    def __init__(self, is_constant: bool = False) -> None:
+        super().__init__()
+        self.passing, self.head = Passing(is_constant), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.head(self.passing(x)[0])) + x
+
+
+def test_a_value_in_one_container_after_the_other_has_its_score_in_each() -> None:
+    torch.manual_seed(0)
+    clean, corrupted = torch.randn(2, 3, 4)
+    scores = attribute(PatchableGraph(Reading(), clean), torch.sum, clean, corrupted)
+    assert scores.attrs["skipped"] == {}
+    expected = float(scores.sel(path="passing.named.layer.output"))
+    for path in ("passing.named.output|result", "passing.output|sub_0", "head.input"):
+        assert float(scores.sel(path=path)) == pytest.approx(expected)
+
+
+def test_a_constant_stays_one_in_a_container() -> None:
+    clean, corrupted = torch.randn(2, 3, 4)
+    scores = attribute(PatchableGraph(Reading(is_constant=True), clean), torch.sum, clean, corrupted)
+    assert {"passing.named.output|result", "passing.output|sub_0", "head.output"} <= set(scores.attrs["skipped"])
+    assert scores.attrs["roots"] == ["x"]
+
+
 @pytest.mark.parametrize("method", ["gradient", "integrated", "relp", "secant"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_groups_that_fit_in_memory_give_the_same_scores(method: Any, frozen: bool) -> None:

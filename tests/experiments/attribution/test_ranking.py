@@ -95,6 +95,26 @@ class Twins(nn.Module):
         return first[:, [1, 0]] + second
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.flip(1),
+        lambda x: x.roll(1, 1),
+        lambda x: x.masked_fill(torch.tensor([True, False, True]), 0.0),
+        torch.nan_to_num,
+    ],
+)
+def test_other_numbers_are_another_value(change: Any) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            z = change(y)
+            return z * 3
+
+    scores = attribute(PatchableGraph(Model(), torch.randn(2, 3)), torch.sum, torch.randn(2, 3), torch.randn(2, 3))
+    assert not {"y", "z"} & set(scores.attrs["same_values"])
+
+
 def test_equal_numbers_alone_share_no_place() -> None:
     torch.manual_seed(0)
     model = Twins().eval()
