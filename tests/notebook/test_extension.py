@@ -141,6 +141,7 @@ def test_loading_imports_little_and_the_rest_at_its_first_use() -> None:
         "extension",
         "magics",
         "magics.cells",
+        "messages",
         "session",
         "session.patch_kinds",
     }

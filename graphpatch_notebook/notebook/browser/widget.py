@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import traitlets
+from torch import Tensor
 from msgspec import Meta
 
 from graphpatch_notebook.errors import SessionError, UnknownPathError
@@ -409,7 +410,8 @@ def scores_by_path(scores: Mapping[str | NodePath, Any] | Any, skeleton: Skeleto
 
 def _number(value: Any, path: str) -> float:
     try:
-        number = float("text" if isinstance(value, str) else value)
+        plain = value.detach() if isinstance(value, Tensor) else value
+        number = float("text" if isinstance(plain, str) else plain)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"the score of {path!r} is {value!r:.80}, not a number: {error}") from None
     if math.isinf(number) or abs(number) > _LARGEST:
