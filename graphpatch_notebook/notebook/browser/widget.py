@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import traitlets
-from torch import Tensor
 from msgspec import Meta
+from torch import Tensor
 
 from graphpatch_notebook.errors import SessionError, UnknownPathError
 from graphpatch_notebook.inspection.locations import Location
