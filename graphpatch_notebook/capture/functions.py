@@ -11,7 +11,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.records import Node, map_leaves, refs_in
 from graphpatch_notebook.values import ContainerSpec, TensorSpec
 
-SIZE_READS = frozenset({"shape", "size", "numel", "nelement", "__len__"})
+SIZE_READS = frozenset({"shape", "size", "numel", "nelement", "nbytes", "__len__"})
 """Calls whose results are sizes."""
 
 VALUE_READS = frozenset(
@@ -25,7 +25,7 @@ VALUE_READS = frozenset(
 
 METADATA_READS = frozenset(
     {
-        "dim", "ndim", "ndimension", "stride", "storage_offset", "element_size", "itemsize", "nbytes", "data_ptr",
+        "dim", "ndim", "ndimension", "stride", "storage_offset", "element_size", "itemsize", "data_ptr",
         "get_device", "_version", "output_nr", "requires_grad", "retains_grad", "__hash__", "_is_view", "dense_dim",
         "sparse_dim", "has_names", "type", "__format__", "__repr__", "__str__", "names", "get_default_dtype",
     }

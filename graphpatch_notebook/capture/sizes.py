@@ -2,7 +2,8 @@
 
 They live for one frame of one capture: anywhere else they are plain numbers. What Python makes of a size (a comparison,
 a float, the key of a dict) is not in the graph, so the frame notes it as a *guard*: a graph that runs in place of the
-module holds as long as Python would find the same again. `range(size)` and `items[:size]` read a size unseen.
+module holds as long as Python would find the same again. C code (`range(size)`, `items[:size]`,
+`math.log(size)`) reads a size unseen.
 """
 
 from __future__ import annotations
@@ -149,7 +150,10 @@ for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
 for _name in ("and", "or", "xor", "lshift", "rshift", "divmod"):
     setattr(Size, f"__{_name}__", _plain_method(f"__{_name}__"))
     setattr(Size, f"__r{_name}__", _plain_method(f"__r{_name}__"))
-for _name in ("abs", "ceil", "float", "floor", "hash", "int", "invert", "pos", "round", "trunc"):
+for _name in ("abs", "ceil", "float", "floor", "hash", "int", "invert", "pos", "round", "trunc", "format", "repr"):
     setattr(Size, f"__{_name}__", _plain_method(f"__{_name}__"))
+for _name in ("bit_length", "bit_count", "to_bytes"):
+    if hasattr(int, _name):
+        setattr(Size, _name, _plain_method(_name))
 Size.__bool__ = _bool  # type: ignore[assignment]
 Size.__neg__ = _negative  # type: ignore[assignment]
