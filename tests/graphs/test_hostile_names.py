@@ -36,7 +36,7 @@ def test_a_graph_runs_and_is_shown_with_any_names_of_modules(name: str) -> None:
     assert torch.equal(pg._graph_module(x), model(x))
     assert torch.equal(copy.deepcopy(pg._graph_module)(x), model(x))
     skeleton = skeleton_of(pg)
-    assert details(pg, skeleton, 0)["code"] == code.strip("\n")
+    assert details(pg, skeleton, 0).code == code.strip("\n")
     for row in range(len(skeleton)):
         details(pg, skeleton, row)
 
