@@ -225,9 +225,9 @@ def test_invalid_metrics_are_errors(make: Any, output: Any, message: str) -> Non
         ({"a": 1.0, "b": None}, "the metric returned None"),
         ("1.5", "must give a number, a tensor or a dict of numbers by name, not str"),
         ({}, "an empty dict"),
-        ({"a": torch.ones(2)}, r"a dict in which 'a' is of shape \(2,\); it must"),
-        ({"a": [1.0]}, "a dict in which 'a' is a list"),
-        (CausalLMOutput(logits=LOGITS), r"'logits' is of shape \(2, 3, 4\) \(a CausalLMOutput: is it the whole output"),
+        ({"a": torch.ones(2)}, "a dict in which 'a'"),
+        ({"a": [1.0]}, "a dict in which 'a'"),
+        (CausalLMOutput(logits=LOGITS), "a CausalLMOutput in which 'logits'"),
     ],
 )
 def test_values_that_are_not_numbers_are_reported(given: Any, message: str) -> None:

@@ -69,10 +69,11 @@ def measurement(value: Any) -> Measurement:
     numbers = {str(name): _array(item) for name, item in value.items() if not isinstance(item, Mapping)}
     wrong = [name for name in map(str, value) if name not in numbers or numbers[name].ndim]
     if wrong or not numbers:
+        names = ", ".join(map(repr, wrong))
+        given = f"a {type(value).__name__} in which {names} is not one number" if wrong else "an empty dict"
         raise ExperimentError(
-            f"the metric gave a {type(value).__name__} in which {', '.join(map(repr, wrong)) or 'nothing'} is not one "
-            "number: it must give a number, a tensor, or a dict of numbers by name, made from the output of the model: "
-            "lambda output: output.loss"
+            f"the metric gave {given}: it must give a number, a tensor, or a dict of numbers by name, made from the "
+            "output of the model: lambda output: output.loss"
         )
     return Measurement(np.stack([*numbers.values()]), tuple(numbers))
 

@@ -102,8 +102,8 @@ def ablate(
         >>> from graphpatch_notebook import PatchableGraph
         >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
         >>> pg = PatchableGraph(torch.nn.ReLU(), x)
-        >>> ablate(pg, ["output"], x, metric=torch.sum, heads=2, progress=False).values
-        array([[7., 3.]])
+        >>> ablate(pg, ["output"], x, metric=torch.sum, progress=False).values
+        array([0.])
 
     Source:
         Wang et al., Interpretability in the Wild, 2022 (mean ablation); Chan et al., Causal Scrubbing, 2022

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -198,7 +199,7 @@ def current() -> dict[str, Any]:
         skeleton = skeleton_of(pg)
         fixture[name] = {
             "columns": json.loads(zlib.decompress(skeleton.data)),
-            "components": skeleton.components(),
+            "components": msgspec.to_builtins(skeleton.components()),
             "paths": [skeleton.path(row) for row in range(len(skeleton))],
             "patched": [skeleton.row(path) for path in patched],
             "queries": [[query, found_rows(pg, query, patched)] for query in queries()],
