@@ -407,16 +407,6 @@ def is_module_call(code: CodeType) -> bool:
     return code is torch.nn.Module._call_impl.__code__
 
 
-def code_of_apply() -> CodeType | None:
-    """Returns the code of `torch.autograd.Function.apply`, which calls the forward of a function.
-
-    A classmethod written in Python: torch 2.0 to 2.14. Since torch 2.15 it is written in C, and tracebacks do not
-    show it. Tested by: tests/execution/test_failures.py.
-    """
-    function = getattr(torch.autograd.Function.__dict__["apply"], "__func__", None)
-    return getattr(function, "__code__", None)
-
-
 def structure_of(value: object) -> Any:
     """Returns the pytree structure of `value`.
 

@@ -253,11 +253,6 @@ class ExampleInputs:
         """What they were made of: the arguments, and what containers and objects in them held."""
         return [value for value, _ in self._before.values()]
 
-    @property
-    def are_all_seen(self) -> bool:
-        """Whether `change` compares all of them, however many there are."""
-        return len(self._before) < _MOST_SEEN
-
     def change(self) -> str | None:
         """Returns a description of what has changed since this object was made, or `None`.
 
