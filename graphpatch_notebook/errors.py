@@ -35,12 +35,8 @@ class GraphPatchError(Exception):
     """Base class of every error that this package raises on purpose."""
 
 
-class CaptureError(GraphPatchError, RuntimeError):
-    """A module could not be captured as a graph."""
-
-
-class OptionError(GraphPatchError, ValueError):
-    """An option has an invalid value; nothing ran."""
+class CaptureError(GraphPatchError, RuntimeError, ValueError):
+    """A module could not be captured as a graph, or an extraction option has an invalid value; then nothing ran."""
 
 
 class PatchMapError(GraphPatchError, ValueError):
@@ -59,11 +55,7 @@ class UnknownChildError(UnknownPathError, AttributeError):
 
 
 class PatchValueError(GraphPatchError, ValueError):
-    """A patch met a value that it cannot be applied to."""
-
-
-class PatchShapeError(GraphPatchError, ValueError):
-    """A patched name holds another kind of value than it did when the module was captured."""
+    """A patch met a value that it cannot be applied to, or of another kind or shape than when it was captured."""
 
 
 class PatchNotFiredError(GraphPatchError, RuntimeError):
@@ -76,12 +68,12 @@ class PatchNotFiredError(GraphPatchError, RuntimeError):
     paths: tuple[str, ...] = ()
 
 
-class ShardedCallError(GraphPatchError, RuntimeError):
-    """The processes that a model is sharded over call it with different patches, or one of them does not call it."""
+class GraphError(GraphPatchError, RuntimeError, ValueError):
+    """A graph cannot be built, saved or loaded, or cannot run in place of its module.
 
-
-class GraphError(GraphPatchError, RuntimeError):
-    """A graph cannot be built, or cannot run in place of its module."""
+    Nothing of a file that cannot be loaded ran, and nothing of a loaded graph for a call that it does not cover. All
+    processes of a sharded model raise it if they make different calls.
+    """
 
 
 class SessionError(GraphPatchError, ValueError):
@@ -136,77 +128,36 @@ class SweepInterrupted(KeyboardInterrupt):
         return [f"{type(self).__name__}: {self}"]
 
 
-class SerializationError(GraphPatchError, ValueError):
-    """A graph cannot be saved, or a file cannot be loaded. Nothing in the file ran."""
-
-
-class UnstoredFrameError(SerializationError, RuntimeError):
-    """A loaded graph called a module that has neither a graph in the file nor a model to run instead."""
-
-
-class StoredFormError(SerializationError):
-    """A loaded graph was called with inputs, or in a mode, that it does not cover; nothing ran."""
-
-
 class GraphPatchWarning(UserWarning):
-    """Base class of every warning that this package gives."""
+    r"""Every warning of this package. Its text begins with its kind, by which it can be filtered.
 
+    Attributes:
+        kind: What it is about:
 
-class CompilationWarning(GraphPatchWarning):
-    """A module was not captured as a graph and fell back to an `OpaqueGraphModule`."""
+            - `aliased view`: The patched node is a view that the model fills in later; the patch cuts it off.
+            - `checkpoint`: A patched forward is recomputed in backward, which did not run inside the context.
+            - `compilation`: A module was not captured as a graph and fell back to an `OpaqueGraphModule`.
+            - `component`: A component is used although its value may not be what its name says.
+            - `decomposition`: A function in `ExtractionOptions.decompose` is not called, or cannot be decomposed there.
+            - `edited graph`: An edited graph is valid for the branches and flags of the example only.
+            - `experiment`: Some cells of a sweep failed, or had to be run in a slower way than requested.
+            - `listener`: A listener to the changes of a session raised an error.
+            - `not fired`: A patch never fired during a call, or no call was made in its context.
+            - `repeated call`: A module or an op ran more often than when it was captured, and all of that was patched.
+            - `shared gradient`: The gradient of a probed input includes those of other uses of the same tensor.
+            - `state`: A run that should leave no trace changed something in the model that cannot be put back.
+            - `unresolved patch`: Patches in a file of a session name values that this graph does not have.
+            - `unstored frame`: Some frames could not be stored: a loaded graph needs the model for these.
 
-
-class PatchNotFiredWarning(GraphPatchWarning):
-    """A patch never fired: in a call of the `PatchableGraph` inside its context, or because no call was made there."""
-
-
-class RepeatedCallWarning(GraphPatchWarning):
-    """A module or an op ran more often in one frame than when it was captured, and all of that was patched."""
-
-
-class CheckpointWarning(GraphPatchWarning):
-    """A patched forward is to be recomputed in backward, but backward did not run inside the patch context."""
-
-
-class DecompositionWarning(GraphPatchWarning):
-    """A function in `ExtractionOptions.decompose` is not called, or is called in a way that cannot be decomposed."""
-
-
-class AliasedPatchWarning(GraphPatchWarning):
-    """The patched node is a view that the model fills in later: the patch cuts it off from its base."""
-
-
-class SharedGradientWarning(GraphPatchWarning):
-    """The gradient of a probed input of a module includes those of other uses of the same tensor."""
-
-
-class EditedGraphWarning(GraphPatchWarning):
-    """An edited graph is valid for the branches and flags of the example only, and a call may have others."""
-
-
-class StateWarning(GraphPatchWarning):
-    """A run that should leave no trace changed something in the model that cannot be put back.
-
-    It wrote into weights, or into large tensors, into which the model did not write while it was captured; later runs
-    will be put back. Or it took values from an iterator.
+    Example:
+        >>> import warnings
+        >>> from graphpatch_notebook import GraphPatchWarning
+        >>> warnings.filterwarnings("ignore", r"\[not fired\]", GraphPatchWarning)
     """
 
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message, kind)
+        self.kind = kind
 
-class ComponentWarning(GraphPatchWarning):
-    """A component is used although its value may not be what its name says."""
-
-
-class ExperimentWarning(GraphPatchWarning):
-    """Some cells of a sweep failed, or had to be run in a slower way than requested."""
-
-
-class ListenerWarning(GraphPatchWarning):
-    """A listener to the changes of a session raised an error."""
-
-
-class UnresolvedPatchWarning(GraphPatchWarning):
-    """Patches in a file of a session name values that this graph does not have: they were left out."""
-
-
-class UnstoredFrameWarning(GraphPatchWarning):
-    """Some frames could not be stored: a loaded graph needs the model for these."""
+    def __str__(self) -> str:
+        return f"[{self.kind}] {self.args[0]}"

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Graph
 from torch.nn import Module
 
-from graphpatch_notebook.errors import OptionError
+from graphpatch_notebook.errors import CaptureError
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,7 @@ class ExtractionOptions:
             output, parameters, buffers and tensor attributes can be patched.
         classes_to_skip_compiling: The same for modules of exactly these classes only.
         error_on_compilation_failure: Raise the original exception of a module that cannot be captured.
-        warn_on_compilation_failure: Give a `CompilationWarning` with that exception instead, and continue with an
+        warn_on_compilation_failure: Give a `GraphPatchWarning` with that exception instead, and continue with an
             `OpaqueGraphModule`. Without either option this fallback is silent, but can be seen: in the tree, and as
             `OpaqueGraphModule.reason`.
         allow_unused_submodules: Whether submodules that the example inputs do not reach are fine (they become
@@ -78,7 +78,7 @@ class ExtractionOptions:
         """Makes sure that classes are classes and that functions can be called, which would go unnoticed later.
 
         Raises:
-            OptionError: They are not; the message names the option, what was given, and the repair.
+            CaptureError: They are not; the message names the option, what was given, and the repair.
         """
         functions: Any = self.custom_extraction_functions
         classes: Any = self.classes_to_skip_compiling
@@ -87,28 +87,28 @@ class ExtractionOptions:
             value = getattr(self, option.name)
             is_flag = str(option.type).startswith("bool")
             if is_flag and not isinstance(value, bool) and (value is not None or option.default is not None):
-                raise OptionError(f"{option.name} is True or False, not {_option_text(value)}")
+                raise CaptureError(f"{option.name} is True or False, not {_option_text(value)}")
         name = "custom_extraction_functions"
         if not isinstance(functions, Mapping):
-            raise OptionError(
+            raise CaptureError(
                 f"{name} takes a dict from classes of modules to functions, not {_option_text(functions)}; "
                 "give {torch.nn.Linear: function}, say"
             )
         for cls, function in functions.items():
             _check_class(name, cls)
             if not callable(function):
-                raise OptionError(
+                raise CaptureError(
                     f"{name}: what it has for {cls.__name__} is {_option_text(function)}, which cannot be called; give "
                     "a function from the module to a torch.fx.Graph"
                 )
         name = "classes_to_skip_compiling"
         if isinstance(classes, str) or not isinstance(classes, Collection):
             what = classes.__name__ if isinstance(classes, type) else "torch.nn.Linear"
-            raise OptionError(f"{name} takes a set of classes, not {_option_text(classes)}; give {{{what}}}, say")
+            raise CaptureError(f"{name} takes a set of classes, not {_option_text(classes)}; give {{{what}}}, say")
         for cls in classes:
             _check_class(name, cls)
         if postprocessing is not None and not callable(postprocessing):
-            raise OptionError(
+            raise CaptureError(
                 f"postprocessing_function: {_option_text(postprocessing)} cannot be called; give a function of the "
                 "graph module and the module, or None"
             )
@@ -128,7 +128,7 @@ def _check_class(option: str, value: Any) -> None:
         repair = "give the class itself, not its name"
     else:
         repair = "give a subclass of torch.nn.Module"
-    raise OptionError(f"{option}: {_option_text(value)} is not a class of modules; {repair}")
+    raise CaptureError(f"{option}: {_option_text(value)} is not a class of modules; {repair}")
 
 
 def _option_text(value: Any) -> str:

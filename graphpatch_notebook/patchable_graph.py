@@ -23,7 +23,7 @@ from graphpatch_notebook.checks.model_state import RandomState, copied, preserve
 from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.components import find
 from graphpatch_notebook.delegation import delegate
-from graphpatch_notebook.errors import GraphError, SerializationError, add_note
+from graphpatch_notebook.errors import GraphError, add_note
 from graphpatch_notebook.execution import (
     GENERATION_CONFIG,
     CapturedModel,
@@ -100,7 +100,7 @@ class PatchableGraph(_LikeItsModel):
 
     Raises:
         TypeError: The model is not a module, or options are at a place where the model would get them; nothing ran.
-        OptionError: An option has an invalid value; nothing ran.
+        CaptureError: An option has an invalid value; nothing ran.
         CaptureError: The model could not be captured on these inputs.
         Exception: Any error that the model raises on these inputs.
 
@@ -221,7 +221,7 @@ class PatchableGraph(_LikeItsModel):
         Raises:
             TypeError: It is neither an exported program nor the name of a file.
             FileNotFoundError: The file does not exist.
-            SerializationError: The file was not written by `torch.export.save`.
+            GraphError: The file was not written by `torch.export.save`.
             GraphError: Torch is older than 2.6.
 
         Example:
@@ -614,14 +614,14 @@ class PatchableGraph(_LikeItsModel):
 
         The graphs are snapshots of the model as it was captured. The loaded graph accepts inputs of other sizes where
         the model's code, as far as the capture saw, takes the same branches. Calls of modules whose graph may differ
-        from them are not stored, with an `UnstoredFrameWarning` that has the reason. Active patches have no effect.
+        from them are not stored, with a `GraphPatchWarning` that has the reason. Active patches have no effect.
 
         Args:
             file: The name of the file, or an open binary file such as an `io.BytesIO`.
             check: Calls (arguments, keyword arguments) on which to compare what is loaded with the model, bit for bit.
 
         Raises:
-            SerializationError: Graph and model differ on one of the `check` calls; or a graph that *is* its module
+            GraphError: Graph and model differ on one of the `check` calls; or a graph that *is* its module
                 (edited, or custom) cannot be stored. Then nothing is written.
             FileNotFoundError, IsADirectoryError: The folder does not exist, or `file` is a folder.
             TypeError: `file` is neither the name of a file nor an open binary file.
@@ -640,7 +640,7 @@ class PatchableGraph(_LikeItsModel):
         self._refuse_elsewhere()
         self._captured.check_weights()
         if self._captured.permanent:
-            raise SerializationError(
+            raise GraphError(
                 "a graph with permanent patches is saved in two files: save the graph that edit() was called on, and "
                 "the patches with save_patches(file, patches); then PatchableGraph.load(...).edit(load_patches(...))"
             )
@@ -675,7 +675,7 @@ class PatchableGraph(_LikeItsModel):
                 whole packages (`"mylib"`). Loading imports these, which runs their code.
 
         Raises:
-            SerializationError: The file was not written by `save`, is damaged, uses names that are not allowed, or is
+            GraphError: The file was not written by `save`, is damaged, uses names that are not allowed, or is
                 not of this `model`.
             FileNotFoundError, IsADirectoryError: The file does not exist, or is a folder.
 
@@ -752,7 +752,7 @@ class PatchableGraph(_LikeItsModel):
         """Returns the values at several paths, from one forward of the model that ends after the last of them.
 
         Active patches have their effect. A value that the model does not compute on these inputs is missing in the
-        result, with a `PatchNotFiredWarning`; then the forward runs to its end.
+        result, with a `GraphPatchWarning` of kind `not fired`; then the forward runs to its end.
 
         Args:
             patterns: A path, a pattern, or several. In a pattern, `*` is any text within a name, and `**` any text:
@@ -867,10 +867,10 @@ class PatchableGraph(_LikeItsModel):
         What the cells have in common is computed once: modules that ran before the first patched value return what
         they returned without patches, and language models do not compute logits that the metric does not read. In
         batches the last bits may differ; `batch=None` is the loop. One of the cells that share forwards runs again
-        alone, and so does the first one at the end: if a number differs by more than rounding, an `ExperimentWarning`
+        alone, and so does the first one at the end: if a number differs by more than rounding, a `GraphPatchWarning`
         names the cell, and the loop is run. `attrs["remarks"]` says why cells ran one by one.
 
-        If a cell fails, it is NaN, `attrs["errors"]` has the reason, and the other cells run; one `ExperimentWarning`
+        If a cell fails, it is NaN, `attrs["errors"]` has the reason, and the other cells run; one `GraphPatchWarning`
         is raised at the end.
 
         Args:
@@ -1001,7 +1001,7 @@ class PatchableGraph(_LikeItsModel):
         return self._around(self._captured.edited())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise SerializationError(
+        raise GraphError(
             "a PatchableGraph cannot be pickled, and so not be saved by torch.save: use pg.save(file) and "
             "PatchableGraph.load(file); for the weights alone, torch.save(pg.state_dict(), file)"
         )

@@ -51,7 +51,7 @@ def level_of_caller() -> int:
     return level
 
 
-def warn_each_time(message: str, category: type[GraphPatchWarning]) -> None:
+def warn_each_time(message: str, kind: str) -> None:
     """Gives a warning that names a line of the user's code, even if that line gave the same warning before.
 
     By default Python shows a warning once for each line of code, so running a cell again would show nothing.
@@ -59,10 +59,12 @@ def warn_each_time(message: str, category: type[GraphPatchWarning]) -> None:
     if _is_collected(message):
         return
     frame = sys._getframe(level_of_caller() - 1)
-    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, registry={})
+    warnings.warn_explicit(
+        GraphPatchWarning(message, kind), None, frame.f_code.co_filename, frame.f_lineno, registry={}
+    )
 
 
-def warn(message: str, category: type[GraphPatchWarning], stacklevel: int) -> None:
+def warn(message: str, kind: str, stacklevel: int) -> None:
     """Gives a warning, once for each line of code; `stacklevel` counts from the caller of this function."""
     if not _is_collected(message):
-        warnings.warn(message, category, stacklevel=stacklevel + 1)
+        warnings.warn(GraphPatchWarning(message, kind), stacklevel=stacklevel + 1)

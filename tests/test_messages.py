@@ -14,16 +14,15 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import (
     AddPatch,
+    CaptureError,
     CustomPatch,
     ExtractionOptions,
     GraphError,
-    OptionError,
+    GraphPatchWarning,
     PatchableGraph,
     PatchMapError,
-    PatchNotFiredWarning,
     PatchValueError,
     ReplacePatch,
-    SerializationError,
     UnknownPathError,
     ZeroPatch,
 )
@@ -161,7 +160,7 @@ def test_any_error_of_a_custom_function_names_the_patch(pg: PatchableGraph) -> N
 
 def test_steps_that_were_not_reached_are_listed(pg: PatchableGraph) -> None:
     with pytest.warns(
-        PatchNotFiredWarning, match=re.escape("its steps (9, 2) were not reached: the last call had step 0")
+        GraphPatchWarning, match=re.escape("its steps (9, 2) were not reached: the last call had step 0")
     ):
         patched(pg, "hidden", ZeroPatch(steps=[9, 2]))
 
@@ -173,12 +172,12 @@ def test_steps_that_were_not_reached_are_listed(pg: PatchableGraph) -> None:
         (lambda: PatchableGraph(Mlp, X), TypeError, "not the class Mlp"),  # type: ignore[arg-type]
         (
             lambda: PatchableGraph(Mlp(), ExtractionOptions(skip_compilation="no"), X),  # type: ignore[arg-type]
-            OptionError,
+            CaptureError,
             "skip_compilation is True or False, not 'no'",
         ),
         (
             lambda: PatchableGraph(Mlp(), ExtractionOptions(decompose="scaled_dot_product_attention"), X),
-            OptionError,
+            CaptureError,
             "not 'scaled_dot_product_attention'; give ['scaled_dot_product_attention']",
         ),
         (
@@ -240,7 +239,7 @@ def test_models_of_another_file(pg: PatchableGraph, tmp_path: Path) -> None:
         (other, "'weight' of 'up' of the model is not what it was when the graph was saved; load these weights first"),
         (trained, "'up' of the model was in eval mode when the graph was saved; call model.eval()"),
     ):
-        with pytest.raises(SerializationError, match=re.escape(words)):
+        with pytest.raises(GraphError, match=re.escape(words)):
             PatchableGraph.load(file, model=model)
 
 
@@ -249,7 +248,7 @@ def test_files_of_exported_programs(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"the file does not exist: .*program\.pt2"):
         PatchableGraph.from_exported(file)
     file.write_text("hello")
-    with pytest.raises(SerializationError, match=r"program\.pt2' is not a file that torch\.export\.save wrote"):
+    with pytest.raises(GraphError, match=r"program\.pt2' is not a file that torch\.export\.save wrote"):
         PatchableGraph.from_exported(file)
 
 

@@ -54,7 +54,7 @@ from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing
 from graphpatch_notebook.capture.recorder import FrameCount, OpPlace, Recorder, frame_count
 from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_doubts
 from graphpatch_notebook.capture.sizes import Size, plain
-from graphpatch_notebook.errors import CaptureError, CompilationWarning, DecompositionWarning
+from graphpatch_notebook.errors import CaptureError, GraphPatchWarning
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import eager_code, is_any_compiled, version_of
@@ -100,7 +100,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     The module is restored afterwards, except for what its own run changes. No code is generated, no tensor is kept.
 
     Raises:
-        OptionError: An option has an invalid value; nothing ran.
+        CaptureError: An option has an invalid value; nothing ran.
         CaptureError: The module never ran its `forward`, or this torch is too old for a compiled module.
     """
     __tracebackhide__ = True
@@ -118,7 +118,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
             f"the model reads values that depend on its weights, which are on the meta device "
             f"({', '.join(without_weights.guessed)}): it was captured as if they were 0, with masks that select all"
         )
-        warnings.warn(CompilationWarning(message), stacklevel=4)
+        warnings.warn(GraphPatchWarning(message, "compilation"), stacklevel=4)
     root.capture.options = options
     root.capture.has_escaped_sizes = recorder.escapes.found
     _report_failures(recorder)
@@ -159,18 +159,18 @@ def _report_failures(recorder: Recorder) -> None:
         if recorder.options.warn_on_compilation_failure:
             became = "became an OpaqueGraphModule" if frame.opaque_reason else "was captured without its custom graph"
             message = f"{format_path(frame.path) or 'the model'!r} {became}: {type(failure).__name__}: {failure}"
-            warnings.warn(CompilationWarning(message), stacklevel=4)
+            warnings.warn(GraphPatchWarning(message, "compilation"), stacklevel=4)
 
 
 def _report_unopened(recorder: Recorder) -> None:
     if recorder.decompositions and not recorder.has_opened and not recorder.unopened:
         names = " nor ".join(decomposition.name for decomposition in recorder.decompositions.values())
         message = f"the model does not call {names} on these inputs, or not observably: nothing was decomposed"
-        warnings.warn(DecompositionWarning(message), stacklevel=4)
+        warnings.warn(GraphPatchWarning(message, "decomposition"), stacklevel=4)
     for (name, refusal), frame in recorder.unopened.items():
         where = repr(format_path(frame.path)) if frame.path else "the model"
         message = f"{name} in {where} cannot be decomposed: {refusal}; it stays one node"
-        warnings.warn(DecompositionWarning(message), stacklevel=4)
+        warnings.warn(GraphPatchWarning(message, "decomposition"), stacklevel=4)
 
 
 def _check_unused(root: Frame, options: ExtractionOptions) -> None:

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.call_sites import count_as_users
-from graphpatch_notebook.errors import GraphPatchError, OptionError
+from graphpatch_notebook.errors import CaptureError, GraphPatchError
 from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.torch_compat import flex_attention, flex_attention_output, safe_softmax
 from graphpatch_notebook.values import PLAIN_TENSORS, TensorSpec
@@ -113,7 +113,7 @@ def chosen_decompositions(decompose: Collection[str | Callable[..., Any]] | None
     if isinstance(decompose, str) or not isinstance(decompose, Collection):
         given: Any = decompose
         repair = f"; give [{given!r}]" if isinstance(given, str) else ""
-        raise OptionError(f"decompose takes a list of functions or of their names, not {decompose!r}{repair}")
+        raise CaptureError(f"decompose takes a list of functions or of their names, not {decompose!r}{repair}")
     found = [_found_decomposition(item) for item in decompose]
     return {id(decomposition.function): decomposition for decomposition in found}
 
@@ -126,7 +126,7 @@ def _found_decomposition(item: str | Callable[..., Any]) -> Decomposition:
     name = item if isinstance(item, str) else str(getattr(item, "__name__", item))
     near = get_close_matches(name, by_name, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise OptionError(f"decompose: {name!r} cannot be opened; {hint}These can: {', '.join(by_name)}")
+    raise CaptureError(f"decompose: {name!r} cannot be opened; {hint}These can: {', '.join(by_name)}")
 
 
 # -- inner nodes -------------------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from graphpatch_notebook.capture.held_values import (
 )
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.hooks import HookOwner, is_inert, owner_of
-from graphpatch_notebook.errors import StateWarning
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.torch_compat import copied_with_storage, is_fully_sharded, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
@@ -210,7 +209,7 @@ class ModelSnapshot:
     """The state of a model, and of the random generators, at one moment.
 
     Buffers and other tensors are copied. Weights are not, except for those that the capture saw written, and neither
-    are tensors of more than `LARGE` bytes: a write into these stays, with a `StateWarning`.
+    are tensors of more than `LARGE` bytes: a write into these stays, with a `GraphPatchWarning` (`state`).
 
     Args:
         root: The model, or a part of it.
@@ -251,7 +250,7 @@ class ModelSnapshot:
             warn_each_time(
                 f"a run that should have left no trace in {type(self.root).__name__} left one that cannot be put "
                 f"back: {lost[0]}{more}",
-                StateWarning,
+                "state",
             )
 
     def separated(self, value: Any) -> Any:

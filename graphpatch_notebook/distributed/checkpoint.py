@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.checks.sharding import is_distributed, processes_of
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.warning_places import warn_each_time
@@ -102,4 +102,4 @@ class Checkpoint:
                 file.write_text(json.dumps(cells))
             self._count += 1
         except OSError as error:
-            warn_each_time(f"results of {len(cells)} cells are kept in memory only: {error}", ExperimentWarning)
+            warn_each_time(f"results of {len(cells)} cells are kept in memory only: {error}", "experiment")

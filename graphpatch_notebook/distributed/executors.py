@@ -26,7 +26,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.distributed.checkpoint import weights_digest
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, add_note
+from graphpatch_notebook.errors import ExperimentError, add_note
 from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.warning_places import collected_warnings, warn_each_time
@@ -247,7 +247,7 @@ class Workers:
             self._has_results = True
             for message in messages:
                 if message not in self._messages:
-                    warn_each_time(message, ExperimentWarning)
+                    warn_each_time(message, "experiment")
             self._messages.update(messages)
         del running[number]
         yield number, result

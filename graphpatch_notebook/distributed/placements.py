@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphpatch_notebook.checks.sharding import is_distributed
-from graphpatch_notebook.errors import PatchShapeError, PatchValueError
+from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.torch_compat import dtensor_module, strided_shard
 
@@ -46,7 +46,7 @@ class Placement:
     def whole(self, value: Tensor) -> Tensor:
         """Returns the whole value, given this process's part of it; the same object if the part is the whole.
 
-        One that is not distributed as in the capture is a `PatchShapeError`.
+        One that is not distributed as in the capture is a `PatchValueError`.
         """
         if is_distributed(value):
             return value.full_tensor()  # type: ignore[attr-defined, no-any-return]
@@ -54,7 +54,7 @@ class Placement:
             return value
         rank = self.mesh.get_local_rank()
         if value.dim() <= self.dim or value.shape[self.dim] != self.sizes[rank]:
-            raise PatchShapeError(
+            raise PatchValueError(
                 f"{self.path!r}: process {rank} held {self.sizes[rank]} entries of dimension {self.dim} when the model "
                 f"was captured, and holds a value of shape {tuple(value.shape)} now: how it is distributed over the "
                 "processes is not known; make the PatchableGraph with such inputs"

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.checks.sharding import is_distributed
-from graphpatch_notebook.errors import ShardedCallError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.torch_compat import is_fully_sharded
 
 _T = TypeVar("_T")
@@ -46,16 +46,16 @@ class Processes:
             patches: The patches, each with its path.
 
         Raises:
-            ShardedCallError: Another process makes another call, or none.
+            GraphError: Another process makes another call, or none.
         """
         mine = {"methods": what, "inputs": digest(*inputs), "patches": digest(*patches)}
         try:
             everyone = self.gathered(mine)
         except RuntimeError as error:
-            raise ShardedCallError(f"{what}: other processes did not make this call ({error})") from None
+            raise GraphError(f"{what}: other processes did not make this call ({error})") from None
         if differing := [name for name in mine if any(each[name] != mine[name] for each in everyone)]:
             listed = ", ".join(sorted({path for path, _ in patches})) or "none"
-            raise ShardedCallError(
+            raise GraphError(
                 f"the {' and '.join(differing)} differ between the processes: process {dist.get_rank()} calls {what} "
                 f"with patches on {listed}. All processes must make the same calls, with the same inputs, in the same "
                 "contexts, with the same patches and the same tensors in them"

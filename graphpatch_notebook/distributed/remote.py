@@ -313,9 +313,7 @@ def _answer(token: str, is_first: bool, task: bytes) -> bytes:
             is_right, answer = True, dumps(result if is_first else None)
         except (Exception, KeyboardInterrupt) as error:
             is_right, answer = False, dumps(sendable(error))
-    given = {
-        (str(each.message), each.category): None for each in caught if issubclass(each.category, GraphPatchWarning)
-    }
+    given = {each.message.args: None for each in caught if isinstance(each.message, GraphPatchWarning)}
     return dumps((is_right, list(given), answer))
 
 
@@ -364,7 +362,7 @@ def _on_cpu(value: Any) -> Any:
 
 # -- engines -----------------------------------------------------------------------------------------------------------
 
-_Answer: TypeAlias = "tuple[bool, list[tuple[str, type[GraphPatchWarning]]], bytes]"
+_Answer: TypeAlias = "tuple[bool, list[tuple[str, str]], bytes]"
 """What an engine answers: whether it is done, its warnings, and its result or its error."""
 
 

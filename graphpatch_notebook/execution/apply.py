@@ -12,7 +12,7 @@ from graphpatch_notebook.capture.records import HELD_KINDS
 from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem, unpacked_shape
 from graphpatch_notebook.checks.sharding import ShardedValue, same_value
 from graphpatch_notebook.components.operations import FUSED_ATTENTION
-from graphpatch_notebook.errors import GraphPatchError, PatchShapeError, PatchValueError, add_note
+from graphpatch_notebook.errors import GraphPatchError, PatchValueError, add_note
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import Indices
 from graphpatch_notebook.inspection.resolution import Target
@@ -89,7 +89,7 @@ def _apply(
     if apart is value or patched is apart:
         return value if patched is apart else patched
     if not isinstance(patched, Tensor) or patched.shape != apart.shape:
-        raise PatchShapeError(
+        raise PatchValueError(
             f"{entry.target.text!r}: the model packs heads that share keys at this step, and takes a value "
             f"{shown_value(apart)}; the patch made one {shown_value(patched)}"
         )
@@ -307,27 +307,27 @@ def _checked(patched: Any, patch: Patch[Any], target: Target, value: Tensor, whe
 
 
 def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
-    """Raises a `PatchShapeError` if a number was captured where a tensor is now, or the other way round."""
+    """Raises a `PatchValueError` if a number was captured where a tensor is now, or the other way round."""
     spec, is_tensor = target.spec, isinstance(value, Tensor)
     if not isinstance(patch, WritingPatch) or patch.any_shape or isinstance(spec, UnknownSpec):
         return
     kinds = TensorSpec if is_tensor else (ScalarSpec, ObjectSpec)
     is_same = isinstance(spec, kinds) or is_tensor == isinstance(spec, TensorSpec)
     if not is_same and not (target.node.kind == "input" and is_tensor):  # which the example did not have
-        raise PatchShapeError(
+        raise PatchValueError(
             f"{target.text!r} ({target.node.op}) was {spec} when it was captured, but is of type "
             f"{type(value).__name__} now; patch another node, or make the PatchableGraph with such inputs"
         )
 
 
 def _check_shape(entry: Entry, value: Tensor, inputs: CallInputs | None) -> None:
-    """Raises a `PatchShapeError` if a value is of another shape than its name stands for at these inputs."""
+    """Raises a `PatchValueError` if a value is of another shape than its name stands for at these inputs."""
     target = entry.target
     if value.shape == target.whole.shape or all(patch.any_shape for patch in entry.patches):  # type: ignore[union-attr]
         return
     problem = shape_problem(target.frame, target.whole, value.shape, inputs)
     if problem is not None:
-        raise PatchShapeError(
+        raise PatchValueError(
             f"{target.text!r} ({target.node.op}) was of shape {tuple(target.whole.shape)} when it was captured, and is "  # type: ignore[union-attr]
             f"of shape {tuple(value.shape)} now: {problem}, so the name may mean another value here; if this is "
             "intended, give the patch any_shape=True"

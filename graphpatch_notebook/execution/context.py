@@ -20,13 +20,9 @@ from torch.nn import Module
 from graphpatch_notebook.capture import is_own
 from graphpatch_notebook.capture.observers import Swaps, observer, visible_apply
 from graphpatch_notebook.errors import (
-    CheckpointWarning,
     GraphError,
     GraphPatchError,
     PatchNotFiredError,
-    PatchNotFiredWarning,
-    RepeatedCallWarning,
-    SharedGradientWarning,
 )
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.patch_map import refuse_with_cache
@@ -110,7 +106,7 @@ class PatchContext:
             warn_each_time(
                 "a pg.patch(...) was never entered, so it patched nothing: call the model inside of "
                 "`with pg.patch(...):`",
-                PatchNotFiredWarning,
+                "not fired",
             )
 
     # -- one block -----------------------------------------------------------------------------------------------------
@@ -176,7 +172,7 @@ class PatchContext:
         if (outer := innermost(self.captured)) is not None:
             outer.is_used |= self.is_used
         if self._awaits_backward:
-            warn(_AWAITS_BACKWARD, CheckpointWarning, stacklevel=level_of_caller())
+            warn(_AWAITS_BACKWARD, "checkpoint", stacklevel=level_of_caller())
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `function`, which runs the model, with the patches of this block; reports those that never fired."""
@@ -265,7 +261,7 @@ class PatchContext:
             error = PatchNotFiredError(message)
             error.paths = tuple(entry.target.text for entry in entries)
             raise error
-        warn_each_time(message, PatchNotFiredWarning)
+        warn_each_time(message, "not fired")
 
     def _report_call(self, run: Run, function: Callable[..., Any], needed: Sequence[Entry]) -> None:
         """Reports the patches that never fired in a call."""
@@ -340,7 +336,7 @@ class PatchContext:
                 f"{listed}: {what} was {verb} {times} when it was captured, but is {verb} more often in this run: the "
                 "calls after that are not patched; to patch each call, make the PatchableGraph with inputs that need "
                 "as many calls",
-                RepeatedCallWarning,
+                "repeated call",
             )
 
 
@@ -360,7 +356,7 @@ def _warn_of_other_uses(paths: Sequence[str]) -> None:
     warn(
         f"the gradients of probed inputs include those of other uses of the same tensors: {shown}. Their modules are "
         "given one tensor as several inputs, or in a list or dict, or run without gradients; probe what they compute",
-        SharedGradientWarning,
+        "shared gradient",
         stacklevel=level_of_caller(),
     )
 

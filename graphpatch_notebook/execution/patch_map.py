@@ -17,7 +17,7 @@ from graphpatch_notebook.checks.dimensions import dimensions_of, shape_problem
 from graphpatch_notebook.checks.sharding import ShardedModel, sharding_of
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name, parse_name
-from graphpatch_notebook.errors import ComponentWarning, GraphPatchError, PatchMapError, UnknownPathError
+from graphpatch_notebook.errors import GraphPatchError, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry, Plan
 from graphpatch_notebook.execution.positions import restriction_of
 from graphpatch_notebook.execution.splices import inside_splice, no_such_part
@@ -214,7 +214,7 @@ def _warn_of_doubts(entries: Sequence[Entry]) -> None:
     for entry in entries:
         component = entry.target.component
         if component is not None and component.doubt:
-            warn(f"{component.name!r} is in doubt: {component.doubt}", ComponentWarning, stacklevel=level_of_caller())
+            warn(f"{component.name!r} is in doubt: {component.doubt}", "component", stacklevel=level_of_caller())
 
 
 def _problems_inside(text: str, patches: Any) -> list[str]:

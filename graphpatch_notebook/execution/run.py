@@ -28,7 +28,7 @@ from graphpatch_notebook.capture.observers import Swaps, apply_observer, invoke
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.dimensions import CallInputs
 from graphpatch_notebook.checks.sharding import is_parallel_machinery
-from graphpatch_notebook.errors import AliasedPatchWarning, GraphPatchError, PatchShapeError, PatchValueError
+from graphpatch_notebook.errors import GraphPatchError, PatchValueError
 from graphpatch_notebook.execution.apply import MissingChildError, apply_at, apply_patch, value_at, write_back
 from graphpatch_notebook.execution.patch_map import passing_input
 from graphpatch_notebook.execution.plan import EntriesByChain, Entry, FramePlan, PatchedCode, Plan, SiteEntries
@@ -320,7 +320,7 @@ class Run(TorchFunctionMode):
         name = passing_input(target)
         given = None if name is None else given_input(target.frame.parameters, name, args, kwargs)
         if not isinstance(given, Tensor) and not isinstance(getattr(patch, "value", None), Tensor):
-            raise PatchShapeError(f"{target.text!r}: the call has no tensor as {name!r} to pass through: give value=")
+            raise PatchValueError(f"{target.text!r}: the call has no tensor as {name!r} to pass through: give value=")
         with self._inside_one_node():
             return _container(target.frame.output_node.spec, target.dig, patch.op(given))
 
@@ -395,7 +395,7 @@ class Run(TorchFunctionMode):
         applied = self._with_values(entry) if entry.sources else entry
         patched = apply_at(applied, value, target.dig, indices_in, inputs)
         if patched is not value and target.node.is_view_filled_later:
-            warn(_LOST_WRITES.format(path=target.path), AliasedPatchWarning, stacklevel=2)
+            warn(_LOST_WRITES.format(path=target.path), "aliased view", stacklevel=2)
         return patched
 
     def _with_values(self, entry: Entry) -> Entry:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import GraphPatchError, PatchShapeError, PatchValueError
+from graphpatch_notebook.errors import GraphPatchError, PatchValueError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import DECODER_TOKENS, TOKENS, Indices, token_inputs
 
@@ -163,7 +163,7 @@ class GenerationSteps:
     def indices(self, entry: Entry, value: Any) -> Indices:
         """Returns the indices in `value` of the positions of an entry, along the dimension of its restriction.
 
-        If there are none, raises a `HeldBackError`, and a `PatchShapeError` if they are not known.
+        If there are none, raises a `HeldBackError`, and a `PatchValueError` if they are not known.
         """
         restriction, target = entry.restriction, entry.target
         assert restriction is not None
@@ -171,7 +171,7 @@ class GenerationSteps:
             raise HeldBackError
         if not isinstance(value, Tensor) or value.dim() != len(target.whole.shape):  # type: ignore[union-attr]
             shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise PatchShapeError(f"{target.path!r} was {target.whole} when it was captured, but is {shown} now")
+            raise PatchValueError(f"{target.path!r} was {target.whole} when it was captured, but is {shown} now")
         size = value.shape[restriction.dim]
         first, positions = self._first(entry, size), restriction.positions
         assert positions is not None
@@ -218,7 +218,7 @@ class GenerationSteps:
             if restriction.is_encoder
             else (f"the model is given {length} tokens after {past} others")
         )
-        raise PatchShapeError(
+        raise PatchValueError(
             f"{entry.target.path!r} has {size} entries in dimension {restriction.dim} at step {step.number}, where "
             f"{given}: their positions are not known; choose with steps= and slice="
         )

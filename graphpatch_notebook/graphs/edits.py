@@ -39,7 +39,7 @@ from graphpatch_notebook.checks.call_signature import (
     current_settings,
 )
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared
-from graphpatch_notebook.errors import EditedGraphWarning, GraphError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import AUXILIARY, connect_records
 from graphpatch_notebook.graphs.running import unobserved
 from graphpatch_notebook.paths import format_path, unique_name
@@ -140,7 +140,7 @@ class EditedCalls:
             warn(
                 f"the edited graph of {self._who()} cannot be compared with the module on inputs unlike the example's: "
                 f"{found}; it holds sizes, flags and branches of the example",
-                EditedGraphWarning,
+                "edited graph",
                 stacklevel=2,
             )
         if len(self._held) >= _MOST_SIGNATURES:

@@ -24,7 +24,7 @@ from torch.nn import Module, ModuleList, Parameter
 from graphpatch_notebook.capture.observers import Swaps, invoke, original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.delegation import delegate
-from graphpatch_notebook.errors import GraphError, SerializationError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.copies import copied_frame
 from graphpatch_notebook.graphs.running import (
     Redirection,
@@ -222,7 +222,7 @@ class GraphModule(Mirror):
         return {name: value for name, value in self.__dict__.items() if name != "_frame"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise SerializationError("graphs cannot be pickled: use pg.save(file), or pickle a module of pg.to_fx(...)")
+        raise GraphError("graphs cannot be pickled: use pg.save(file), or pickle a module of pg.to_fx(...)")
 
 
 # -- live runs

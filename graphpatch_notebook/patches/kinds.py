@@ -90,14 +90,14 @@ class Patch(Generic[T]):
         replaces_call: Whether the patch replaces a call of a module: `op` receives what the call passes through (see
             `SkipPatch`), and returns the output of the call.
         any_shape: Apply the patch also if the value has another rank than at capture, or other sizes (except those
-            that depend on the inputs). By default that is a `PatchShapeError`.
+            that depend on the inputs). By default that is a `PatchValueError`.
         allow_empty: Whether `slice`, `steps` and `positions` may select nothing (`slice=(..., slice(64, 80))` of 64
             entries, a mask without a `True`, an empty list). By default that is an error: a `PatchMapError` on entry,
             or a `PatchValueError` during the run if it depends on the sizes of the inputs.
         steps: The steps at which the patch has an effect: `"prefill"` (step 0, the run over the prompt), `"decoding"`
             (all later steps), a number, several (a range, a slice, a list), or a function that takes the number of a
             step and returns whether it is meant; `None` for every step. Numbers in a list that no call reaches are
-            reported (`PatchNotFiredWarning`); a range or a slice may go beyond the last step. A step is one call of the
+            reported (`GraphPatchWarning`); a range or a slice may go beyond the last step. A step is one call of the
             model within one call of a method such as `pg.generate`. If you call `pg` directly, a call without a cache
             (or with an empty one) is step 0, and any other call is the next step of the same context.
         positions: The positions in the sequence at which the patch has an effect: a number or several, as for `steps`;

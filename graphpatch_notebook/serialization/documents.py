@@ -9,7 +9,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 from torch import Tensor
 
-from graphpatch_notebook.errors import SerializationError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.serialization.schema import SCHEMA, Document
 from graphpatch_notebook.whole_files import whole_file
 
@@ -52,7 +52,7 @@ def read_document(file: Any, key: str, kind: type[_T], writer: str) -> tuple[str
     """Returns the name of a file for messages, its document and its tensors; nothing in it is run.
 
     Raises:
-        SerializationError: `writer`, a call, did not write the file, or it is damaged.
+        GraphError: `writer`, a call, did not write the file, or it is damaged.
         FileNotFoundError, IsADirectoryError: The file does not exist, or is a folder.
     """
     from safetensors import SafetensorError, safe_open
@@ -74,11 +74,11 @@ def read_document(file: Any, key: str, kind: type[_T], writer: str) -> tuple[str
         if version == SCHEMA:
             return name_of(source), msgspec.json.decode(document, type=kind), tensors
     except (SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
-        raise SerializationError(
+        raise GraphError(
             f"{name_of(source)} is not a file that {writer} wrote, or it is damaged, or at its end: {error}; files "
             "of torch.save and pickles are never read, as these run code"
         ) from error
-    raise SerializationError(
+    raise GraphError(
         f"{name_of(source)} has version {version} of the format, and this version of graphpatch-notebook reads version "
         f"{SCHEMA}: write it again with {writer}"
     )

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import SerializationError, StoredFormError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import Container, NamedFunction
 from graphpatch_notebook.serialization.plain_values import UnstorableError, decoded_key, encoded_key
 from graphpatch_notebook.serialization.schema import FunctionPart
@@ -39,7 +39,7 @@ def unchanged(value: Any, expected: Any, line: str) -> None:
     if isinstance(value, (tuple, list)) and isinstance(expected, int):
         value = len(value)
     if type(value) is not type(expected) or (value != expected and repr(value) != repr(expected)):
-        raise StoredFormError(
+        raise GraphError(
             f"the loaded graph does not hold for this call: the code of the model reads a size or a value at {line}, "
             f"which is {value!r} now and was {expected!r} in the example, so it might do something else now; {REPAIR}"
         )
@@ -77,7 +77,7 @@ class Allowed:
     def operator(self, path: str) -> Any:
         """Returns an operator of `torch.ops`; `None` if it is not allowed."""
         if not _OPS_PATH.fullmatch(path) or "__" in path or any(map(_is_refused, path.split("."))):
-            raise SerializationError(f"{path[:80]!r} is not an operator that a file may call")
+            raise GraphError(f"{path[:80]!r} is not an operator that a file may call")
         space, name, *overload = path.split(".")
         if space not in _OPS and not self.covers(f"{space}.{name}"):
             self._missing.add(f"{space}.{name}")
@@ -86,15 +86,13 @@ class Allowed:
         if overload and found is not None:
             found = getattr(found, overload[0]) if overload[0] in found.overloads() else None
         if found is None or overload_path(found) != path:
-            raise SerializationError(
-                f"the operator {path} is not registered here; import the library that defines it first"
-            )
+            raise GraphError(f"the operator {path} is not registered here; import the library that defines it first")
         return found
 
     def check(self, file: str) -> None:
         """Refuses the file if it has asked for anything that is not allowed."""
         if self._missing:
-            raise SerializationError(
+            raise GraphError(
                 f"{file}: its graphs use {', '.join(sorted(self._missing))}, which loading would import and run, as it "
                 f"is not part of torch; if you trust it, allow it: load(file, allow={sorted(self._missing)!r})"
             )
@@ -103,13 +101,13 @@ class Allowed:
 def _imported(name: str) -> Any:
     module, _, qualified = name.partition(":")
     if not _are_plain([*module.split("."), *qualified.split(".")]):
-        raise SerializationError(f"{name[:60]!r} is not the name of a function or class")
+        raise GraphError(f"{name[:60]!r} is not the name of a function or class")
     try:
         found: Any = importlib.import_module(module)
         for part in qualified.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise SerializationError(f"{name.replace(':', '.')} cannot be imported here: {error}") from error
+        raise GraphError(f"{name.replace(':', '.')} cannot be imported here: {error}") from error
     return found
 
 
@@ -119,7 +117,7 @@ def name_of_object(value: Any) -> str:
     try:
         if _imported(f"{module}:{name}") == value:
             return f"{module}:{name}"
-    except SerializationError:
+    except GraphError:
         pass
     raise UnstorableError(f"it uses {name or repr(value)[:60]}, which cannot be imported by a name")
 
@@ -162,7 +160,7 @@ def _class_of(name: str, allowed: Allowed) -> type | None:
     if found is None:
         return None
     if not isinstance(found, type) or not _is_container(found) or (is_transformers and not _is_output(found)):
-        raise SerializationError(f"{name.replace(':', '.')} is not a class of containers")
+        raise GraphError(f"{name.replace(':', '.')} is not a class of containers")
     return found
 
 
@@ -296,7 +294,7 @@ def decoded_function(part: FunctionPart, allowed: Allowed) -> Function:
     if part.kind == "known":
         found = functions().get(part.name)
         if found is None:
-            raise SerializationError(f"{part.name[:80]!r} is not one of the functions that a file may call")
+            raise GraphError(f"{part.name[:80]!r} is not one of the functions that a file may call")
     elif part.kind == "container":
         cls = _class_of(part.name, allowed)
         found = None if cls is None else Container(cls, tuple(map(decoded_key, part.keys)))
@@ -304,7 +302,7 @@ def decoded_function(part: FunctionPart, allowed: Allowed) -> Function:
         found = allowed.operator(part.name)
     elif (value := allowed.imported(part.name)) is not None:
         if part.kind == "autograd" and not (isinstance(value, type) and issubclass(value, torch.autograd.Function)):
-            raise SerializationError(f"{part.name.replace(':', '.')} is not an autograd.Function")
+            raise GraphError(f"{part.name.replace(':', '.')} is not an autograd.Function")
         found = NamedFunction(value.apply if part.kind == "autograd" else value)
     return _not_allowed if found is None else found
 

@@ -24,7 +24,7 @@ from graphpatch_notebook.capture.inputs import bind, signature_with
 from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.capture.records import Frame, InputParameter
 from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, Settings
-from graphpatch_notebook.errors import StoredFormError, UnstoredFrameError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.generated_code import generate
 from graphpatch_notebook.serialization.functions import REPAIR
 from graphpatch_notebook.torch_compat import set_grad_enabled
@@ -55,7 +55,7 @@ class StoredForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph."""
         if self._code is None:
-            raise UnstoredFrameError(f"this {type(self._module).__name__} cannot run: {self._reason}")
+            raise GraphError(f"this {type(self._module).__name__} cannot run: {self._reason}")
         had_gradients = torch.is_grad_enabled()
         try:
             return self._code.function(self._module, *args, **kwargs)[0]
@@ -88,7 +88,7 @@ class LoadedModule(Module):
         self.__dict__["forward"] = StoredForward(self, (), reason)
 
 
-class RefusedCallError(StoredFormError):
+class RefusedCallError(GraphError):
     """A call that was refused before anything ran (caught inside the package if a model can run it)."""
 
 
@@ -126,7 +126,7 @@ class LoadedRoot(LoadedModule):
                 return super().__call__(*args, **kwargs)
             finally:
                 _checked.reset(token)
-        except StoredFormError as error:
+        except GraphError as error:
             run, is_late = observer.get(), not isinstance(error, RefusedCallError)
             is_changed = (
                 self._has_edits or getattr(run, "has_edited_graphs", False) or getattr(run, "is_patched", False)

@@ -21,7 +21,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, InputParameter, Node, OpNode, SourceLine
-from graphpatch_notebook.errors import SerializationError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import ForwardCodeGen
 from graphpatch_notebook.graphs.copies import SavedSite
 from graphpatch_notebook.paths import format_path
@@ -88,10 +88,10 @@ def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: 
     name, document, contents = read_document(file, METADATA_KEY, GraphDocument, "pg.save(file)")
     try:
         loaded = _Reader(document, made_tensors(document.tensors, contents), model, allowed).loaded()
-    except SerializationError:
+    except GraphError:
         raise
     except (UnstorableError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-        raise SerializationError(f"{name} is damaged: {error}") from error
+        raise GraphError(f"{name} is damaged: {error}") from error
     allowed.check(name)
     return loaded
 
@@ -163,14 +163,14 @@ class _Reader:
             return None
         module, where = module_at(self._model, part.path), f"{part.path!r} of the model"
         if type(module).__name__ != part.cls or module is None:
-            raise SerializationError(f"{where} is not a {part.cls}, as in the file: give the model whose graph it is")
+            raise GraphError(f"{where} is not a {part.cls}, as in the file: give the model whose graph it is")
         if not is_live and part.training is not module.training:
             was = "train" if part.training else "eval"
-            raise SerializationError(f"{where} was in {was} mode when the graph was saved; call model.{was}()")
+            raise GraphError(f"{where} was in {was} mode when the graph was saved; call model.{was}()")
         for name, number in (part.parameters | part.buffers).items():
             found = (module._parameters | module._buffers).get(name)
             if number is not None and (found is None or not _is_same(found, self._tensors[number])):
-                raise SerializationError(
+                raise GraphError(
                     f"{name!r} of {where} is not what it was when the graph was saved; load these weights first: "
                     "model.load_state_dict(safetensors.torch.load_file(file), strict=False)"
                 )

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from graphpatch_notebook.errors import SerializationError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.patches import kinds, splices
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.serialization.documents import checked_file, read_document, write_document
@@ -38,7 +38,7 @@ def save_patches(
         patches: From paths to a patch or a list of patches, as for `PatchableGraph.patch`.
 
     Raises:
-        SerializationError: Some patches cannot be written; the message names all of them. Nothing is written.
+        GraphError: Some patches cannot be written; the message names all of them. Nothing is written.
         FileNotFoundError, IsADirectoryError: The folder does not exist, or `file` is a folder.
         TypeError: `file` is neither the name of a file nor an open binary file, or `patches` is not a dict.
 
@@ -65,7 +65,7 @@ position_dim=None, value=tensor([1., 1.]), slice=None)}
         if not isinstance(given, Patch) and not given:
             problems.append(f"{str(path)!r}: there are no patches")
     if problems:
-        raise SerializationError("these patches cannot be saved:" + "".join(f"\n  {problem}" for problem in problems))
+        raise GraphError("these patches cannot be saved:" + "".join(f"\n  {problem}" for problem in problems))
     write_document(target, _KEY, PatchDocument(patches=parts, tensors=tensors.parts), tensors.contents())
 
 
@@ -78,7 +78,7 @@ def load_patches(file: str | os.PathLike[str] | IO[bytes]) -> dict[str, Patch[An
         file: The name of the file, or an open binary file, which is read from its current position.
 
     Raises:
-        SerializationError: The file was not written by `save_patches`, or is damaged.
+        GraphError: The file was not written by `save_patches`, or is damaged.
         FileNotFoundError, IsADirectoryError: The file does not exist, or is a folder.
 
     Example:
@@ -99,7 +99,7 @@ def load_patches(file: str | os.PathLike[str] | IO[bytes]) -> dict[str, Patch[An
             before = [before] if isinstance(before, Patch) else before
             found[part.path] = patch if before is None else [*before, patch]
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        raise SerializationError(f"{name} is damaged: {error}") from error
+        raise GraphError(f"{name} is damaged: {error}") from error
     return found
 
 

@@ -30,7 +30,7 @@ from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, OpNode, Ref, Site, SizeGuard
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import copied, preserved
-from graphpatch_notebook.errors import GraphError, SerializationError, StoredFormError, UnstoredFrameWarning
+from graphpatch_notebook.errors import GraphError, GraphPatchWarning
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.options import ExtractionOptions
@@ -109,7 +109,7 @@ def save(
         graph = runnable(loaded.module, loaded.root, ExtractionOptions())
         _compare(_without_trace(graph, loaded.module, root.module), _without_trace(call, root.module), check)
     if writer.unstored:
-        warnings.warn(writer.warning(name_of(target)), UnstoredFrameWarning, stacklevel=3)
+        warnings.warn(GraphPatchWarning(writer.warning(name_of(target)), "unstored frame"), stacklevel=3)
     write_document(target, METADATA_KEY, document, tensors)
 
 
@@ -132,11 +132,11 @@ def _compare(graph: Callable[..., Any], model: Callable[..., Any], calls: Iterab
     for number, (args, kwargs) in enumerate(calls):
         try:
             found = graph(*args, **kwargs)
-        except StoredFormError as error:
-            raise SerializationError(f"check[{number}]: {error}") from error
+        except GraphError as error:
+            raise GraphError(f"check[{number}]: {error}") from error
         problem = difference(found, model(*args, **kwargs), "output")
         if problem is not None:
-            raise SerializationError(f"check[{number}]: the graph does not equal the model: {problem}")
+            raise GraphError(f"check[{number}]: the graph does not equal the model: {problem}")
 
 
 class _Writer:
@@ -168,7 +168,7 @@ class _Writer:
                     self._leave_out(frame, str(error))
         for frame in self._frames:
             if id(frame) in self.unstored and self._is_own(frame):
-                raise SerializationError(
+                raise GraphError(
                     f"the graph of {_where(frame)} replaces its module, as it was edited or is custom, and cannot be "
                     f"stored: {self.unstored[id(frame)]}. Nothing was written; save a PatchableGraph without this edit"
                 )

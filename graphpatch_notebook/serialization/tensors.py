@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from graphpatch_notebook.errors import SerializationError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.serialization.plain_values import UnstorableError, dtype_of
 from graphpatch_notebook.serialization.schema import TensorPart
 from graphpatch_notebook.values import dtype_name
@@ -91,7 +91,7 @@ def _content(tensor: Tensor) -> Tensor:
 def made_tensors(parts: Sequence[TensorPart], contents: dict[str, Tensor]) -> list[Tensor]:
     """Returns the tensors of a file with new storages, each on its original device."""
     if {part.storage for part in parts} != contents.keys():
-        raise SerializationError("the arrays in the file are not those of its table of tensors")
+        raise GraphError("the arrays in the file are not those of its table of tensors")
     storages: dict[tuple[str, str], Tensor] = {}
     result = []
     for part in parts:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.profiler import profile
 
-from graphpatch_notebook import DecompositionWarning, ExtractionOptions, OptionError, PatchableGraph, ZeroPatch
+from graphpatch_notebook import CaptureError, ExtractionOptions, GraphPatchWarning, PatchableGraph, ZeroPatch
 from graphpatch_notebook.capture.decompositions import decomposition_of, take_inner_steps
 from tests.zoo import installed
 from tests.zoo.case import floats
@@ -165,7 +165,7 @@ def test_a_call_that_cannot_be_opened_stays_one_node_with_a_warning(name: str) -
         assert installed.TORCH > (2, 13)
         return
     match = f"scaled_dot_product_attention in the model cannot be decomposed: .*{reason}.*stays one node"
-    with pytest.warns(DecompositionWarning, match=match):
+    with pytest.warns(GraphPatchWarning, match=match):
         pg = PatchableGraph(Attention(), DECOMPOSED, *tensors, **kwargs)
     assert "attended" in pg.nodes
     assert "pattern" not in pg.nodes
@@ -193,7 +193,7 @@ def test_a_mask_that_only_attention_can_read_leaves_the_rest_open() -> None:
 def test_a_model_that_calls_none_of_the_functions_warns() -> None:
     options = ExtractionOptions(decompose=["scaled_dot_product_attention", "multi_head_attention_forward"])
     match = "does not call scaled_dot_product_attention nor multi_head_attention_forward on these inputs"
-    with pytest.warns(DecompositionWarning, match=match):
+    with pytest.warns(GraphPatchWarning, match=match):
         PatchableGraph(nn.Linear(2, 2), options, torch.ones(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -301,12 +301,12 @@ class NeverRuns(nn.Module):
     ],
 )
 def test_what_cannot_be_opened_is_an_error_before_anything_runs(decompose: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises(CaptureError, match=message):
         PatchableGraph(NeverRuns(), ExtractionOptions(decompose=decompose), torch.ones(2))
 
 
 def test_the_names_of_all_that_can_be_opened_are_in_the_error() -> None:
-    with pytest.raises(OptionError, match="These can: scaled_dot_product_attention, multi_head_attention_forward"):
+    with pytest.raises(CaptureError, match="These can: scaled_dot_product_attention, multi_head_attention_forward"):
         PatchableGraph(NeverRuns(), ExtractionOptions(decompose={"einsum"}), torch.ones(2))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook import AddPatch, PatchableGraph, StateWarning
+from graphpatch_notebook import AddPatch, GraphPatchWarning, PatchableGraph
 from graphpatch_notebook.checks.model_state import ModelSnapshot, RandomState, copied, preserved
 
 Edit = Callable[[Any], object]
@@ -145,7 +145,7 @@ def test_draws_from_shared_generators_are_seen(owner: str, draw: Callable[[], ob
 
 def test_weights_are_not_copied_until_a_write_into_them_is_reported() -> None:
     model = Held()
-    with pytest.warns(StateWarning, match="Held left one .* Linear writes into its 'weight'"), preserved(model):
+    with pytest.warns(GraphPatchWarning, match="Held left one .* Linear writes into its 'weight'"), preserved(model):
         nn.init.ones_(model.first.weight)
     with preserved(model):
         nn.init.zeros_(model.first.weight)
@@ -167,7 +167,7 @@ def test_each_write_that_cannot_be_restored_is_reported_once() -> None:
     for _ in range(2):
         snapshot = ModelSnapshot(model)
         model.spread[:, :1].unsqueeze(0)[0, 0].add_(1)
-        with pytest.warns(StateWarning, match="Held writes into its 'spread'"):
+        with pytest.warns(GraphPatchWarning, match="Held writes into its 'spread'"):
             snapshot.restore()
         with warnings.catch_warnings():
             warnings.simplefilter("error")

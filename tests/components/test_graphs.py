@@ -68,7 +68,7 @@ def test_weights_are_those_of_the_model(folder):
         torch.testing.assert_close(getattr(other.weights, name)[:], getattr(pg.weights, name)[:], rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore::graphpatch_notebook.UnstoredFrameWarning")
+@pytest.mark.filterwarnings("ignore:.unstored frame:graphpatch_notebook.GraphPatchWarning")
 def test_what_is_not_stored_is_the_reason(folder):
     pg, given = captured_model("gpt2")  # with a cache, which files cannot hold
     pg.save(folder / "cache")

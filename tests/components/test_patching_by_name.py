@@ -13,11 +13,10 @@ from torch import nn
 
 from graphpatch_notebook import (
     AddPatch,
-    ComponentWarning,
     CustomPatch,
+    GraphPatchWarning,
     PatchableGraph,
     PatchMapError,
-    PatchNotFiredWarning,
     PatchValueError,
     ProbePatch,
     RecordPatch,
@@ -165,7 +164,7 @@ def test_plain_graphs_have_the_part(pg):
 
 
 def test_a_warning_has_the_name_that_was_given(pg):
-    with pytest.warns(PatchNotFiredWarning, match=r"'layers\[1\].mlp_out': the run was stopped"):
+    with pytest.warns(GraphPatchWarning, match=r"'layers\[1\].mlp_out': the run was stopped"):
         outputs(pg, {"layers[0].mlp_out": StopPatch(), "layers[1].mlp_out": ZeroPatch()})
 
 
@@ -210,7 +209,7 @@ def test_a_component_in_doubt_warns_when_it_is_used():
     sure = known[name]
     try:
         known[name] = dataclasses.replace(sure, doubt="it was not compared")
-        with pytest.warns(ComponentWarning, match="it was not compared"):
+        with pytest.warns(GraphPatchWarning, match="it was not compared"):
             outputs(pg, {name: ZeroPatch()})
     finally:
         known[name] = sure

@@ -21,7 +21,7 @@ from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
     ExperimentError,
-    ExperimentWarning,
+    GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
     ReplacePatch,
@@ -108,7 +108,7 @@ def failing(path: str, unit: int) -> None:
 
 def test_one_failing_cell_does_not_lose_the_others(pg: PatchableGraph, tmp_path: Path) -> None:
     whole, runs = swept(pg), []
-    with pytest.warns(ExperimentWarning) as caught:
+    with pytest.warns(GraphPatchWarning, match="experiment]") as caught:
         result = swept(pg, failing, checkpoint=tmp_path / "sweep")
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -131,7 +131,7 @@ def test_numbers_of_another_shape_are_a_failure(pg: PatchableGraph) -> None:
     def metric(output: torch.Tensor) -> torch.Tensor:
         return output.sum() if shapes == [("sub_0.output", 2)] else output.sum(0)
 
-    with pytest.warns(ExperimentWarning):
+    with pytest.warns(GraphPatchWarning, match="experiment]"):
         result = swept(pg, lambda *cell: shapes.__setitem__(slice(None), [cell]), metric=metric)
     assert np.isnan(result.values[0, 2]).all()
     assert np.isnan(result.values).sum() == 2
@@ -267,7 +267,7 @@ def test_a_sweep_outlives_its_folder(pg: PatchableGraph, tmp_path: Path) -> None
         if unit == 1 and (tmp_path / "sweep").exists():
             (tmp_path / "sweep").rename(tmp_path / "away")
 
-    with pytest.warns(ExperimentWarning, match="in memory only"):
+    with pytest.warns(GraphPatchWarning, match="in memory only"):
         result = swept(pg, act, checkpoint=tmp_path / "sweep")
     assert result.identical(swept(pg))
 

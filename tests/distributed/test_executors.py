@@ -26,7 +26,7 @@ from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
     ExperimentError,
-    ExperimentWarning,
+    GraphPatchWarning,
     PatchableGraph,
     ReplacePatch,
 )
@@ -307,7 +307,11 @@ def test_what_kills_its_process_is_not_a_number(pg: PatchableGraph, here: Any) -
         if (layer, unit) == (2, 4):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with ProcessPoolExecutor(1, forking()) as executor, at_most(240), pytest.warns(ExperimentWarning):
+    with (
+        ProcessPoolExecutor(1, forking()) as executor,
+        at_most(240),
+        pytest.warns(GraphPatchWarning, match="experiment]"),
+    ):
         result = swept(pg, acting(act), executor=executor, recipe=build)
     failed = np.isnan(result.values)
     assert failed[2, 4]
@@ -334,7 +338,7 @@ class Losing(Executor):
 
 def test_what_a_lost_worker_had_runs_once_more(pg: PatchableGraph, here: Any) -> None:
     assert swept(pg, executor=Losing([1, 3], attempts=1), recipe=build).identical(here)
-    with pytest.warns(ExperimentWarning):
+    with pytest.warns(GraphPatchWarning, match="experiment]"):
         result = swept(pg, executor=Losing([4], attempts=2), recipe=build)
     assert np.isnan(result.values).sum() == 1
     assert "the worker is gone" in result.errors[0]["error"]
@@ -345,7 +349,7 @@ def test_what_a_lost_worker_had_runs_once_more(pg: PatchableGraph, here: Any) ->
 def test_warnings_of_workers_are_given_here(pg: PatchableGraph) -> None:
     patches = {"sub_0.output": AddPatch(value=1.0), "output": AddPatch(value=1.0, steps="decoding")}
     for away in ({"executor": ThreadPoolExecutor(1)}, {"executor": InPlace(), "recipe": build}):
-        with pytest.warns(ExperimentWarning) as caught:
+        with pytest.warns(GraphPatchWarning, match="experiment]") as caught:
             pg.sweep({"n": range(2)}, lambda n: patches, X, metric=torch.sum, progress=False, **away)
         assert len({str(each.message) for each in caught}) == len(caught)
 
@@ -485,7 +489,7 @@ def test_dask(pg: PatchableGraph, here: Any, client: Any, tmp_path: Path) -> Non
 
     with at_most(240):
         assert swept(pg, executor=client.get_executor(), recipe=build).identical(here)
-        with pytest.warns(ExperimentWarning):
+        with pytest.warns(GraphPatchWarning, match="experiment]"):
             result = swept(pg, acting(once_or_always), executor=client, recipe=build)
     assert flag.exists()
     failed = np.isnan(result.values)
@@ -508,7 +512,7 @@ def test_ray(pg: PatchableGraph, here: Any) -> None:
         try:
             with pytest.raises(ExperimentError, match="ZeroDivisionError"):
                 swept(pg, executor=RayExecutor(), recipe=lambda: 1 / 0)
-            with pytest.warns(ExperimentWarning):
+            with pytest.warns(GraphPatchWarning, match="experiment]"):
                 result = swept(pg, acting(kill), executor=RayExecutor(), recipe=build)
         finally:
             ray.shutdown()

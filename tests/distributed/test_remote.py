@@ -25,9 +25,9 @@ from torch import nn
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
+    GraphPatchWarning,
     PatchableGraph,
     PatchNotFiredError,
-    PatchNotFiredWarning,
     PatchValueError,
     ProbePatch,
     RecordPatch,
@@ -181,7 +181,7 @@ def test_errors_and_warnings_come_back(there: PatchableGraph) -> None:
     patches = {"layers[0].mlp_out": ReplacePatch(value=torch.ones(3, 3))}
     with there.patch(patches), pytest.raises(PatchValueError, match="layers"):
         logits(there)
-    with pytest.warns(PatchNotFiredWarning), there.patch({"@embed": ZeroPatch(steps=[5])}):
+    with pytest.warns(GraphPatchWarning, match="not fired]"), there.patch({"@embed": ZeroPatch(steps=[5])}):
         there(input_ids=IDS)
     strict = there.patch({"@embed": ZeroPatch(steps=[5])}, strict=True)
     with pytest.raises(PatchNotFiredError, match="steps"), strict:

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
+    GraphPatchWarning,
     Patch,
     PatchableGraph,
-    PatchNotFiredWarning,
     ProbePatch,
     ReplacePatch,
     ZeroPatch,
@@ -345,6 +345,6 @@ def test_a_module_that_replaces_a_call_is_not_patched() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     pg, inner = PatchableGraph(model, X), model.get_submodule("1.0")
     patches = {"sub_1.sub_0.output": AddPatch(5.0), "sub_1": ThroughPatch(inner)}
-    with pg.patch(patches), pytest.warns(PatchNotFiredWarning, match="sub_1.sub_0.output"):
+    with pg.patch(patches), pytest.warns(GraphPatchWarning, match="sub_1.sub_0.output"):
         found = pg(X)
     assert torch.equal(found, inner(model[0](X)))

@@ -15,8 +15,8 @@ from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
     ExtractionOptions,
+    GraphPatchWarning,
     PatchableGraph,
-    PatchNotFiredWarning,
     ProbePatch,
     RecordPatch,
     ZeroPatch,
@@ -211,7 +211,7 @@ def test_a_call_that_cannot_be_opened_is_reported() -> None:
             pg(x, mask, is_causal=True)
         return
     reason = "'pattern': scaled_dot_product_attention cannot be decomposed in this call: it is called with attn_"
-    with pg.patch({"pattern": ZeroPatch()}), pytest.warns(PatchNotFiredWarning, match=reason):
+    with pg.patch({"pattern": ZeroPatch()}), pytest.warns(GraphPatchWarning, match=reason):
         found = pg(x, mask, is_causal=True)
     assert torch.equal(found, Masked()(x, mask, is_causal=True))
 
@@ -232,7 +232,7 @@ def test_another_function_at_the_same_place_is_left_alone() -> None:
     model = Chosen()
     pg = PatchableGraph(model, SDPA, X)
     model.function = torch.addcmul
-    with pg.patch({"pattern": ZeroPatch()}), pytest.warns(PatchNotFiredWarning, match="pattern"):
+    with pg.patch({"pattern": ZeroPatch()}), pytest.warns(GraphPatchWarning, match="pattern"):
         assert torch.equal(pg(X), model(X))
 
 
@@ -306,7 +306,7 @@ def test_self_and_cross_attention_do_not_mix_names_up() -> None:
     module = seeded(lambda: nn.MultiheadAttention(8, 2, batch_first=True))
     memory = floats(2, 3, 8, seed=5)
     pg = PatchableGraph(module, BOTH, X, X, X)
-    with pg.patch({"proj": ZeroPatch()}), pytest.warns(PatchNotFiredWarning, match="'proj'"):
+    with pg.patch({"proj": ZeroPatch()}), pytest.warns(GraphPatchWarning, match="'proj'"):
         assert torch.equal(pg(X, memory, memory)[0], module(X, memory, memory)[0])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graphpatch_notebook import AddPatch, PatchableGraph, PatchShapeError, ZeroPatch
+from graphpatch_notebook import AddPatch, PatchableGraph, PatchValueError, ZeroPatch
 from graphpatch_notebook.checks.dimensions import dimensions_of
 from tests.laws.captures import identity
 from tests.zoo import AWKWARD, Case, case_by_name
@@ -115,7 +115,7 @@ def test_a_fixed_size_that_coincides_with_the_length_stays_fixed() -> None:
     pg = PatchableGraph(Packs(), floats(4, 4, 12))
     with pg.patch({"heads": AddPatch(1.0)}):
         pg(floats(2, 9, 12))
-        with pytest.raises(PatchShapeError, match="dimension 1 does not follow the inputs' sizes"):
+        with pytest.raises(PatchValueError, match="dimension 1 does not follow the inputs' sizes"):
             pg(floats(4, 4, 12), mask=torch.ones(4))
 
 
@@ -168,7 +168,7 @@ def test_models_that_cannot_run_without_values() -> None:
     assert "numpy" in str(dimensions_of(pg.nodes.root).reason)
     with pg.patch({"mul": ZeroPatch(), "transpose": ZeroPatch()}):
         pg(floats(7, 6))
-    with pg.patch({"cat": ZeroPatch()}), pytest.raises(PatchShapeError, match="dimension 1 does not follow"):
+    with pg.patch({"cat": ZeroPatch()}), pytest.raises(PatchValueError, match="dimension 1 does not follow"):
         pg(floats(7, 6))
 
 

@@ -16,11 +16,10 @@ from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
     ExtractionOptions,
+    GraphPatchWarning,
     MultiplyInvokedModule,
     PatchableGraph,
-    PatchNotFiredWarning,
     RecordPatch,
-    RepeatedCallWarning,
     ZeroPatch,
 )
 from graphpatch_notebook.patchable_graph import captured as captured_model
@@ -392,7 +391,7 @@ def test_more_calls_than_the_example_had(loop: PatchableGraph, steps: int) -> No
     every = {f"cell_{i}.output": AddPatch(1.0) for i in range(3)}
     with (
         loop.patch(every),
-        pytest.warns(RepeatedCallWarning, match=r"^'cell_0', 'cell_1', 'cell_2': this Cell was called 3 times") as told,
+        pytest.warns(GraphPatchWarning, match=r"\] 'cell_0', 'cell_1', 'cell_2': this Cell was called 3 times") as told,
     ):
         assert torch.equal(loop(X, steps=steps), edited(loop, {0, 1, 2}, steps))
     assert len(told) == 1
@@ -403,7 +402,7 @@ def test_a_module_called_once_and_now_again(loop: PatchableGraph) -> None:
     once = PatchableGraph(loop._module, X, steps=1)
     with (
         once.patch({"cell.output": AddPatch(1.0)}),
-        pytest.warns(RepeatedCallWarning, match="^'cell': this Cell was called once"),
+        pytest.warns(GraphPatchWarning, match="repeated call] 'cell': this Cell was called once"),
     ):
         assert torch.equal(once(X, steps=2), edited(loop, {0}, 2))
 
@@ -426,11 +425,11 @@ def test_operations_in_a_longer_loop(paths: list[str]) -> None:
         if len(paths) < 3:
             assert torch.equal(pg(X, steps=5), expected)
             return
-        match = r"^'state', 'state_1', 'state_2': this tanh was reached 3 times when it was captured, but is reached"
-        with pytest.warns(RepeatedCallWarning, match=match) as told:
+        match = r"\] 'state', 'state_1', 'state_2': this tanh was reached 3 times when it was captured, but is reached"
+        with pytest.warns(GraphPatchWarning, match=match) as told:
             assert torch.equal(pg(X, steps=5), expected)
         assert len(told) == 1
-        with pytest.warns(PatchNotFiredWarning, match="'state_2': its module ran, but did not come to this operation"):
+        with pytest.warns(GraphPatchWarning, match="'state_2': its module ran, but did not come to this operation"):
             pg(X, steps=2)
 
 
@@ -522,5 +521,5 @@ def test_repetitions_are_reported_after_the_last_patched_operation_of_a_forward(
     (path,) = [path for path, node in pg.nodes.items() if node.op == "tanh"]
     with pg.patch({path: ZeroPatch()}):
         assert torch.equal(pg(X), torch.ones(2, 3))
-        with pytest.warns(RepeatedCallWarning, match="more often in this run"):
+        with pytest.warns(GraphPatchWarning, match="more often in this run"):
             assert torch.equal(pg(X, times=2), torch.tanh(X) + 1)

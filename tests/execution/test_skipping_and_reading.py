@@ -15,10 +15,9 @@ from graphpatch_notebook import (
     FromPatch,
     GraphError,
     GraphPatchError,
+    GraphPatchWarning,
     PatchableGraph,
     PatchMapError,
-    PatchNotFiredWarning,
-    PatchShapeError,
     PatchValueError,
     ProbePatch,
     RecordPatch,
@@ -109,7 +108,7 @@ def test_the_input_of_a_skipped_call_is_patched_and_what_is_inside_is_reported(g
     assert torch.equal(probe.activation, norm + 1.0)
     with (
         gpt2.patch({"transformer.h_1.mlp": SkipPatch(), "transformer.h_1.mlp.c_fc.output": ProbePatch()}),
-        pytest.warns(PatchNotFiredWarning, match=r"c_fc\.output': 'transformer\.h_1\.mlp' was skipped"),
+        pytest.warns(GraphPatchWarning, match=r"c_fc\.output': 'transformer\.h_1\.mlp' was skipped"),
     ):
         gpt2(TOKENS)
 
@@ -236,7 +235,7 @@ def test_a_source_that_does_not_run_is_an_error_and_no_older_value() -> None:
         pg.to_fx((x,))
     with pg.patch({"b.output": SkipPatch(torch.ones(3, 3))}):
         assert torch.equal(pg(torch.ones(3, 3)), torch.full((3, 3), 2.0))
-    with pytest.raises((PatchMapError, PatchShapeError)):
+    with pytest.raises((PatchMapError, PatchValueError)):
         pg.patch({"b.output": SkipPatch(torch.ones(3))}).__enter__()
 
 
@@ -260,6 +259,6 @@ def test_positions_that_a_reading_patch_did_not_reach_are_reported(
     gpt2: PatchableGraph, positions: list[int], why: str
 ) -> None:
     patch = FromPatch("transformer.h_0.mlp.output", positions=positions)
-    with pytest.warns(PatchNotFiredWarning, match=why) as caught, gpt2.patch({MLP: patch}):
+    with pytest.warns(GraphPatchWarning, match=why) as caught, gpt2.patch({MLP: patch}):
         gpt2(TOKENS)
     assert len(caught) == 1

@@ -15,12 +15,12 @@ from graphpatch_notebook import (
     CustomPatch,
     ExperimentError,
     FromPatch,
+    GraphError,
     Patch,
     PatchableGraph,
     PatchMapError,
     PatchValueError,
     ProbePatch,
-    SerializationError,
     SkipPatch,
     SplicePatch,
     UnknownPathError,
@@ -184,7 +184,7 @@ def test_errors_are_raised_before_anything_runs(pg: PatchableGraph, sae: Sae) ->
         pg.edit({latents: ZeroPatch()})
     with pytest.raises(ExperimentError, match="part of a splice"):
         ablate(pg.edit({PATH: SplicePatch(sae)}), [latents], IDS, metric=lambda out: out.logits.sum())
-    with pytest.raises(SerializationError, match="SplicePatch: it holds code"):
+    with pytest.raises(GraphError, match="SplicePatch: it holds code"):
         save_patches(io.BytesIO(), {PATH: SplicePatch(sae)})
 
 

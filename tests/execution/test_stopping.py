@@ -18,10 +18,10 @@ from graphpatch_notebook import (
     ExperimentError,
     GraphError,
     GraphPatchError,
+    GraphPatchWarning,
     PatchableGraph,
     PatchMapError,
     PatchNotFiredError,
-    PatchNotFiredWarning,
     PatchValueError,
     ProbePatch,
     StopPatch,
@@ -288,7 +288,7 @@ def test_a_recording_does_not_need_the_patches_of_blocks_around_it(gpt2: Patchab
         gpt2.record("transformer.h_0.output", TOKENS)
         with (
             gpt2.patch({"transformer.h_0.output": ZeroPatch()}),
-            pytest.warns(PatchNotFiredWarning, match=r"h_2\.output': the run was stopped before it"),
+            pytest.warns(GraphPatchWarning, match=r"h_2\.output': the run was stopped before it"),
         ):
             gpt2(TOKENS)
 
@@ -314,7 +314,7 @@ def test_recorded_values_have_all_of_their_names(gpt2: PatchableGraph) -> None:
 
 def test_a_value_that_never_comes_is_reported_and_missing() -> None:
     pg = PatchableGraph(Branching(), X)
-    with pytest.warns(PatchNotFiredWarning, match=r"'second\.output': 'second' was not called"):
+    with pytest.warns(GraphPatchWarning, match=r"'second\.output': 'second' was not called"):
         recording = pg.record("*.output", X, detour=False)
     assert list(recording) == ["first.output"]
     with pytest.raises(PatchNotFiredError, match=r"'second\.output'"):
@@ -330,7 +330,7 @@ def test_a_stop_comes_after_all_other_patches_on_the_node(gpt2: PatchableGraph) 
 
 def test_patches_behind_the_stop_are_reported(gpt2: PatchableGraph) -> None:
     behind = {"transformer.h_1.output": StopPatch(), "transformer.h_2.output": ZeroPatch()}
-    with gpt2.patch(behind), pytest.warns(PatchNotFiredWarning, match=r"h_2\.output': the run was stopped before it"):
+    with gpt2.patch(behind), pytest.warns(GraphPatchWarning, match=r"h_2\.output': the run was stopped before it"):
         gpt2(TOKENS)
 
 

@@ -12,13 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpatch_notebook import (
     AddPatch,
-    AliasedPatchWarning,
     CustomPatch,
+    GraphPatchWarning,
     PatchableGraph,
     PatchValueError,
     ProbePatch,
     RecordPatch,
-    RepeatedCallWarning,
     ReplacePatch,
     ZeroPatch,
 )
@@ -123,7 +122,7 @@ def test_a_module_that_is_called_more_often_than_its_name_says_is_reported() -> 
     pg = PatchableGraph(model, X, 1)
     with (
         pg.patch({"cell.output": ZeroPatch()}),
-        pytest.warns(RepeatedCallWarning, match="'cell': this .* was called once when it was captured"),
+        pytest.warns(GraphPatchWarning, match="'cell': this .* was called once when it was captured"),
     ):
         found = pg(X, 2)
     assert torch.equal(found, model(torch.zeros(2, 2), 1))
@@ -148,7 +147,7 @@ def test_probes_hold_what_came_up_not_what_was_written_later() -> None:
 
 def test_a_patched_view_that_is_filled_later_is_warned_of() -> None:
     pg = PatchableGraph(WritesLater(), X)
-    with pytest.warns(AliasedPatchWarning, match="'left' is a view through which the model later writes"):
+    with pytest.warns(GraphPatchWarning, match="'left' is a view through which the model later writes"):
         patched(pg, "left", ZeroPatch(), X)
 
 

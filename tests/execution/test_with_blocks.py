@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook import PatchableGraph, PatchNotFiredError, PatchNotFiredWarning, ZeroPatch
+from graphpatch_notebook import GraphPatchWarning, PatchableGraph, PatchNotFiredError, ZeroPatch
 from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.patchable_graph import captured
 from tests.zoo.values import same_state, snapshot
@@ -34,10 +34,10 @@ def pg() -> PatchableGraph:
 
 def test_a_context_that_is_never_entered_warns(pg: PatchableGraph) -> None:
     for _ in range(2):  # each time: a cell may be run again
-        with pytest.warns(PatchNotFiredWarning, match="never entered") as told:
+        with pytest.warns(GraphPatchWarning, match="never entered") as told:
             pg.patch(PATCHES)
         assert told[0].filename == __file__
-    with pytest.warns(PatchNotFiredWarning, match="never entered"):
+    with pytest.warns(GraphPatchWarning, match="never entered"):
         pg.patch(PATCHES, strict=True).quiet()
 
 
@@ -90,7 +90,7 @@ def test_a_block_that_only_calls_the_original_model_warns(pg: PatchableGraph, pa
     before, expected = snapshot(model), model(X)
     with torch.set_grad_enabled(has_grad):
         with (
-            pytest.warns(PatchNotFiredWarning, match="the Sequential itself was called in it"),
+            pytest.warns(GraphPatchWarning, match="the Sequential itself was called in it"),
             pg.patch({path: ZeroPatch()}),
         ):
             assert torch.equal(model(X), expected)

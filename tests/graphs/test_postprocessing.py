@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
-from graphpatch_notebook.errors import CaptureError, EditedGraphWarning, GraphError, PatchMapError, UnknownPathError
+from graphpatch_notebook.errors import CaptureError, GraphError, GraphPatchWarning, PatchMapError, UnknownPathError
 from graphpatch_notebook.graphs import code_generations
 from tests.tiny_models import gpt2
 
@@ -463,9 +463,7 @@ def test_generation_with_edited_blocks_gives_what_hooks_give() -> None:
 def test_sizes_that_cannot_be_compared_are_warned_of_once(model: Model) -> None:
     copied = copy.deepcopy(second_edited(model))
     x = torch.randn(7, 4)
-    with pytest.warns(
-        EditedGraphWarning, match="'second' .Block. cannot be compared .* a copy does not have the graph"
-    ):
+    with pytest.warns(GraphPatchWarning, match="'second' .Block. cannot be compared .* a copy does not have the graph"):
         assert torch.equal(copied(x), steered(model, x))
     assert torch.equal(copied(x), steered(model, x))
     assert torch.equal(copied(X), steered(model, X))

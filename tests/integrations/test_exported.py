@@ -14,8 +14,8 @@ from torch.export import Dim, ExportedProgram, export, unflatten
 
 from graphpatch_notebook import (
     AddPatch,
-    AliasedPatchWarning,
     CustomPatch,
+    GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
     ReplacePatch,
@@ -366,7 +366,7 @@ def test_a_view_that_is_filled_later_is_warned_of() -> None:
     views = [path for path, node in pg.nodes.items() if node.is_view_filled_later]
     assert views == [node.args[0].name for node in program.graph.nodes if "copy_" in str(node.target)]
     message = "a view through which the model later writes into another tensor"
-    with pytest.warns(AliasedPatchWarning, match=message), pg.patch({views[0]: AddPatch(value=0.0)}):
+    with pytest.warns(GraphPatchWarning, match=message), pg.patch({views[0]: AddPatch(value=0.0)}):
         pg(x)
 
 

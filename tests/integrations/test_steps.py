@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
+    GraphPatchWarning,
     Patch,
     PatchableGraph,
     PatchMapError,
     PatchNotFiredError,
-    PatchNotFiredWarning,
-    PatchShapeError,
     PatchValueError,
     ProbePatch,
     RecordPatch,
@@ -176,7 +175,7 @@ def test_ambiguous_tokens_of_several_sequences_are_refused() -> None:
     with (
         pg.patch({"model.layers_0.self_attn.attn_weights_1": ZeroPatch(positions=0, position_dim=3)}),
         pytest.raises(
-            PatchShapeError, match="has 3 entries in dimension 3 at step 1, where the model is given 1 tokens"
+            PatchValueError, match="has 3 entries in dimension 3 at step 1, where the model is given 1 tokens"
         ),
     ):
         pg(tokens(3, 1), **with_cache(model, cache))
@@ -303,7 +302,7 @@ def test_a_cache_filled_before_the_context_counts_as_step_one() -> None:
     records = [RecordPatch(steps="prefill"), RecordPatch(steps=1), RecordPatch(positions=4)]
     with torch.no_grad():
         cache = model(tokens(1, 4), use_cache=True).past_key_values
-        with pytest.warns(PatchNotFiredWarning, match="in this context"), pg.patch({path: records}):
+        with pytest.warns(GraphPatchWarning, match="in this context"), pg.patch({path: records}):
             pg(tokens(1, 1), **with_cache(model, cache))
     assert [len(record.activations) for record in records] == [0, 1, 1]
 
@@ -447,12 +446,12 @@ def test_what_is_listed_and_not_reached_is_reported(where: dict[str, Any], misse
     _, pg = captured("llama-eager")
     path, ids = PATHS["llama-eager"][1], tokens(3, 7)
     message = re.escape(f"a patch fired only at some of the listed steps or positions in this context: {path!r}: ")
-    warned = pytest.warns(PatchNotFiredWarning, match=f"^{message}not at {re.escape(missed)}$")
+    warned = pytest.warns(GraphPatchWarning, match=f"] {message}not at {re.escape(missed)}$")
     with warned, pg.patch({path: ZeroPatch(**where)}):
         pg(ids)
     with pytest.raises(PatchNotFiredError, match=message), pg.patch({path: ZeroPatch(**where)}, strict=True):
         pg(ids)
-    with pytest.warns(PatchNotFiredWarning, match="during this call: .* not at "), pg.patch({path: ZeroPatch(**where)}):
+    with pytest.warns(GraphPatchWarning, match="during this call: .* not at "), pg.patch({path: ZeroPatch(**where)}):
         pg.generate(ids, max_new_tokens=2, min_new_tokens=2, pad_token_id=0)
 
 
@@ -460,7 +459,7 @@ def test_positions_of_an_encoder_that_are_not_reached() -> None:
     _, pg = captured("t5-sdpa")
     for chosen, why in (([4, 5], "not at positions 5 .*"), (5, r"its positions \(5\) were not reached")):
         patches = {"encoder.block_0.layer_0.SelfAttention.q.output": ZeroPatch(positions=chosen)}
-        with pytest.warns(PatchNotFiredWarning, match=why), pg.patch(patches):
+        with pytest.warns(GraphPatchWarning, match=why), pg.patch(patches):
             pg(input_ids=tokens(3, 5), decoder_input_ids=tokens(3, 9))
 
 
@@ -712,7 +711,7 @@ def test_fewer_logits_than_tokens() -> None:
     with (
         pg.patch({"lm_head.output": ZeroPatch(positions=LENGTH - 1)}),
         pytest.raises(
-            PatchShapeError, match="has 1 entries in dimension 1 at step 0, where the model is given 7 tokens"
+            PatchValueError, match="has 1 entries in dimension 1 at step 0, where the model is given 7 tokens"
         ),
     ):
         generated(pg)
@@ -748,7 +747,7 @@ def test_generations_of_models_without_known_positions() -> None:
 def test_steps_and_positions_that_a_generation_does_not_reach_are_reported(patch: Any, why: str) -> None:
     _, pg = captured("llama-eager")
     path = "model.layers_1.mlp.output"
-    with pytest.warns(PatchNotFiredWarning, match=rf"'model.layers_1.mlp.output': {why}"), pg.patch({path: patch}):
+    with pytest.warns(GraphPatchWarning, match=rf"'model.layers_1.mlp.output': {why}"), pg.patch({path: patch}):
         generated(pg)
     with pytest.raises(PatchNotFiredError, match=why), pg.patch({path: patch}, strict=True):
         generated(pg)
@@ -758,7 +757,7 @@ def test_values_at_other_steps_only_are_reported() -> None:
     _, pg = captured("t5-sdpa")
     path = "encoder.block_0.layer_1.output"
     why = r"its value was computed, but not at its steps \('decoding'\)"
-    with pytest.warns(PatchNotFiredWarning, match=why), pg.patch({path: RecordPatch(steps="decoding")}):
+    with pytest.warns(GraphPatchWarning, match=why), pg.patch({path: RecordPatch(steps="decoding")}):
         generated(pg)
 
 
@@ -782,7 +781,7 @@ def test_steps_that_no_direct_call_reaches_are_reported_when_the_context_ends() 
             pg(tokens(1, 4))
             pg(tokens(1, 4))
 
-    with pytest.warns(PatchNotFiredWarning, match=why):
+    with pytest.warns(GraphPatchWarning, match=why):
         twice([ZeroPatch(steps="decoding"), ZeroPatch()])
     with pytest.raises(PatchNotFiredError, match=why):
         twice([ZeroPatch(steps="decoding")], strict=True)
@@ -800,7 +799,7 @@ def test_an_operation_that_is_not_reached_at_its_step_is_reported() -> None:
     pg = PatchableGraph(Branching(), tokens(1, 4))
     with (
         pg.patch({"add": ZeroPatch(steps="prefill")}),
-        pytest.warns(PatchNotFiredWarning, match="'add': its module ran, but did not come to this operation"),
+        pytest.warns(GraphPatchWarning, match="'add': its module ran, but did not come to this operation"),
     ):
         pg(tokens(1, 4), detour=False)
 

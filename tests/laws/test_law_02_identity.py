@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphpatch_notebook import PatchNotFiredWarning, ProbePatch
+from graphpatch_notebook import GraphPatchWarning, ProbePatch
 from tests.laws.captures import (
     Capture,
     capture_of,
@@ -65,7 +65,7 @@ def test_every_node_is_computed_again(case: Case) -> None:
         assert capture.difference(run(capture.reference, case.example()), found) is None
 
 
-@pytest.mark.filterwarnings("ignore::graphpatch_notebook.SharedGradientWarning")
+@pytest.mark.filterwarnings("ignore:.shared gradient:graphpatch_notebook.GraphPatchWarning")
 @some_cases(runs_the_same_code_again)
 def test_probes_find_what_was_recorded(case: Case) -> None:
     capture = capture_of(case)
@@ -92,7 +92,7 @@ def test_a_value_that_is_computed_only_once_is_reported(case: Case) -> None:
     capture = capture_of(case)
     with (
         capture.pg.patch({path: identity() for path in capture.paths}),
-        pytest.warns(PatchNotFiredWarning, match="its module ran, but did not come to this operation"),
+        pytest.warns(GraphPatchWarning, match="its module ran, but did not come to this operation"),
     ):
         found = run(capture.pg, case.example())
     assert bit_equal(run(capture.reference, case.example()), found) is None

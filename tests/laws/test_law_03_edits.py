@@ -32,7 +32,7 @@ from tests.zoo import Case
 
 # A patch on a view that is filled in later does what the same edit of the source does, and is warned of.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::graphpatch_notebook.AliasedPatchWarning"),
+    pytest.mark.filterwarnings("ignore:.aliased view:graphpatch_notebook.GraphPatchWarning"),
 ]
 
 MakeEdits = Callable[[Capture], Iterable[Edit]]
@@ -87,7 +87,7 @@ def comes_from_known_source(case: Case) -> bool:
 
 
 # A patched value may make a loop of the model go on for longer.
-@pytest.mark.filterwarnings("ignore::graphpatch_notebook.RepeatedCallWarning")
+@pytest.mark.filterwarnings("ignore:.repeated call:graphpatch_notebook.GraphPatchWarning")
 @some_cases(comes_from_known_source)
 def test_ops_equal_edited_source(case: Case) -> None:
     _check(case, partial(source_edits, count=5))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import AddPatch, PatchableGraph, PatchNotFiredWarning, ProbePatch, ZeroPatch
+from graphpatch_notebook import AddPatch, GraphPatchWarning, PatchableGraph, ProbePatch, ZeroPatch
 from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, run, some_cases
 from tests.zoo import Case, case_by_name
 from tests.zoo.values import bit_equal
@@ -105,7 +105,7 @@ def test_the_original_model_is_unaffected_inside_the_block(case: Case) -> None:
     probes = {path: ProbePatch() for path in capture.pg.nodes}
     zeros = {path: ZeroPatch() for path, meta in capture.pg.nodes.items() if meta.kind in ("output", "op")}
     with (
-        pytest.warns(PatchNotFiredWarning, match="itself was called"),
+        pytest.warns(GraphPatchWarning, match="itself was called"),
         capture.pg.patch(probes),
         capture.pg.patch({path: zeros[path] for path in zeros if capture.pg.nodes[path].shape}),
     ):

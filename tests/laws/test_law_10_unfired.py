@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import PatchableGraph, PatchNotFiredError, PatchNotFiredWarning, ProbePatch, ZeroPatch
+from graphpatch_notebook import GraphPatchWarning, PatchableGraph, PatchNotFiredError, ProbePatch, ZeroPatch
 
 
 class Branching(nn.Module):
@@ -43,7 +43,7 @@ def test_patches_that_fire_are_not_reported(pg: PatchableGraph) -> None:
 def test_an_operation_that_was_not_reached(pg: PatchableGraph) -> None:
     with (
         pg.patch({"bent": ZeroPatch()}),
-        pytest.warns(PatchNotFiredWarning, match="'bent': its module ran, but did not"),
+        pytest.warns(GraphPatchWarning, match="'bent': its module ran, but did not"),
     ):
         pg(X, detour=False)
 
@@ -51,7 +51,7 @@ def test_an_operation_that_was_not_reached(pg: PatchableGraph) -> None:
 def test_a_module_that_was_not_called(pg: PatchableGraph) -> None:
     with (
         pg.patch({"seldom.sub_0.linear": ZeroPatch()}),
-        pytest.warns(PatchNotFiredWarning, match=r"'seldom\.sub_0\.linear': 'seldom\.sub_0' was not called"),
+        pytest.warns(GraphPatchWarning, match=r"'seldom\.sub_0\.linear': 'seldom\.sub_0' was not called"),
     ):
         pg(X, detour=False)
 
@@ -59,7 +59,7 @@ def test_a_module_that_was_not_called(pg: PatchableGraph) -> None:
 def test_a_value_that_is_missing_in_its_container(pg: PatchableGraph) -> None:
     with (
         pg.patch({"output|extra": ZeroPatch()}),
-        pytest.warns(PatchNotFiredWarning, match=r"'output\|extra': the dict in this run does not hold 'extra'"),
+        pytest.warns(GraphPatchWarning, match=r"'output\|extra': the dict in this run does not hold 'extra'"),
     ):
         pg(X, detour=False)
 
@@ -68,7 +68,7 @@ def test_all_unfired_patches_are_in_one_report(pg: PatchableGraph) -> None:
     with (
         pg.patch({"bent": ZeroPatch(), "seldom.output": ZeroPatch(), "often.output": ZeroPatch()}),
         pytest.warns(
-            PatchNotFiredWarning, match=r"2 patches never fired during this call: 'bent': .*; 'seldom\.output': "
+            GraphPatchWarning, match=r"2 patches never fired during this call: 'bent': .*; 'seldom\.output': "
         ),
     ):
         pg(X, detour=False)
@@ -82,7 +82,7 @@ def test_strict_contexts_raise(pg: PatchableGraph) -> None:
 def test_each_call_is_reported_for_itself(pg: PatchableGraph) -> None:
     with pg.patch({"bent": ZeroPatch()}):
         pg(X)
-        with pytest.warns(PatchNotFiredWarning, match="'bent'"):
+        with pytest.warns(GraphPatchWarning, match="'bent'"):
             pg(X, detour=False)
 
 

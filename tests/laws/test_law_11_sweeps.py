@@ -29,13 +29,13 @@ from graphpatch_notebook import (
     StopPatch,
     ZeroPatch,
 )
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning
 from tests.experiments.engine.loops import TOLERANCE, Counts, differing, numbers
 from tests.laws.captures import capture_of
 from tests.zoo import Call, case_by_name, seed_all
 from tests.zoo.case import floats, seeded
 
-pytestmark = pytest.mark.filterwarnings("ignore::graphpatch_notebook.PatchNotFiredWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.not fired:graphpatch_notebook.GraphPatchWarning")
 
 CELLS = 8
 
@@ -306,7 +306,7 @@ def test_a_metric_that_is_not_pure_is_noticed_by_one_warning(make_metric: Any) -
     def make(number: int) -> dict[str, Any]:
         return {"c.output": AddPatch(value=-float(number))}
 
-    with pytest.warns(ExperimentWarning, match="runs again as a loop") as warned:
+    with pytest.warns(GraphPatchWarning, match="runs again as a loop") as warned:
         found = swept(pg, make, call, make_metric())
     assert len(warned) == 1
     assert "cell=" in found.remarks[0]
@@ -335,7 +335,7 @@ def test_gradients_of_a_sweep_that_runs_again_are_those_of_the_loop() -> None:
             pg(*call.args).sum().backward()
     expected = [each.grad.clone() for each in pg.parameters()]
     pg._module.zero_grad()
-    with pytest.warns(ExperimentWarning):
+    with pytest.warns(GraphPatchWarning, match="experiment]"):
         swept(pg, lambda number: {"b.output": AddPatch(value=float(number))}, call, metric, backward=True)
     for each, gradient in zip(pg.parameters(), expected, strict=True):
         assert torch.allclose(each.grad, gradient, 1e-4, 1e-5)

@@ -43,7 +43,8 @@ from tests.laws.captures import (
 from tests.zoo import CASES, Case, case_by_name, is_of_a_kind_of_its_own
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::graphpatch_notebook.AliasedPatchWarning", "ignore::graphpatch_notebook.RepeatedCallWarning"
+    "ignore:.aliased view:graphpatch_notebook.GraphPatchWarning",
+    "ignore:.repeated call:graphpatch_notebook.GraphPatchWarning",
 )
 _SAMPLE = {case.name for case in [case for case in CASES if is_of_a_kind_of_its_own(case)][::3]}
 

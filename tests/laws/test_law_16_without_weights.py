@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
-from graphpatch_notebook import CompilationWarning, GraphError, PatchableGraph, ZeroPatch
+from graphpatch_notebook import GraphError, GraphPatchWarning, PatchableGraph, ZeroPatch
 from graphpatch_notebook.experiments import attribute, composition_scores, logit_lens, record_to
 from tests.laws.captures import capture_of, some_cases
 from tests.zoo import Case
@@ -134,7 +134,7 @@ def _first_logit(output: Any) -> Any:
 
 def test_experts_are_captured_too() -> None:
     looped = MixtralConfig(**SMALL, num_local_experts=3, experts_implementation="eager", attn_implementation="eager")
-    with pytest.warns(CompilationWarning, match="masks that select all"):
+    with pytest.warns(GraphPatchWarning, match="masks that select all"):
         pg = PatchableGraph.from_config(looped, input_ids=IDS)
     assert "layers[1].router" in pg.components
     grouped = DeepseekV3Config(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from IPython.core.completer import provisionalcompleter
 
-from graphpatch_notebook import FromPatch, ProbePatch, SkipPatch, UnresolvedPatchWarning, ZeroPatch
+from graphpatch_notebook import FromPatch, GraphPatchWarning, ProbePatch, SkipPatch, ZeroPatch
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
@@ -93,7 +93,7 @@ def test_a_session_of_one_model_loads_on_another(models, tmp_path):
     models.ok("%graphpatch zero layers[2].mlp_out")
     models.ok(f"%graphpatch save {tmp_path}/session.json")
     models.ok("%graphpatch use other")
-    with pytest.warns(UnresolvedPatchWarning, match="there are 2 layers"):
+    with pytest.warns(GraphPatchWarning, match="there are 2 layers"):
         ran = models.ok(f"%graphpatch load {tmp_path}/session.json")
     assert "loaded 2 patches" in ran.out
     assert "layers[1].attn.heads[2].z is model.layers_1.self_attn.attn_output here" in ran.out

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from graphpatch_notebook import (
     AddPatch,
     ExtractionOptions,
+    GraphError,
+    GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
-    SerializationError,
-    StoredFormError,
-    UnstoredFrameError,
-    UnstoredFrameWarning,
     ZeroPatch,
 )
 from tests.serialization.files import Mlp, Numpy, Outer, rewritten, x
@@ -26,7 +24,7 @@ from tests.serialization.files import Mlp, Numpy, Outer, rewritten, x
 
 def saved(model: nn.Module, folder: Path, *options: Any, match: str = "") -> tuple[PatchableGraph, Path]:
     pg = PatchableGraph(model, *options, x())
-    with pytest.warns(UnstoredFrameWarning, match=match):
+    with pytest.warns(GraphPatchWarning, match=match):
         pg.save(folder / "graph.safetensors")
     return pg, folder / "graph.safetensors"
 
@@ -38,7 +36,7 @@ def test_frames_that_cannot_be_stored(tmp_path: Path) -> None:
     assert "numpy" in loaded.unstored["opaque"]
     assert pg.unstored == {}
     for run in (lambda: loaded(x()), lambda: loaded.opaque(x())):
-        with pytest.raises(UnstoredFrameError, match="'opaque'.*model="):
+        with pytest.raises(GraphError, match="'opaque'.*model="):
             run()
 
 
@@ -58,7 +56,7 @@ def test_the_model_runs_what_is_not_stored(tmp_path: Path) -> None:
         assert torch.equal(*probes), path
     assert "opaque.inner.weight" in loaded.nodes
     assert "opaque.inner.linear" not in loaded.nodes
-    with pytest.warns(UnstoredFrameWarning):
+    with pytest.warns(GraphPatchWarning, match="unstored frame]"):
         pg.save(tmp_path / "again", check=[((x(),), {})])
 
 
@@ -73,9 +71,9 @@ def test_the_model_runs_calls_that_the_graph_does_not_hold_for(tmp_path: Path) -
     loaded = PatchableGraph.load(tmp_path / "graph", model=pg._module)
     mask = torch.tensor([1.0, 0.0, 1.0])
     assert torch.equal(loaded(x(), 2.0, mask), pg(x(), 2.0, mask))
-    with pytest.raises(StoredFormError, match="'mask'"), loaded.patch({"hidden": ZeroPatch()}):
+    with pytest.raises(GraphError, match="'mask'"), loaded.patch({"hidden": ZeroPatch()}):
         loaded(x(), 0.0, mask)
-    with pytest.raises(StoredFormError, match="is True now"):  # found late, when a dropout may have run
+    with pytest.raises(GraphError, match="is True now"):  # found late, when a dropout may have run
         loaded(x(9, 4))
 
 
@@ -106,7 +104,7 @@ class Vmapped(nn.Module):
 def test_what_comes_out_of_vmap_needs_the_model(tmp_path: Path) -> None:
     model = Vmapped()
     _, file = saved(model, tmp_path)
-    with pytest.raises(UnstoredFrameError, match="model="):
+    with pytest.raises(GraphError, match="model="):
         PatchableGraph.load(file)(x())
     loaded = PatchableGraph.load(file, model=model)
     assert torch.equal(loaded(x(7, 4)), model(x(7, 4)))
@@ -118,7 +116,7 @@ def test_skipped_modules(tmp_path: Path) -> None:
     options = ExtractionOptions(classes_to_skip_compiling={Numpy})
     _, file = saved(Outer(Numpy()), tmp_path, options, match="'opaque'")
     loaded = PatchableGraph.load(file)
-    with pytest.warns(UnstoredFrameWarning):
+    with pytest.warns(GraphPatchWarning, match="unstored frame]"):
         loaded.save(tmp_path / "again")
     assert PatchableGraph.load(tmp_path / "again").unstored == loaded.unstored
 
@@ -126,7 +124,7 @@ def test_skipped_modules(tmp_path: Path) -> None:
 def test_checks_leave_a_model_alone_whose_graph_is_not_stored(tmp_path: Path) -> None:
     model = Numpy()
     before = set(vars(model))
-    with pytest.warns(UnstoredFrameWarning, match="the root"):
+    with pytest.warns(GraphPatchWarning, match="the root"):
         PatchableGraph(model, x()).save(tmp_path / "graph", check=[((x(),), {})])
     assert set(vars(model)) == before
     assert torch.equal(PatchableGraph.load(tmp_path / "graph", model=model)(x()), model(x()))
@@ -162,7 +160,7 @@ def test_a_module_is_stored_with_all_of_its_calls_or_with_none(tmp_path: Path) -
 def test_another_model(tmp_path: Path, changed: Any, message: str) -> None:
     pg, file = saved(Outer(Numpy()), tmp_path)
     changed(pg._module)
-    with pytest.raises(SerializationError, match=message):
+    with pytest.raises(GraphError, match=message):
         PatchableGraph.load(file, model=pg._module)
     with pytest.raises(TypeError, match="type"):
         PatchableGraph.load(file, model=Outer)
@@ -174,7 +172,7 @@ def test_hostile_files_are_refused_with_a_model_too(tmp_path: Path) -> None:
     def change(document: Any) -> None:
         document["modules"][0]["path"] = "__class__"
 
-    with pytest.raises(SerializationError, match="__class__"):
+    with pytest.raises(GraphError, match="__class__"):
         PatchableGraph.load(rewritten(file, change), model=pg._module)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
-from graphpatch_notebook.errors import SerializationError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import Container, NamedFunction
 from graphpatch_notebook.serialization.functions import (
     Allowed,
@@ -64,7 +64,7 @@ def test_functions_of_the_caller_come_back_if_allowed() -> None:
         assert back(function, "tests", "posixpath") == expected
         allowed = Allowed()
         decoded_function(encoded_function(function), allowed)
-        with pytest.raises(SerializationError, match="allow="):
+        with pytest.raises(GraphError, match="allow="):
             allowed.check("file")
 
 
@@ -74,7 +74,7 @@ def test_outputs_of_transformers_are_allowed() -> None:
 
     for cls in (BaseModelOutput, CLIPOutput):
         assert back(Container(cls, ("logits",))) == Container(cls, ("logits",))
-    with pytest.raises(SerializationError, match="torch"):
+    with pytest.raises(GraphError, match="torch"):
         decoded_function(FunctionPart("container", "transformers.modeling_outputs:torch"), Allowed())
 
 
@@ -87,7 +87,7 @@ def test_other_functions_have_no_name(function: Any) -> None:
         decoded_function(encoded_function(function), allowed)
         allowed.check("file")
 
-    with pytest.raises((UnstorableError, SerializationError)):
+    with pytest.raises((UnstorableError, GraphError)):
         decode()
 
 

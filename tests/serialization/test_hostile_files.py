@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from graphpatch_notebook import PatchableGraph, SerializationError
+from graphpatch_notebook import GraphError, PatchableGraph
 from tests.serialization.files import Mlp, read, rewritten, write, x
 
 
@@ -79,7 +79,7 @@ def header(size: int, text: bytes = b"{}") -> Callable[[Path], None]:
 )
 def test_other_files(made: Callable[[Path], None], tmp_path: Path) -> None:
     made(tmp_path / "bad.safetensors")
-    with pytest.raises(SerializationError, match="bad.safetensors"):
+    with pytest.raises(GraphError, match="bad.safetensors"):
         PatchableGraph.load(tmp_path / "bad.safetensors")
     assert not crater_of(tmp_path / "bad.safetensors").exists()
 
@@ -94,7 +94,7 @@ def test_truncated_files(valid: Path, tmp_path: Path) -> None:
     whole = valid.read_bytes()
     for length in (4, 8, 100, len(whole) // 2, len(whole) - 1):
         (tmp_path / "cut.safetensors").write_bytes(whole[:length])
-        with pytest.raises(SerializationError, match="damaged"):
+        with pytest.raises(GraphError, match="damaged"):
             PatchableGraph.load(tmp_path / "cut.safetensors")
 
 
@@ -191,7 +191,7 @@ DAMAGED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_documents(valid: Path, name: str) -> None:
-    with pytest.raises(SerializationError, match="changed.safetensors|may|names|attribute|registered|array"):
+    with pytest.raises(GraphError, match="changed.safetensors|may|names|attribute|registered|array"):
         PatchableGraph.load(rewritten(valid, DAMAGED[name]))
 
 
@@ -204,12 +204,12 @@ def test_damaged_documents(valid: Path, name: str) -> None:
     ],
 )  # fmt: skip
 def test_names_that_are_not_allowed(valid: Path, kind: str, name: str) -> None:
-    with pytest.raises(SerializationError, match=rf"allow=\['{name.replace(':', '.')}'\]"):
+    with pytest.raises(GraphError, match=rf"allow=\['{name.replace(':', '.')}'\]"):
         PatchableGraph.load(rewritten(valid, function(kind, name)))
 
 
 def test_other_versions(valid: Path) -> None:
-    with pytest.raises(SerializationError, match="version 1 .*reads version 2"):
+    with pytest.raises(GraphError, match="version 1 .*reads version 2"):
         PatchableGraph.load(rewritten(valid, set_at("schema", value=1)))
 
 
@@ -219,7 +219,7 @@ def test_attributes_that_graphs_may_not_read(valid: Path, name: str) -> None:
         function("known", "builtins.getattr")(document)
         document["frames"][0]["graph"][4]["args"] = [{"step": 0}, name]
 
-    with pytest.raises(SerializationError, match=f"'{name}'"):
+    with pytest.raises(GraphError, match=f"'{name}'"):
         PatchableGraph.load(rewritten(valid, change))
 
 
@@ -228,13 +228,13 @@ def test_methods_that_graphs_may_not_call(valid: Path, name: str) -> None:
     def change(document: Any) -> None:
         document["frames"][0]["graph"][4] |= {"op": "call_method", "target": name}
 
-    with pytest.raises(SerializationError, match=f"'{name}'"):
+    with pytest.raises(GraphError, match=f"'{name}'"):
         PatchableGraph.load(rewritten(valid, change))
 
 
 def test_allowing_a_name_is_the_only_way_to_other_code(valid: Path) -> None:
     file = rewritten(valid, function("imported", "posixpath:basename"))
-    with pytest.raises(SerializationError, match=r"allow=\['posixpath.basename'\]"):
+    with pytest.raises(GraphError, match=r"allow=\['posixpath.basename'\]"):
         PatchableGraph.load(file, allow=["posix", "os"])
     for names in (["posixpath.basename"], ["posixpath"]):
         assert "basename" in PatchableGraph.load(file, allow=names).graph._code
@@ -284,7 +284,7 @@ def test_any_change_loads_or_is_refused(valid: Path, places: list[int], value: A
     mutated(document, places, value, action)
     try:
         loaded = PatchableGraph.load(write(valid.with_name("mutated.safetensors"), document, tensors))
-    except SerializationError:
+    except GraphError:
         return
     assert isinstance(loaded._module, nn.Module)
 

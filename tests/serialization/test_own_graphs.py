@@ -18,12 +18,10 @@ from torch.nn import functional
 from graphpatch_notebook import (
     AddPatch,
     ExtractionOptions,
+    GraphError,
+    GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
-    SerializationError,
-    StoredFormError,
-    UnstoredFrameError,
-    UnstoredFrameWarning,
     ZeroPatch,
 )
 from tests.serialization.files import Mlp, Numpy, Outer, reloaded, x
@@ -97,7 +95,7 @@ def test_edited_graphs_run_in_place_of_a_model_that_is_given(tmp_path: Path) -> 
     for graph in (loaded, again, copy.deepcopy(again)):
         same(graph, pg, "hidden")
         assert not torch.equal(graph(x()), model(x()))
-        with pytest.raises(StoredFormError, match="'shift'"):
+        with pytest.raises(GraphError, match="'shift'"):
             graph(x(), 2.0)
 
 
@@ -113,7 +111,7 @@ def test_edits_of_loaded_graphs(tmp_path: Path) -> None:
     again = PatchableGraph.load(tmp_path / "edited", model=model)
     assert torch.equal(again(x()), model.down(torch.tanh(model.up(x())) * model.scale))
     for graph in (loaded, again):
-        with pytest.raises(StoredFormError, match="'shift'"):
+        with pytest.raises(GraphError, match="'shift'"):
             graph(x(), 2.0)
 
 
@@ -148,7 +146,7 @@ def test_graphs_that_files_cannot_hold(tmp_path: Path, model: nn.Module, options
     if "custom_extraction_functions" in options:
         options = {"custom_extraction_functions": {nn.Linear: _doubled}}
     pg = PatchableGraph(model, ExtractionOptions(**options), x())
-    with pytest.raises(SerializationError, match=path):
+    with pytest.raises(GraphError, match=path):
         pg.save(tmp_path / "graph")
     assert not list(tmp_path.iterdir())
 
@@ -168,7 +166,7 @@ def test_opened_functions(tmp_path: Path) -> None:
     options = ExtractionOptions(decompose=["scaled_dot_product_attention"])
     model, inputs = nn.Sequential(Attention()), x(1, 2, 3, 4)
     pg = PatchableGraph(model, options, inputs)
-    with pytest.warns(UnstoredFrameWarning, match="'sub_0'"):
+    with pytest.warns(GraphPatchWarning, match="'sub_0'"):
         pg.save(tmp_path / "graph")
     assert torch.equal(PatchableGraph.load(tmp_path / "graph", model=model)(inputs), model(inputs))
 
@@ -201,7 +199,7 @@ def test_classes_of_the_caller(tmp_path: Path, cls: type) -> None:
             return cls(x * 2, None)
 
     PatchableGraph(Structured(), x()).save(tmp_path / "graph")
-    with pytest.raises(SerializationError, match=rf"allow=\['{__name__}.{cls.__name__}'\]"):
+    with pytest.raises(GraphError, match=rf"allow=\['{__name__}.{cls.__name__}'\]"):
         PatchableGraph.load(tmp_path / "graph")
     output = PatchableGraph.load(tmp_path / "graph", allow=[f"{__name__}.{cls.__name__}"])(x())
     assert type(output) is cls
@@ -269,7 +267,7 @@ def test_exported_programs(tmp_path: Path) -> None:
         if dynamic is not None:
             assert torch.equal(loaded(x(5, 4))["y"], pg(x(5, 4))["y"])
         else:
-            with pytest.raises(StoredFormError, match="'x'"):
+            with pytest.raises(GraphError, match="'x'"):
                 loaded(x(5, 4))
 
 
@@ -280,7 +278,7 @@ def test_programs_with_branches_are_not_stored(tmp_path: Path) -> None:
             return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
 
     pg = PatchableGraph.from_exported(torch.export.export(Branches(), (x(),)))
-    with pytest.raises(SerializationError, match="true_graph_0"):
+    with pytest.raises(GraphError, match="true_graph_0"):
         pg.save(tmp_path / "branches")
     assert not any(tmp_path.iterdir())
 
@@ -304,7 +302,7 @@ def test_modules_of_loaded_graphs_run_alone_where_they_have_one_graph(tmp_path: 
     assert torch.equal(loaded.up(x()), pg.up(x()))
     twice = reloaded(PatchableGraph(nn.Sequential(tied, tied), x()), tmp_path)
     assert torch.equal(twice(x()), tied(tied(x())))
-    with pytest.raises(UnstoredFrameError, match="Linear"):
+    with pytest.raises(GraphError, match="Linear"):
         twice.get_submodule("0")(x())
     with loaded.patch({"hidden": [ProbePatch(), ZeroPatch()]}):
         assert torch.equal(loaded(x()), loaded.down.bias.expand(3, 2))

@@ -15,12 +15,12 @@ from torch import Tensor
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
+    GraphError,
     Patch,
     PatchableGraph,
     ProbePatch,
     RecordPatch,
     ReplacePatch,
-    SerializationError,
     ZeroPatch,
     load_patches,
     save_patches,
@@ -88,7 +88,7 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path) ->
         "d": [],
         "e": [1],
     }
-    with pytest.raises(SerializationError) as raised:
+    with pytest.raises(GraphError) as raised:
         save_patches(file, bad)
     message = str(raised.value)
     for part in (
@@ -134,7 +134,7 @@ def test_damaged_files_are_errors(where: tuple[Any, ...], value: Any, message: s
     for key in where[:-1]:
         inner = inner[key]
     inner[where[-1]] = value
-    with pytest.raises(SerializationError, match=message):
+    with pytest.raises(GraphError, match=message):
         load_patches(io.BytesIO(save(tensors, {"graphpatch_notebook_patches": json.dumps(content)})))
 
 
@@ -143,11 +143,11 @@ def test_other_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_patches(file)
     save_file({"a": torch.ones(2)}, file)
-    with pytest.raises(SerializationError, match="other.safetensors"):
+    with pytest.raises(GraphError, match="other.safetensors"):
         load_patches(file)
     PatchableGraph(Mlp(), x()).save(file)
-    with pytest.raises(SerializationError, match="other.safetensors"):
+    with pytest.raises(GraphError, match="other.safetensors"):
         load_patches(file)
     torch.save({"a": ZeroPatch()}, file)
-    with pytest.raises(SerializationError, match="other.safetensors"):
+    with pytest.raises(GraphError, match="other.safetensors"):
         load_patches(file)

@@ -17,11 +17,10 @@ from torch import nn
 from graphpatch_notebook import (
     AddPatch,
     ExtractionOptions,
+    GraphError,
+    GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
-    SerializationError,
-    StoredFormError,
-    UnstoredFrameWarning,
     ZeroPatch,
 )
 from graphpatch_notebook.checks.equality import difference
@@ -112,7 +111,7 @@ def patched_output(pg: PatchableGraph, path: str, call: Call) -> Any:
 def output_or_refusal(pg: PatchableGraph, call: Call) -> Any:
     try:
         return call.run(pg)
-    except StoredFormError:
+    except GraphError:
         return "refused"
 
 
@@ -202,7 +201,7 @@ def test_a_patched_graph_is_saved_without_its_patches(tmp_path: Path) -> None:
 def test_models_with_a_cache_say_how_to_do_without(tmp_path: Path) -> None:
     case = case_by_name("gpt2-eager")
     pg = case.example().run(lambda *args, **kwargs: PatchableGraph(case.build(), *args, **kwargs))
-    with pytest.warns(UnstoredFrameWarning, match="use_cache=False"):
+    with pytest.warns(GraphPatchWarning, match="use_cache=False"):
         pg.save(tmp_path / "graph.safetensors")
 
 
@@ -228,7 +227,7 @@ def test_open_files_are_written_and_read_from_where_they_are(tmp_path: Path) -> 
             pg.save(opened)
             opened.seek(6)
             assert torch.equal(PatchableGraph.load(opened)(x()), pg(x()))
-            with pytest.raises(SerializationError, match=type(opened).__name__):
+            with pytest.raises(GraphError, match=type(opened).__name__):
                 PatchableGraph.load(opened)
 
 

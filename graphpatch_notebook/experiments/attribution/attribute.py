@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.choices import Routing
 from graphpatch_notebook.experiments.attribution.gradient_runs import (
     AttributionResults,
@@ -113,7 +113,7 @@ def attribute(
         positions: Returns scores by position in the sequence: `True` for all positions; or a number, several numbers,
             or a slice. Negative numbers count from the end. With two dimensions, `(batch, columns)`, each row of the
             batch has positions of its own, and the result has the numbers of the columns as positions. If `paths` are
-            given, each of them must have positions; otherwise an `ExperimentWarning` names the values without
+            given, each of them must have positions; otherwise a `GraphPatchWarning` names the values without
             positions.
         position_dim: The sequence dimension of the values at `paths`, as for `causal_trace`. Without `paths`, a dict by
             path; or a number, of a model that does not take tokens: the sequence dimension of its first input.
@@ -365,7 +365,7 @@ def _warn_of_no_positions(problems: Mapping[str, str]) -> None:
             f"{len(problems)} values have no scores by position (NaN). The most common reasons (see the attribute "
             "'skipped' for all):\n  " + "\n  ".join(by_problem(problems)[:3])
         )
-        warn(message, ExperimentWarning, level_of_caller())
+        warn(message, "experiment", level_of_caller())
 
 
 def _warn_of_infinite(result: DataArray) -> None:
@@ -375,6 +375,6 @@ def _warn_of_infinite(result: DataArray) -> None:
         warn(
             f"{len(infinite)} scores are not finite and left out (NaN), such as {infinite[0]!r}; the metric is {ends}: "
             "where half precision overflows, try a smaller metric, or the model in bfloat16 or float32",
-            ExperimentWarning,
+            "experiment",
             stacklevel=level_of_caller(),
         )

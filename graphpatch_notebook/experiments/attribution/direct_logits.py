@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.keywords import check_input_names
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.rules import rules_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
@@ -114,7 +114,7 @@ def direct_logit_attribution(
         message = (
             "the model changes its logits after the unembedding: the contributions add up to the logit before that"
         )
-        warn_each_time(message, ExperimentWarning)
+        warn_each_time(message, "experiment")
     arrays = {name: xarray.DataArray(values.cpu().numpy(), dims=dims) for name, (dims, values) in found.items()}
     attrs = {"logit": logit.tolist(), "position": run.positions.tolist()}
     return xarray.Dataset(arrays, {"layer": list(range(run.layers))}, attrs)  # type: ignore[no-any-return]

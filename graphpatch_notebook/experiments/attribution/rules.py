@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from graphpatch_notebook.capture import decomposition_of
 from graphpatch_notebook.checks.sharding import same_value
 from graphpatch_notebook.components import operations
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution import composites, relp
 from graphpatch_notebook.experiments.attribution.calls import (
     Held,
@@ -189,7 +189,7 @@ def warn_of_loss(what: str, loss: float, fallbacks: Mapping[str, str], *, is_hal
         f"the scores of {what} by {loss:.1%} of it: not every operation has a rule that explains its change. It may "
         f"be: {shown}. routing='frozen' holds choices of experts; "
         "graphpatch_notebook.experiments.attribution.rules.register_rule adds rules",
-        ExperimentWarning,
+        "experiment",
         stacklevel=level_of_caller(),
     )
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import preserved
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
 from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
 from graphpatch_notebook.experiments.attribution.rules import (
@@ -219,7 +219,7 @@ def _warn_of_skipped(nodes: Nodes) -> None:
         warn(
             f"edges of {len(missing)} components cannot be followed, and have no scores: {name}: {why}"
             f"{', ...' if len(missing) > 1 else ''} (see the attribute 'skipped')",
-            ExperimentWarning,
+            "experiment",
             stacklevel=level_of_caller(),
         )
 

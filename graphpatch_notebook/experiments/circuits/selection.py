@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge, is_local
 from graphpatch_notebook.experiments.circuits.edges import Batch, batches_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes
@@ -101,7 +101,7 @@ def circuit(
         warn(
             f"the circuit is empty: none of the {len(found.edges)} strongest edges is on a way from the embeddings to "
             'the logits that consists of these edges; take more edges, or selection="greedy"',
-            ExperimentWarning,
+            "experiment",
             stacklevel=level_of_caller(),
         )
     return pruned

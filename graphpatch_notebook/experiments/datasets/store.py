@@ -26,7 +26,7 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.checks.sharding import processes_of
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution import active_patches
 from graphpatch_notebook.experiments.datasets.batches import (
     Dataset,
@@ -126,7 +126,7 @@ def record_to(
         )
     store = ActivationStore(folder)
     if positions is not None and store.examples and not len(store.example):
-        warn_each_time("no example of the dataset has these positions: the store has no rows", ExperimentWarning)
+        warn_each_time("no example of the dataset has these positions: the store has no rows", "experiment")
     return store
 
 

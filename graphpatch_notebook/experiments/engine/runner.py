@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import plain_tensors
 from graphpatch_notebook.checks.model_state import ModelSnapshot
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, PatchMapError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution import Entry, FrameNode, own_tensors
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, PatchCopies, is_pure, patches_in
 from graphpatch_notebook.experiments.engine.changed_positions import least_vectors
@@ -362,7 +362,7 @@ class CellRunner:
             f"cell {cells[number]} has the metric {shown[0]} among others, and {shown[1]} when it runs again alone: "
             "the metric is not a pure function, or the rows of a batch depend on each other"
         )
-        warn_each_time(f"the sweep runs again as a loop (batch=None does so at once): {why}", ExperimentWarning)
+        warn_each_time(f"the sweep runs again as a loop (batch=None does so at once): {why}", "experiment")
         raise _DifferentError(why)
 
 

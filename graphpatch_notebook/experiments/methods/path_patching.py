@@ -12,7 +12,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.records import HELD_KINDS, Node
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.flow import Flow
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import (
@@ -96,7 +96,7 @@ def path_patch(
         An array with the dimensions `sender` (for a list), `head` (with `heads`) and `receiver` (for a list, unless
         `together`). Senders that are components have the dimensions `layer` and `head` in place of `sender`. Its
         `attrs` contain the metric without patches, `clean` and `corrupted`, and the `components`. If a receiver runs
-        before a sender, there is no edge and the metric is the corrupted one. An `ExperimentWarning` names senders that
+        before a sender, there is no edge and the metric is the corrupted one. A `GraphPatchWarning` names senders that
         do not reach any receiver.
 
     Raises:
@@ -146,7 +146,7 @@ def path_patch(
             "component is in between (if it is what the sender itself adds to the model, leave it out of components=), "
             "or the change is lost to rounding"
         )
-        warn_each_time(remarks[-1], ExperimentWarning)
+        warn_each_time(remarks[-1], "experiment")
     grid = component_grid(list(senders))
     of_sender = ["sender"] if grid is None else list(grid.axes)
     single = [] if isinstance(sender, list) or len(senders) > 1 else of_sender

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import RandomState
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, SweepInterrupted
+from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -42,7 +42,7 @@ class ReferenceRun:
             warn_each_time(
                 "the model draws random numbers in each run, so the compared runs also differ by these; call pg.eval() "
                 "first, if it is in training mode",
-                ExperimentWarning,
+                "experiment",
             )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from graphpatch_notebook.components.names import ComponentName, is_component_name, parse_name
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.warning_places import warn_each_time
@@ -217,7 +217,7 @@ def _report_failures(cells: Sequence[Cell], results: Mapping[int, CellResult], f
     warn_each_time(
         f"{failures} of {len(cells)} cells failed and are NaN, the first one: {first}; all errors are in "
         'attrs["errors"]',
-        ExperimentWarning,
+        "experiment",
     )
 
 

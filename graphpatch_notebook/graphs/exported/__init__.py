@@ -15,7 +15,7 @@ import torch
 from torch.export import ExportedProgram
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import GraphError, SerializationError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.exported.modules import ExportedRoot
 from graphpatch_notebook.torch_compat import input_guards, unflattens_programs
 
@@ -54,5 +54,5 @@ def _checked_file(file: str | os.PathLike[str]) -> str:
     if not Path(name).is_file():
         raise FileNotFoundError(f"the file does not exist: {name!r}")
     if not zipfile.is_zipfile(name):
-        raise SerializationError(f"{name!r} is not a file that torch.export.save wrote")
+        raise GraphError(f"{name!r} is not a file that torch.export.save wrote")
     return name

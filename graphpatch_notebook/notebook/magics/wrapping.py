@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from graphpatch_notebook.errors import OptionError, SessionError
+from graphpatch_notebook.errors import CaptureError, SessionError
 from graphpatch_notebook.notebook.display.progress import capture_progress
 from graphpatch_notebook.notebook.session.chosen_patch import reserved
 from graphpatch_notebook.notebook.session.origin import Origin
@@ -120,7 +120,7 @@ def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> tuple[Patcha
     local: dict[str, Any] = {_MAKE: make, "__tracebackhide__": True}
     try:
         graph = eval(code, namespace, local)
-    except OptionError as error:
+    except CaptureError as error:
         raise SessionError(str(error)) from None
     namespace.update({name: value for name, value in local.items() if name not in (_MAKE, "__tracebackhide__")})
     return graph, has_options_first and not isinstance(assignment.call.args[0], ast.Starred)

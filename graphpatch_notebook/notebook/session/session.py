@@ -21,7 +21,7 @@ import torch
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.names import is_component_name
-from graphpatch_notebook.errors import ChosenPatchError, ListenerWarning, SessionError, StaleEditError
+from graphpatch_notebook.errors import ChosenPatchError, GraphPatchWarning, SessionError, StaleEditError
 from graphpatch_notebook.execution import call_problem, is_part_of_splice, target_of_call
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve
 from graphpatch_notebook.notebook.display.labels import visible
@@ -231,7 +231,8 @@ class Session:
                 listener(self._chosen)
             except Exception as error:
                 what = f"a listener raised {type(error).__name__}: {error}"
-                warnings.warn(f"{what}; the edit was made, all others were called", ListenerWarning, stacklevel=2)
+                warning = GraphPatchWarning(f"{what}; the edit was made, all others were called", "listener")
+                warnings.warn(warning, stacklevel=2)
                 continue
 
     def listen(self, listener: Callable[[ChosenPatches], object]) -> Callable[[], None]:

@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 import msgspec
 from IPython.paths import get_ipython_dir
 
-from graphpatch_notebook.errors import ChosenPatchError, SessionFileError, UnresolvedPatchWarning, cut
+from graphpatch_notebook.errors import ChosenPatchError, SessionFileError, cut
 from graphpatch_notebook.inspection.resolution import operation_of, other_operation, with_nearest
 from graphpatch_notebook.notebook.messages import Message, PatchFields
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, UntrustedFile
@@ -116,7 +116,7 @@ def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = Fals
     Values that are code are not evaluated, unless the user has trusted the file (`is_trusted`) and it has not changed.
 
     Patches that do not fit this graph, for example because the model's code has changed, are left out: an
-    `UnresolvedPatchWarning` names each, with the nearest paths. The origin of the session does not change.
+    `GraphPatchWarning` names each, with the nearest paths. The origin of the session does not change.
 
     Raises:
         SessionFileError: The file cannot be read or is not valid, or none of its patches fits this graph; the message
@@ -164,7 +164,7 @@ def loads(
     loaded = session.replace_all(one.with_fields(untrusted=source) if _is_code(one) else one for one in found)
     if misfits:
         many = f"{len(misfits)} of {len(misfits) + len(found)} patches do not fit this graph, and were left out"
-        warn_each_time(f"{where}{many}: {_listed(misfits)}", UnresolvedPatchWarning)
+        warn_each_time(f"{where}{many}: {_listed(misfits)}", "unresolved patch")
     return loaded
 
 

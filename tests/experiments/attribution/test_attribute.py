@@ -12,7 +12,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 
 from graphpatch_notebook import CustomPatch, PatchableGraph, ReplacePatch, UnknownPathError, ZeroPatch
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning
 from graphpatch_notebook.experiments import attribute, top_scores
 from tests.zoo import case_by_name
 from tests.zoo.transformers_models import with_cache
@@ -400,7 +400,7 @@ def test_scores_by_position() -> None:
     whole = attribute(pg, last_logit, clean, corrupted)
 
     with pytest.warns(
-        ExperimentWarning, match=r"\d+ values have no scores by position [^!]*\n *'transformer\.h_0\.attn\.matmul'"
+        GraphPatchWarning, match=r"\d+ values have no scores by position [^!]*\n *'transformer\.h_0\.attn\.matmul'"
     ):
         scores = attribute(pg, last_logit, clean, corrupted, positions=True)
 
@@ -478,7 +478,7 @@ def test_negative_positions_of_two_sequences() -> None:
     corrupted = clean | {"input_ids": torch.tensor([[5, 17, 41, 61]])}
     with pytest.raises(ExperimentError, match="positions=-1"):
         attribute(pg, last_logit, clean, corrupted, positions=-1)
-    with pytest.warns(ExperimentWarning, match="several dimensions of its shape"):
+    with pytest.warns(GraphPatchWarning, match="several dimensions of its shape"):
         whole = attribute(pg, last_logit, clean, corrupted, positions=True)
     assert whole.sizes["position"] == 4
     for path, last in (("encoder.output|last_hidden_state", 3), ("lm_head.output", 1)):

@@ -22,7 +22,7 @@ from tests.zoo import Call, Case, seed_all
 from tests.zoo.values import flatten
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::graphpatch_notebook.errors.ExperimentWarning"),
+    pytest.mark.filterwarnings("ignore:.experiment:graphpatch_notebook.GraphPatchWarning"),
     pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar"),
 ]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning
 from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.experiments.attribution.rules import register_rule, rules_of
 from graphpatch_notebook.experiments.attribution.secants import by_steps
@@ -434,10 +434,10 @@ def test_frozen_routing_holds_the_choices_of_the_clean_run() -> None:
     secant = attribute(pg, metric, clean, corrupted, method="secant", routing="frozen")
     assert secant.conservation["total"] < 1e-5
     assert not secant.fallbacks
-    with pytest.warns(ExperimentWarning, match="routing='frozen' holds choices"):
+    with pytest.warns(GraphPatchWarning, match="routing='frozen' holds choices"):
         free = attribute(pg, metric, clean, corrupted, method="secant")
     assert "topk" in free.fallbacks
-    with pytest.warns(ExperimentWarning, match="scores of 'embed.output' differ from its effect by .*topk"):
+    with pytest.warns(GraphPatchWarning, match="scores of 'embed.output' differ from its effect by .*topk"):
         attribute(pg, metric, clean, corrupted, method="secant", one_sided=True, paths=["embed.output"])
     assert free.corrupted == pytest.approx(float(metric(model(corrupted)).detach()), rel=1e-6)
     with pytest.raises(ExperimentError):
@@ -501,7 +501,7 @@ class WithCustom(nn.Module):
 
 def test_what_has_no_rule_is_named() -> None:
     pg = PatchableGraph(WithCustom(), floats(2, 3))
-    with pytest.warns(ExperimentWarning, match=r"differ from the change of the metric by .*It may be: .*Custom"):
+    with pytest.warns(GraphPatchWarning, match=r"differ from the change of the metric by .*It may be: .*Custom"):
         scores = attribute(pg, torch.sum, floats(2, 3), floats(2, 3, seed=4), method="secant")
     assert "Custom" in scores.attrs["fallbacks"]
     assert [*attribute(pg, torch.sum, floats(2, 3), floats(2, 3, seed=4), method="relp").attrs["fallbacks"]] == [

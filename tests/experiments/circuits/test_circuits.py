@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import (
     ExperimentError,
-    ExperimentWarning,
+    GraphPatchWarning,
     PatchableGraph,
     ReplacePatch,
     UnknownPathError,
@@ -218,7 +218,7 @@ def test_the_stream_is_scaled_by_what_is_computed_from_weights(is_followed: bool
     tokens = torch.arange(6)[None]
     pg = PatchableGraph(model, tokens)
     message = r"edges of 3 components .*layers\[2\].mlp: .*mul.* is not linear in the stream, \.\.\."
-    with nullcontext() if is_followed else pytest.warns(ExperimentWarning, match=message):
+    with nullcontext() if is_followed else pytest.warns(GraphPatchWarning, match=message):
         scores = attribute_edges(pg, lambda out: out[0, -1, 3], tokens, tokens + 3, method="secant")
     if is_followed:
         assert (scores.attrs["edges"], scores.attrs["conservation"]) == (10, pytest.approx(1.0))
@@ -554,5 +554,5 @@ def test_invalid_arguments_are_errors() -> None:
             call()
     with pytest.raises(UnknownPathError, match="mlp_out"):
         it.scores("gradient", senders="layers[0].mlp")
-    with pytest.warns(ExperimentWarning, match="empty"):
+    with pytest.warns(GraphPatchWarning, match="empty"):
         assert circuit(it.pg, scores, edges=1).edges == ()

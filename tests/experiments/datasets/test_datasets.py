@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from xarray import DataArray
 
 from graphpatch_notebook import PatchableGraph, ReplacePatch, ZeroPatch
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning, UnknownPathError
 from graphpatch_notebook.experiments import (
     ActivationStore,
     LogitDifference,
@@ -89,7 +89,7 @@ def test_rows_are_those_of_one_run(
     wanted = torch.zeros_like(mask)
     wanted[:, slice(None) if positions is None else positions] = True
     example, position = (mask & wanted).nonzero(as_tuple=True)
-    with nullcontext() if len(example) else pytest.warns(ExperimentWarning, match="the store has no rows"):
+    with nullcontext() if len(example) else pytest.warns(GraphPatchWarning, match="the store has no rows"):
         store = record_to(pg, folder, STREAMS, inputs, positions=positions, batch_size=batch, shard_bytes=shard)
     assert (store.example.tolist(), store.position.tolist()) == (example.tolist(), position.tolist())
     assert store.token.tolist() == inputs["input_ids"][example, position].tolist()
@@ -227,7 +227,7 @@ def test_active_patches_have_their_effect(pg: PatchableGraph, tmp_path: Path) ->
         (ExperimentError, "too few", lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 4)),
         (ExperimentError, "no examples", lambda pg, _: mean_values(pg, STREAMS, [])),
         (
-            ExperimentWarning,
+            GraphPatchWarning,
             "no example of the dataset has these positions",
             lambda pg, folder: record_to(pg, folder, STREAMS, examples(4), batch_size=2, positions=[500]),
         ),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, RecordPatch, ZeroPatch
-from graphpatch_notebook.errors import ExperimentWarning
+from graphpatch_notebook.errors import GraphPatchWarning
 from tests.experiments.engine.awkward_prefixes import Layers
 from tests.experiments.engine.loops import TOLERANCE, disagreement, looped, swept
 from tests.zoo import Call
@@ -64,7 +64,7 @@ def test_models_with_another_meaning_of_logits_to_keep() -> None:
         return output.logits[:, -1]
 
     loop = looped(pg, maps, lambda: Call.of(x), last)
-    with pytest.warns(ExperimentWarning, match="runs again as a loop"):
+    with pytest.warns(GraphPatchWarning, match="runs again as a loop"):
         found = swept(pg, maps, Call.of(x), last)
     assert disagreement(loop, found, TOLERANCE) is None
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, PatchNotFiredWarning, ProbePatch, ZeroPatch
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ZeroPatch
 from graphpatch_notebook.capture.observers import is_swapped, observer
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning
 from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.execution.run import watch
 from graphpatch_notebook.patchable_graph import captured as captured_model
@@ -77,7 +77,7 @@ def reference() -> tuple[Any, Tensor]:
     return looped(pg, cells(), lambda: Call.of(X), total), pg(X)
 
 
-@pytest.mark.filterwarnings("ignore::graphpatch_notebook.errors.ExperimentWarning")
+@pytest.mark.filterwarnings("ignore:.experiment:graphpatch_notebook.GraphPatchWarning")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ArithmeticError])
 @pytest.mark.parametrize("place", ["metric", "patch", "model"])
 @pytest.mark.parametrize("batch", [None, "auto"])
@@ -221,7 +221,7 @@ def test_one_failing_cell_leaves_the_others_their_numbers(batch: Any) -> None:
     loop = looped(pg, maps, lambda: Call.of(X), total)
     assert loop.errors[3] is not None
     assert loop.errors[6] == "ZeroDivisionError"
-    with pytest.warns(ExperimentWarning, match="cells failed"):
+    with pytest.warns(GraphPatchWarning, match="cells failed"):
         found = swept(pg, maps, Call.of(X), total, batch=batch)
     assert disagreement(loop, found, 0.0 if batch is None else TOLERANCE) is None
 
@@ -243,7 +243,7 @@ class Branching(nn.Module):
 def test_patches_that_never_fire_are_reported(batch: Any) -> None:
     pg = PatchableGraph(seeded(Branching), X)
     maps = [{"b.output": AddPatch(value=float(number))} for number in range(6)]
-    with pytest.warns(PatchNotFiredWarning, match=r"b\.output"):
+    with pytest.warns(GraphPatchWarning, match=r"b\.output"):
         found = swept(pg, maps, Call.of(X, deep=False), total, batch=batch)
     assert len(set(found.values.tolist())) == 1
 

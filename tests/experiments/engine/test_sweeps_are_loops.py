@@ -108,7 +108,7 @@ class Branching(Layers):
         return self.c(self.b(h)) if deep else self.c(h)
 
 
-@pytest.mark.filterwarnings("ignore::graphpatch_notebook.PatchNotFiredWarning")
+@pytest.mark.filterwarnings("ignore:.not fired:graphpatch_notebook.GraphPatchWarning")
 def test_cells_of_a_path_that_the_model_does_not_reach_run_alone() -> None:
     pg = PatchableGraph(seeded(Branching), X)
     paths = ["a.output"] * 6 + ["b.output"] * 2

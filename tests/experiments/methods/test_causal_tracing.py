@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph, UnknownPathError
+from graphpatch_notebook import ExperimentError, GraphPatchWarning, PatchableGraph, UnknownPathError
 from graphpatch_notebook.experiments import (
     LogitDifference,
     Noise,
@@ -212,7 +212,7 @@ def test_models_that_draw_random_numbers_warn() -> None:
         lambda: path_patch(pg, PATH, None, CLEAN, CORRUPTED, METRIC, progress=False),
     ]
     for call in calls:
-        with pytest.warns(ExperimentWarning, match=r"draws random numbers"):
+        with pytest.warns(GraphPatchWarning, match=r"draws random numbers"):
             call()
     pg.eval()
     for call in calls:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph
+from graphpatch_notebook import ExperimentError, GraphPatchWarning, PatchableGraph
 from graphpatch_notebook.experiments import direct_logit_attribution, logit_lens
 from tests.components.families import captured_model
 from tests.hooks import registered
@@ -79,7 +79,7 @@ def test_contributions_add_up_to_the_logit(name: str, by: str) -> None:
     if name == "gemma2":
         cap = pg.config.final_logit_softcapping
         logits = torch.atanh(logits / cap) * cap
-        with pytest.warns(ExperimentWarning, match="the logit before"):
+        with pytest.warns(GraphPatchWarning, match="the logit before"):
             parts = direct_logit_attribution(pg, given, target=TOKENS, minus=1, by=by, position=[2, -1])
     else:
         parts = direct_logit_attribution(pg, given, target=TOKENS, minus=1, by=by, position=[2, -1])

@@ -16,7 +16,7 @@ import torch
 from IPython.core.error import UsageError
 from torch import Tensor
 
-from graphpatch_notebook import PatchNotFiredWarning, PatchValueError
+from graphpatch_notebook import GraphPatchWarning, PatchValueError
 from graphpatch_notebook.errors import PatchMapError
 from tests.notebook.shells import Mlp, Shell
 
@@ -268,7 +268,7 @@ def test_without_chosen_patches_the_cell_runs_and_says_so(zero: Shell) -> None:
 
 def test_a_patch_that_never_fires_warns_at_the_users_line(zero: Shell) -> None:
     zero.ok("%graphpatch zero up.weight --steps 7")
-    with pytest.warns(PatchNotFiredWarning, match="up.weight") as warned:
+    with pytest.warns(GraphPatchWarning, match="up.weight") as warned:
         zero.ok("%%graphpatch\na = pg(x)")
     assert [w.filename.startswith("<ipython-input") for w in warned] == [True]
 
@@ -329,7 +329,7 @@ def test_results_of_an_earlier_run_are_not_used(zero: Shell) -> None:
     assert type(zero.run("%%graphpatch\nh.mean()").error) is NameError
     zero.ok("%graphpatch probe up.bias b --steps 7")
     zero.namespace["b"] = before = torch.ones(1)
-    with pytest.warns(PatchNotFiredWarning, match=r"up\.bias"):
+    with pytest.warns(GraphPatchWarning, match=r"up\.bias"):
         ran = zero.ok("%%graphpatch\npg(x);")
     assert ran.out == NOT_FILLED.format("b", "#4 (probe up.bias b --steps 7)", "not the result of a patch")
     assert zero.namespace["b"] is before

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import PatchableGraph, UnknownPathError, UnresolvedPatchWarning, ZeroPatch
+from graphpatch_notebook import GraphPatchWarning, PatchableGraph, UnknownPathError, ZeroPatch
 from graphpatch_notebook.errors import SessionFileError
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
@@ -33,7 +33,7 @@ def test_a_recipe_of_transformers_4(name: str) -> None:
     if len(fitting) == len(written):  # loaded with the version that wrote it
         assert [patch.path for patch in session_file.loads(session, text)] == list(written)
         return
-    with pytest.warns(UnresolvedPatchWarning) as warned:
+    with pytest.warns(GraphPatchWarning, match="unresolved patch]") as warned:
         loaded = session_file.loads(session, text)
 
     assert [patch.path for patch in loaded] == fitting
@@ -93,7 +93,7 @@ def test_a_renamed_module(recipe: str, tmp_path: Path) -> None:
     file.write_text(recipe, "utf8")
     graph, other = session(names=("up", "lower"))
 
-    with pytest.warns(UnresolvedPatchWarning, match="recipe.json': 1 of 5 .* no node 'down' .*'lower.weight'"):
+    with pytest.warns(GraphPatchWarning, match="recipe.json': 1 of 5 .* no node 'down' .*'lower.weight'"):
         loaded = session_file.load(other, file)
 
     assert [patch.path for patch in loaded] == ["up.output", "hidden", "output", "hidden_1"]
@@ -104,7 +104,7 @@ def test_a_renamed_module(recipe: str, tmp_path: Path) -> None:
 
 def test_a_name_that_another_operation_has_now(recipe: str) -> None:
     _, other = session(is_later=True)
-    with pytest.warns(UnresolvedPatchWarning) as warned:
+    with pytest.warns(GraphPatchWarning, match="unresolved patch]") as warned:
         loaded = session_file.loads(other, recipe)
 
     assert "'hidden' is of tanh here, and was of relu where it was stored; nearest: " in str(warned[0].message)

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.errors import ChosenPatchError, ListenerWarning, SessionError, StaleEditError
+from graphpatch_notebook.errors import ChosenPatchError, GraphPatchWarning, SessionError, StaleEditError
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session, session_of
@@ -214,10 +214,10 @@ def test_a_listener_that_raises_breaks_no_edit_and_the_others_are_called(session
 
     session.listen(raises)
     session.listen(lambda chosen: told.append(chosen.version))
-    with pytest.warns(ListenerWarning, match="ValueError: version 1; the edit was made"):
+    with pytest.warns(GraphPatchWarning, match="ValueError: version 1; the edit was made"):
         added = session.add(zero())
     assert session.chosen.patches == (added,)
-    with pytest.warns(ListenerWarning, match="version 2"):
+    with pytest.warns(GraphPatchWarning, match="version 2"):
         assert session.undo()
     assert told == [1, 2]
 
