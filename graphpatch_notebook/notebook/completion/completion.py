@@ -11,7 +11,8 @@ import json
 import re
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from glob import escape
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from torch.nn import Module
 
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
-from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.inspection.locations import Location, is_child
 from graphpatch_notebook.inspection.resolution import is_patchable
 from graphpatch_notebook.notebook.display.labels import visible
@@ -35,14 +35,14 @@ from graphpatch_notebook.notebook.magics.command_line import (
     words,
 )
 from graphpatch_notebook.notebook.magics.commands import CELL, commands
-from graphpatch_notebook.notebook.search.query import KEYS, NODE_KINDS, STATES
-from graphpatch_notebook.notebook.search.search import NodeColumns, index_of
+from graphpatch_notebook.notebook.search.search import KEYS, STATES, index_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, is_a
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import NAMED_STEPS
 from graphpatch_notebook.paths import format_segment
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, ValueSpec, leaves
 
+MOST_OFFERS = 500
 _LONGEST = 5_000
 _MAGIC = re.compile(r"\s*(?P<assigned>[^\s%!?\"'(\[{#][^%!?\"'(\[{#]*=\s*)?(?P<mark>%{0,2})graphpatch(?=\s)")
 _IDENTIFIER = re.compile(r"(?<![\w.])(?:[^\W\d]\w*)?$")
@@ -53,6 +53,24 @@ _PLACE = re.compile(
     rf"""(?<![\w.])([^\W\d]\w*)\.(graph|nodes)((?:\.\w+|{_QUOTED_ITEM})*)(?:\.(\w*)|\[(["'])([^"'\\\n]*))$"""
 )
 _LINK = re.compile(r"""\.(\w+)|\["([^"]*)"\]|\['([^']*)'\]""")
+_SEGMENT = re.compile(r'("(?:[^"\\]|\\.)*"|[^."|\s\[\]]+)([.|])')
+_LAST_SEGMENT = re.compile(r'"(?:[^"\\]|\\.)*"?|[^."|\s\[\]]*')
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One completion."""
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """The completions at the end of a text."""
+
+    start: int = 0  # the offset in the text of what a completion replaces
+    offers: list[Offer] = field(default_factory=list)  # best first
 
 
 class PathCompleter:
@@ -74,10 +92,9 @@ class PathCompleter:
         lines[-1] = lines[-1][: context.cursor_position]
         try:
             found = self.offers(lines)
-        except Exception:
-            # A traceback while the user types would not help; other completions still work.
-            found = None
-        if found is None or not found.offers:
+        except Exception:  # a traceback while the user types would not help; other completions still work
+            found = Offers()
+        if not found.offers:
             return {"completions": [], "suppress": False}
         return {
             "completions": [SimpleCompletion(text=offer.text, type=offer.label[:40]) for offer in found.offers],
@@ -86,7 +103,7 @@ class PathCompleter:
             "ordered": True,
         }
 
-    def offers(self, lines: Sequence[str]) -> Offers | None:
+    def offers(self, lines: Sequence[str]) -> Offers:
         """Returns the completions at the end of the lines of a cell. `start` is an offset in the cell."""
         line = lines[-1]
         match = _MAGIC.match(line)
@@ -100,12 +117,12 @@ class PathCompleter:
             found = self._argument_offers(CELL, texts, typed)
         elif not texts:
             found = _beginning(typed, (Offer(name, "command") for name in commands()))
-        elif (command := commands().get(texts[0])) is not None:
-            found = self._argument_offers(command.parser, texts[1:], typed)
+        elif texts[0] in commands():
+            found = self._argument_offers(commands()[texts[0]].parser, texts[1:], typed)
         else:
-            return None
+            return Offers()
         above = sum(len(line) + 1 for line in lines[:-1])
-        return None if found is None else Offers(above + start + found.start, found.offers)
+        return Offers(above + start + found.start, found.offers)
 
     def _is_magic(self, match: re.Match[str], lines: Sequence[str]) -> bool:
         if match["mark"] == "%%":
@@ -120,55 +137,59 @@ class PathCompleter:
 
     # --- arguments of the magic -------------------------------------------------------------------------------------
 
-    def _argument_offers(self, parser: CommandParser, before: Sequence[str], typed: str) -> Offers | None:
+    def _argument_offers(self, parser: CommandParser, before: Sequence[str], typed: str) -> Offers:
         kind = parser.completes(before)
-        options = [Offer(option, "option") for option in parser.options if option not in before]
-        starts_option = typed.startswith("-") and any(offer.text.startswith(typed) for offer in options)
-        if starts_option or (kind in (None, "text") and not typed):
-            return _beginning(typed, options)
+        options = _beginning(typed, (Offer(option, "option") for option in parser.options if option not in before))
+        if (typed.startswith("-") and options.offers) or (kind in (None, "text") and not typed):
+            return options
+        if kind in ("query", "chosen", "name", "node", "place"):
+            active = self._active()
+            return Offers() if active is None else self._offers_in_graph(active, kind, before, typed)
         is_model = lambda value: is_a(value, Module) and not is_a(value, PatchableGraph)  # noqa: E731
-        is_number = lambda value: is_a(value, (Tensor, int, float, complex))  # noqa: E731
         match kind:
-            case "node" | "place" | "chosen" | "name":
-                active = self._active()
-                return None if active is None else self._offers_in_graph(kind, active, before, typed)
             case "command":
                 return _beginning(typed, (Offer(name, "command") for name in commands()))
             case "graph":
                 return _beginning(typed, self._variables(lambda value: is_a(value, PatchableGraph)))
             case "model":
-                return self._values(typed, is_model) if any("=" in word for word in before) else None
+                return self._values(typed, is_model) if any("=" in word for word in before) else Offers()
             case "value":
-                return self._values(typed, is_number)
-            case "query":
-                return self._query_offers(typed)
+                return self._values(typed, lambda value: is_a(value, (Tensor, int, float, complex)))
             case "steps":
                 return _beginning(typed, (Offer(name, "steps") for name in NAMED_STEPS))
             case "file":
-                return _file_offers(typed)
-            case _:
-                return None
+                return _beginning(typed, _files(typed))
+        return Offers()
 
-    def _offers_in_graph(self, kind: str, active: ActiveGraph, before: Sequence[str], typed: str) -> Offers | None:
+    def _offers_in_graph(self, active: ActiveGraph, kind: str, before: Sequence[str], typed: str) -> Offers:
         root = captured(active.graph).root
-        if kind == "chosen":
-            return _beginning(typed, _chosen_offers(typed, active))
-        if kind == "name":
-            path = next(word for word in before if (not word.startswith("-") and "." in word) or word in root.names)
-            try:
+        match kind:
+            case "query":
+                return _query_offers(typed, active)
+            case "chosen":
+                return _beginning(typed, _chosen_offers(typed, active))
+            case "name":
+                path = next(word for word in before if (not word.startswith("-") and "." in word) or word in root.names)
                 name = active.session.free_name(TypedPath.parse(path, root).path, self._taken())
-            except (SessionError, ValueError):
-                return None
-            return _beginning(typed, [Offer(name, "variable")])
-        before_slice = COMPONENT.match(typed) or _PATH.match(typed)
-        end = before_slice.end() if before_slice else 0
-        if kind == "node" and typed.startswith("[", end):
+                return _beginning(typed, [Offer(name, "variable")])
+        return self._path_offers(Location.of_root(root), typed, patchable=kind == "node")
+
+    def _path_offers(self, root: Location, typed: str, *, patchable: bool) -> Offers:
+        """Returns the completions of a path, or of the slice after it. A whole path may be in quotes."""
+        path = COMPONENT.match(typed) or _PATH.match(typed)
+        end = path.end() if path else 0
+        if patchable and typed.startswith("[", end):
             if typed.endswith("]") and typed.count("[") == typed.count("]"):
                 # A slice is complete and needs a space. Without an offer, IPython would complete the word.
                 return Offers(0, [Offer(f"{typed} ", "slice")])
             found = self._values(typed[end:], lambda value: is_a(value, (Tensor, int)))
-            return None if found is None else Offers(end + found.start, found.offers)
-        return _path_offers(Location.of_root(root), typed, patchable=kind == "node")
+            return Offers(end + found.start, found.offers)
+        found = next_segments(root, typed, patchable=patchable)
+        named = [offer for offer in found.offers if not offer.text.strip('".|').isidentifier()]
+        if named or not typed.startswith('"') or typed.count('"') > 1:
+            return Offers(found.start, named or found.offers) if typed.startswith('"') else found
+        inside = next_segments(root, typed[1:], patchable=patchable)
+        return Offers(inside.start + 1, inside.offers)
 
     def _variables(self, is_meant: Callable[[Any], bool]) -> Iterator[Offer]:
         hidden = self._shell.user_ns_hidden
@@ -177,31 +198,18 @@ class PathCompleter:
             if not is_hidden and name.isidentifier() and is_meant(value):
                 yield Offer(name, visible(type(value).__name__))
 
-    def _values(self, typed: str, is_likely: Callable[[Any], bool]) -> Offers | None:
+    def _values(self, typed: str, is_likely: Callable[[Any], bool]) -> Offers:
         """Returns the variables for the end of a Python expression, most likely ones first."""
         identifier = _IDENTIFIER.search(typed)
         if identifier is None:
-            return None
+            return Offers()
         likely = list(self._variables(is_likely))
         others = self._variables(lambda value: not is_likely(value) and not isinstance(value, types.ModuleType))
         return Offers(identifier.start(), _beginning(identifier.group(), [*likely, *others]).offers)
 
-    def _query_offers(self, typed: str) -> Offers | None:
-        start = 1 if typed.startswith("-") else 0
-        key, colon, value = typed[start:].partition(":")
-        active = self._active()
-        columns = index_of(active.graph).without_sizes if active is not None else None
-        if not colon:
-            keys = [Offer(f"{name}:", "search") for name in KEYS if name != "kind"]
-            names = columns.words_from(key) if key and columns is not None else ()
-            return Offers(start, _beginning(key, [*keys, *(Offer(name, "name") for name in names)]).offers)
-        found = _beginning(value, (Offer(name, key) for name in _search_values(key.lower(), columns)))
-        # Nothing else is valid here, and the completions of IPython would take seconds.
-        return Offers(start + len(key) + 1, found.offers) if found.offers else Offers(0, [Offer(typed, "search")])
-
     # --- Python code ------------------------------------------------------------------------------------------------
 
-    def _python_offers(self, text: str) -> Offers | None:
+    def _python_offers(self, text: str) -> Offers:
         """Returns the completions of `pg.patch({"`, `pg.nodes["`, `pg.graph["` and `pg.graph.`."""
         recent = text[-_LONGEST:]
         if match := _PLACE.search(recent):
@@ -209,42 +217,36 @@ class PathCompleter:
             links = [next(filter(None, link), "") for link in _LINK.findall(match[3])]
             quote, is_patchable = match[5] or "", match[2] == "nodes"
         else:
-            maps = list(_PATCH_MAP.finditer(recent))
-            match = maps[-1] if maps else None
-            key = None if match is None else _open_key(recent[match.end() :])
-            if match is None or key is None:
-                return None
-            quote, typed, links, is_patchable = key[0], key[1:], [], True
+            match = next(iter(list(_PATCH_MAP.finditer(recent))[::-1]), None)
+            key = "" if match is None else _open_key(recent[match.end() :])
+            quote, typed, links, is_patchable = key[:1], key[1:], [], True
+            if match is None or not quote:
+                return Offers()
         graph = self._namespace.get(match[1])
         if not is_a(graph, PatchableGraph) or "\\" in typed:
-            return None
+            return Offers()
         place = Location.of_root(graph.nodes.root)
         for link in links:
-            if link == "_shape":
-                continue
-            if link not in place.keys():  # noqa: SIM118  # a method of `Location`
-                return None
-            place = place.at(link)
+            place = place if link == "_shape" else place.at(link)
         found = next_segments(place, typed, patchable=is_patchable)
-        if found is None:
-            return None
-        offers = [Offer(_escaped(offer.text, quote), offer.label) for offer in found.offers]
-        if not quote:
-            offers = [offer for offer in offers if offer.text.isidentifier()]
+        if quote:
+            offers = [Offer(_escaped(offer.text, quote), offer.label) for offer in found.offers]
+        else:
+            offers = [offer for offer in found.offers if offer.text.isidentifier()]
             offers += [Offer(name, "NodePath") for name in ("_code", "_shape") if name.startswith(typed)]
         return Offers(len(text) - len(typed) + found.start, offers)
 
 
 def _escaped(text: str, quote: str) -> str:
-    return text.replace("\\", "\\\\").replace(quote, f"\\{quote}") if quote else text
+    return text.replace("\\", "\\\\").replace(quote, f"\\{quote}")
 
 
-def _open_key(text: str) -> str | None:
-    """Returns the string that is open at the end of a dict literal, with its quote, if it is a key.
+def _open_key(text: str) -> str:
+    """Returns the string that is open at the end of a dict literal, with its quote, if it is a key; else nothing.
 
     Example:
         >>> _open_key('"a": [f(1)], "h_0.m'), _open_key('"a": "h_0.m')
-        ('"h_0.m', None)
+        ('"h_0.m', '')
     """
     position, depth, last = 0, 0, ","
     while position < len(text):
@@ -253,11 +255,25 @@ def _open_key(text: str) -> str | None:
             continue
         character = text[position]
         if character in "\"'":
-            return text[position:] if depth == 0 and last == "," else None
+            return text[position:] if depth == 0 and last == "," else ""
         depth += (character in "([{") - (character in ")]}")
         last = last if character.isspace() else character
         position += 1
-    return None
+    return ""
+
+
+def _query_offers(typed: str, active: ActiveGraph) -> Offers:
+    start = 1 if typed.startswith("-") else 0
+    key, colon, value = typed[start:].partition(":")
+    index = index_of(active.graph)
+    if not colon:
+        names = index.words_from(key) if key else ()
+        offered = [*(Offer(f"{name}:", "search") for name in KEYS), *(Offer(name, "name") for name in names)]
+        return Offers(start, _beginning(key, offered).offers)
+    values = {"is": STATES, "op": sorted({*index.ops} - {""})}.get(key.lower(), ())
+    found = _beginning(value, (Offer(name, key) for name in values))
+    # Nothing else is valid here, and the completions of IPython would take seconds.
+    return Offers(start + len(key) + 1, found.offers) if found.offers else Offers(0, [Offer(typed, "search")])
 
 
 def _chosen_offers(typed: str, active: ActiveGraph) -> Iterator[Offer]:
@@ -268,136 +284,50 @@ def _chosen_offers(typed: str, active: ActiveGraph) -> Iterator[Offer]:
         yield from (Offer(path, "chosen") for path in dict.fromkeys(patch.path for patch in patches))
 
 
-def _path_offers(root: Location, typed: str, *, patchable: bool) -> Offers | None:
-    """Returns the completions of a path. After a quote: names that need quotes, or a whole path in quotes."""
-    found = next_segments(root, typed, patchable=patchable)
-    if not typed.startswith('"') or typed.count('"') > 1:
-        return found
-    named = [offer for offer in found.offers if not offer.text.strip('".|').isidentifier()] if found else []
-    if found is not None and named:
-        return Offers(found.start, named)
-    inside = next_segments(root, typed[1:], patchable=patchable)
-    return None if inside is None else Offers(inside.start + 1, inside.offers)
-
-
-def _component_offers(root: Location, typed: str) -> Iterator[Offer]:
-    """Yields the names of components that begin with the typed text, once it cannot be a path."""
-    if not root.names and (typed == "@" or is_component_name(typed)):
-        found = find(root.root)
-        yield from (Offer(name, " ".join(found[name].axes)) for name in found if name.startswith(typed))
-
-
-def _search_values(key: str, columns: NodeColumns | None) -> Sequence[str]:
-    if key in ("is", "kind"):
-        return STATES if key == "is" else NODE_KINDS
-    if columns is None:
-        return ()
-    found = {"op": lambda: columns.ops, "dtype": lambda: columns.dtypes, "module": lambda: columns.module_classes}
-    return sorted(set(found[key]()) - {""}) if key in found else ()
+def _files(typed: str) -> Iterator[Offer]:
+    """Yields the files and folders that complete a name, without those that need quotes."""
+    folder = typed[: typed.rfind("/") + 1]
+    for file in sorted(Path(folder or ".").expanduser().glob(f"{escape(typed[len(folder) :])}*")):
+        is_meant = file.name.startswith(".") == typed[len(folder) :].startswith(".")
+        if is_meant and file.name.isprintable() and not set(file.name) & set(" \"'\\#"):
+            yield Offer(folder + file.name + "/" * file.is_dir(), "file")
 
 
 def _beginning(typed: str, offers: Iterable[Offer]) -> Offers:
     return Offers(0, list(islice((offer for offer in offers if offer.text.startswith(typed)), MOST_OFFERS)))
 
 
-def _file_offers(typed: str) -> Offers | None:
-    """Returns the files and folders that complete a name. IPython completes names with spaces or quotes."""
-    start = typed.rfind("/") + 1
-    prefix = typed[start:]
-    try:
-        inside = sorted(Path(typed[:start] or ".").expanduser().iterdir(), key=lambda file: file.name)
-    except (OSError, RuntimeError):  # the folder or the user does not exist
-        return None
-    offers = []
-    for file in inside:
-        is_meant = file.name.startswith(prefix) and file.name.startswith(".") == prefix.startswith(".")
-        if is_meant and file.name.isprintable() and not set(file.name) & set(" \"'\\#"):
-            is_folder = file.is_dir()
-            offers.append(Offer(f"{file.name}/" if is_folder else file.name, "folder" if is_folder else "file"))
-    return Offers(start, offers[:MOST_OFFERS])
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Segments of a path
 
 
-MOST_OFFERS = 500
-
-_PLAIN = re.compile(r'[^."|\s\[\]]*')
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """One completion."""
-
-    text: str
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Offers:
-    """The completions at the end of a text."""
-
-    start: int  # the offset in the text of what a completion replaces
-    offers: list[Offer]  # best first
-
-
-@dataclass(frozen=True, slots=True)
-class _Typed:
-    """An incomplete path: its complete segments, each with the separator after it, and the last one."""
-
-    complete: list[tuple[str, str]]
-    start: int
-    last: str
-    is_quoted: bool
-
-
-def next_segments(place: Location, typed: str, *, patchable: bool, limit: int = MOST_OFFERS) -> Offers | None:
+def next_segments(place: Location, typed: str, *, patchable: bool, limit: int = MOST_OFFERS) -> Offers:
     """Returns the completions of the last segment of a path, from `place` on. With `patchable`, it ends at a value."""
-    if components := list(islice(_component_offers(place, typed), limit)):
-        return Offers(0, components)
-    parsed = _parsed(typed)
-    if parsed is None:
-        return None
-    here = place
-    for name, separator in parsed.complete:
-        child = here.child(name)
-        if child is None or (separator == "|") != (child.graph is None and not child.dig):
-            return None
-        here = child
-    children = _children(here, parsed.last, patchable, limit)
-    return Offers(parsed.start, [_offer(child, parsed.is_quoted, patchable) for child in children])
+    if not place.names and (typed == "@" or is_component_name(typed)):  # it cannot be a path any more
+        components = ((name, one) for name, one in find(place.root).items() if name.startswith(typed))
+        if named := [Offer(name, " ".join(one.axes)) for name, one in islice(components, limit)]:
+            return Offers(0, named)
+    start, here = 0, place
+    while match := _SEGMENT.match(typed, start):
+        child = here.child(_content(match[1]))
+        if child is None or (match[2] == "|") != (child.graph is None and not child.dig):
+            return Offers()
+        start, here = match.end(), child
+    last = typed[start:]
+    if not _LAST_SEGMENT.fullmatch(last):
+        return Offers()
+    children = _children(here, _content(last), patchable, limit)
+    return Offers(start, [_offer(child, last.startswith('"'), patchable) for child in children])
 
 
-def _parsed(typed: str) -> _Typed | None:
-    """Returns the parsed path, or `None` if no text after it could make it a path."""
-    complete: list[tuple[str, str]] = []
-    position = 0
-    while True:
-        start = position
-        is_quoted = typed.startswith('"', position)
-        if is_quoted:
-            try:
-                name, position = json.JSONDecoder().raw_decode(typed, position)
-            except json.JSONDecodeError:
-                return _Typed(complete, start, _unfinished(typed[position:]), True)
-        else:
-            match = _PLAIN.match(typed, position)
-            name, position = (match.group(), match.end()) if match else ("", position)
-        if position == len(typed):
-            return _Typed(complete, start, name, is_quoted)
-        if typed[position] not in ".|" or not (name or is_quoted):
-            return None
-        complete.append((name, typed[position]))
-        position += 1
-
-
-def _unfinished(quoted: str) -> str:
-    """Returns the content of a JSON string that is not closed."""
-    try:
-        return str(json.loads(quoted + '"'))
-    except json.JSONDecodeError:
-        return quoted[1:]  # it ends inside an escape sequence, so nothing matches
+def _content(segment: str) -> str:
+    """Returns the name in a segment, which may be a JSON string that is not closed."""
+    for text in (segment, f'{segment}"'):
+        try:
+            return str(json.loads(text)) if segment.startswith('"') else segment
+        except json.JSONDecodeError:
+            continue
+    return segment  # it ends inside an escape sequence, so nothing matches
 
 
 def _children(here: Location, prefix: str, patchable: bool, limit: int) -> list[Location]:

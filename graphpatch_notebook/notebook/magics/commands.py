@@ -51,16 +51,13 @@ _WHICH = "#n, the number in list; or PATH, PATH[slice], or a pattern such as h_*
 _PLACE = "a graph, a node, or a value in a container: h_0, h_0.mlp.output, output|sub_0"
 _QUERY = """
 QUERY is a list of terms. A node is found if it matches all of them:
-  attn              the path or the torch function contains this text
-  "mlp.act"         the path contains these whole names
+  attn              the path, torch function or component name contains this text
   h_*.attn          contains these texts in this order; * is any text
   op:mul            the torch function; * is any text: op:*norm
   shape:64          a dimension has this size
-  shape:[1,*,64]    the whole shape; * is any size, ... any number of sizes
-  dtype:f16         the dtype
+  shape:[1,*,64]    the whole shape; * is any size
   is:parameter      also is:input, buffer, op, output, tensor, number, patched,
                     opaque, size (only carries sizes; other terms never find it)
-  module:LlamaMLP   the class of the module that the node is in
   -term             does not match the term
 """
 CELL = CommandParser("%%graphpatch", "[NAME] [--only PATH|#n ...]", "runs the cell under the chosen patches")

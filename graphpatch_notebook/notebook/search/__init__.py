@@ -1,5 +1,1 @@
-"""The search for nodes in a capture.
-
-`query` parses a query into terms. `search` tests the terms on the properties of all nodes, and returns the matching
-nodes as a table.
-"""
+"""The search for nodes in a capture: `search` parses a query, tests its terms on all nodes, and returns a table."""

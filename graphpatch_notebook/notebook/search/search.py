@@ -1,307 +1,155 @@
-"""Finds the nodes of a capture that match a query, for `%graphpatch find` and the search field of the widget."""
+"""Finds the nodes of a capture that match a query, for `%graphpatch find` and the search field of the widget.
+
+| term | finds nodes |
+| --- | --- |
+| `attn` | whose path, torch function or component name (`layers[3].attn.q`) contains this text, ignoring case |
+| `h_*.attn` | that contain these texts in this order; in all terms, `*` is any text |
+| `op:mul` | computed by this torch function; also `op:*norm` |
+| `shape:64` | that are tensors with a dimension of this size |
+| `shape:[1,*,64]` | that are tensors of this shape; `*` is any size |
+| `is:parameter` | of this kind; `is:patched`, `is:opaque` (in a graph that is opaque), `is:size`, ... |
+| `-term` | that do not match the term |
+
+A node must match all terms of a query. Values that only carry sizes are found with `is:size` only. The front end has
+the same grammar (js/src/tree/query.ts); tests/notebook/search/test_search_parity.py compares the two.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast, overload
+from typing import Any
 
-from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find as find_components
-from graphpatch_notebook.components.names import is_component_name
-from graphpatch_notebook.components.operations import FUSED_ATTENTION
-from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.aliases import INSIDE_ATTENTION
 from graphpatch_notebook.inspection.node_map import NodeMap, NodeMeta, NodeRows, kept_for
-from graphpatch_notebook.inspection.resolution import nearest_paths
-from graphpatch_notebook.notebook.display.labels import op_label, source_label, value_label
+from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
+from graphpatch_notebook.notebook.display.labels import op_label, source_label, value_label, visible
 from graphpatch_notebook.notebook.display.tables import Column, Table
-from graphpatch_notebook.notebook.search.query import NODE_KINDS, Term, matches_sizes, parse_query
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.paths import ParsedPath, nearest, parse_path
-from graphpatch_notebook.values import ScalarSpec, TensorSpec, dtype_name
+from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.values import ScalarSpec, TensorSpec
 
-_COLUMNS = (
-    Column("path", is_whole=True),
-    Column("op", "graph", is_cut=True),
-    Column("value", "tensor"),
-    Column("source", "note", is_cut=True, is_optional=True),
-)
+STATES = "patched opaque size tensor number input parameter buffer attribute op output".split()
+KEYS = {"op": "op:mul", "shape": "shape:64", "is": "is:parameter"}
+"""The keys of terms, each with an example."""
 
-
-class FoundNodes(Table[NodeMeta]):
-    """The nodes that match a query, in order of execution: a sequence of `NodeMeta` that displays as a table."""
-
-    def __init__(
-        self, query: str, columns: NodeColumns, positions: Sequence[int], hints: Callable[[], Iterable[str]] = tuple
-    ) -> None:
-        super().__init__(
-            _COLUMNS,
-            _Metas(columns.rows, positions),
-            _cells,
-            title=f"{len(positions):,} node{'s' * (len(positions) != 1)}" + (f" for {query}" if query.strip() else ""),
-            notes=lambda: () if positions else hints(),
-            empty="nothing found" if query.strip() else "no nodes",
-            how_to_narrow="narrow the query",
-        )
-        self.query = query
-        self._paths = columns.rows.paths
-        self._positions = positions
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths of all found nodes, as `pg.patch` takes them."""
-        return [self._paths[position] for position in self._positions]
+_TERM = re.compile(r"(-?)(shape:\[[^\]]*\](?!\S)|\S+)", re.IGNORECASE)
+_KEY = re.compile(r"([A-Za-z]+):(.*)", re.DOTALL)
+_SHAPE = re.compile(r"[0-9]+|\*|\[\s*(?:(?:[0-9]+|\*)\s*(?:,\s*|(?=\])))*\]")
 
 
-def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) -> FoundNodes:
-    """Returns the nodes of `pg` that match all terms of a query (`notebook/search/query.py`), in order of execution.
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One term of a query."""
+
+    key: str  # one of `KEYS`, or `text`
+    value: str
+    is_excluded: bool = False
+
+
+def parse_query(text: str) -> list[Term]:
+    """Returns the terms of a query.
+
+    Raises:
+        ValueError: The text is not a valid query. The message is one line and suggests a correction.
 
     Example:
-        >>> import torch
-        >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()), torch.ones(1, 2))
-        >>> find(pg, "shape:[1,3] -op:relu").paths
-        ['sub_0.linear', 'sub_0.output', 'sub_1.input', 'sub_1.output', 'output']
+        >>> parse_query("mlp -op:mul")
+        [Term(key='text', value='mlp', is_excluded=False), Term(key='op', value='mul', is_excluded=True)]
     """
-    terms = parse_query(query)
-    index = index_of(pg)
-    patched = frozenset(patched_paths)
-    asks_for_sizes = any(term.kind == "is" and term.value == "size" for term in terms if not term.is_excluded)
-    columns = index.all_nodes if asks_for_sizes else index.without_sizes
-    rows = columns.matching(terms, patched)
-    return FoundNodes(query, columns, rows, lambda: _hints(index, terms, patched))
+    return [_term(word, bool(minus)) for minus, word in _TERM.findall(text)]
+
+
+def _term(word: str, is_excluded: bool) -> Term:
+    match = _KEY.fullmatch(word)
+    if match is None:
+        if word == "-":
+            raise ValueError("there is nothing after '-': write -term to leave out what the term finds")
+        return Term("text", word, is_excluded)
+    key, value = match[1].lower(), match[2]
+    shown = visible(word)
+    if key not in KEYS:
+        raise ValueError(f"unknown search key in {shown!r}: keys are {', '.join(KEYS)}; for the text write *{shown}")
+    if not value or (key == "shape" and not _SHAPE.fullmatch(value)):
+        raise ValueError(f"{shown!r} is not a search; write {KEYS[key]}" + ", or shape:[1,*,64]" * (key == "shape"))
+    if key == "is" and value.lower() not in STATES:
+        close = nearest(value.lower(), STATES, 1)[0]
+        raise ValueError(f"unknown state {shown!r}; nearest: is:{close}; there are {', '.join(STATES)}")
+    return Term(key, value, is_excluded)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Properties of nodes
+# The nodes of a capture
 
 
-class NodeColumns:
-    """The properties of the nodes of a capture that terms test: one list a property, computed at its first use."""
+class NodeIndex:
+    """The nodes of a capture that can be patched, with the texts that terms are searched in."""
 
-    def __init__(self, rows: NodeRows) -> None:
-        self.rows = rows
+    def __init__(self, nodes: NodeMap) -> None:
+        self.root = nodes.root
+        self.rows = NodeRows.of(nodes.root)
+        self.ops = [node.op.lower() if node.kind == "op" else "" for node in self.rows.nodes]
+        self._texts = [f"{path}\n{op}".lower() for path, op in zip(self.rows.paths, self.ops, strict=True)]
+        self._sizes = [at for at, node in enumerate(self.rows.nodes) if node.is_size]
+        self._others = [at for at, node in enumerate(self.rows.nodes) if not node.is_size]
 
     @cached_property
     def texts(self) -> list[str]:
-        """The path and the torch function of each node, in lower case, separated by a line break."""
-        return [f"{path}\n{op}".lower() for path, op in zip(self.rows.paths, self.ops, strict=True)]
-
-    @property
-    def component_names(self) -> dict[str, str]:
-        """The names of the components in lower case, by path. Finding them takes time, so few queries ask for them."""
-        return _component_names(self.rows.frames[0].root) if self.rows.frames else {}
-
-    @cached_property
-    def ops(self) -> list[str]:
-        """The names of the torch functions in lower case; empty for nodes that are not ops."""
-        return [n.op.lower() if n.kind == "op" else "" for n in self.rows.nodes]
-
-    @cached_property
-    def module_classes(self) -> list[str]:
-        """The class names of the modules that contain the nodes, in lower case."""
-        return [type(frame.module).__name__.lower() for frame in self.rows.frames]
-
-    @cached_property
-    def dtypes(self) -> list[str]:
-        """The names of the dtypes, such as `float32`; empty for values that are not tensors."""
-        return [dtype_name(spec.dtype) if isinstance(spec, TensorSpec) else "" for spec in self.rows.specs]
+        """The path, torch function and component names of each node, in lower case. Finding components takes time."""
+        names: dict[str, str] = {}
+        for name, component in find_components(self.root).items():
+            names[component.path] = f"{names.get(component.path, '')}\n{name.lower()}"
+        return [text + names.get(path, "") for path, text in zip(self.rows.paths, self._texts, strict=True)]
 
     def words_from(self, prefix: str) -> list[str]:
-        """Returns the names in paths and of torch functions that begin with `prefix`, unless they need quotes."""
-        names = {name for path in self.rows.paths for name in path.split(".")} | {*self.ops}
+        """Returns the names in paths and of torch functions that begin with `prefix`."""
+        names = {name for at in self._others for name in (self.ops[at], *self.rows.paths[at].split("."))}
         return sorted(name for name in names if name.startswith(prefix) and re.fullmatch(r"[^\W\d][\w.]*", name))
 
-    def matching(self, terms: Sequence[Term], patched: Set[str]) -> list[int]:
-        """Returns the positions of the nodes that match all terms."""
-        positions: Sequence[int] = range(len(self.rows.paths))
+    def matching(
+        self, terms: Sequence[Term], patched: Set[str] = frozenset(), *, only_sizes: bool = False
+    ) -> list[int]:
+        """Returns the positions of the nodes that match all terms; with `only_sizes`, the values that carry sizes."""
+        asks_for_sizes = any(
+            not term.is_excluded and (term.key, term.value.lower()) == ("is", "size") for term in terms
+        )
+        positions = self._sizes if only_sizes or asks_for_sizes else self._others
         for term in terms:
             if not positions:
                 break
             has = self._test(term, patched)
-            is_wanted = not term.is_excluded
-            positions = [position for position in positions if has(position) is is_wanted]
-        return list(positions)
+            positions = [at for at in positions if has(at) is not term.is_excluded]
+        return positions
 
     def _test(self, term: Term, patched: Set[str]) -> Callable[[int], bool]:
         """Returns a function of a position: whether the node there matches the term, ignoring `is_excluded`."""
-        value: Any = term.value
-        rows, paths = self.rows, self.rows.paths
-        match term.kind:
-            case "text":
-                texts, names, parts = self.texts, self.component_names, value.split("*")
-                meant = self._paths_of_components(value)
-                if len(parts) > 1:
-                    return lambda at: has_parts(f"{texts[at]}\n{names.get(paths[at], '')}", parts) or paths[at] in meant
-                meant |= {path for path, own in names.items() if value in own}
-                return lambda at: value in texts[at] or paths[at] in meant
-            case "exact":
-                meant = self._paths_of_components(value)
-                found = find_components(rows.frames[0].root) if rows.frames else {}
-                meant |= {found[name].path for name in found if has_names(name, value)}
-                return lambda at: has_names(paths[at], value) or paths[at] in meant
-            case "op":
-                return is_among(self.ops, value)
-            case "module":
-                return is_among(self.module_classes, value)
-            case "dtype":
-                return is_among(self.dtypes, value)
-            case "shape":
-                specs = rows.specs
-                return lambda at: isinstance(spec := specs[at], TensorSpec) and matches_sizes(value, spec.shape)
-            case "is":
-                return self._state_test(value, patched)
-
-    def _paths_of_components(self, text: str) -> set[str]:
-        """Returns the paths of the components that a name with numbers means, such as `layers[-1].attn.heads[2].z`."""
-        if not is_component_name(text):
-            return set()
-        try:
-            return {component.path for component in find_components(self.rows.frames[0].root).lookup(text)}
-        except (UnknownPathError, IndexError):  # the hints say why
-            return set()
-
-    def _state_test(self, state: str, patched: Set[str]) -> Callable[[int], bool]:
-        rows = self.rows
-        match state:
-            case "patched":
+        rows, value = self.rows, term.value.lower()
+        nodes, specs = rows.nodes, rows.specs
+        match term.key, value:
+            case "text", _:
+                texts, parts = self.texts, value.split("*")
+                return lambda at: has_parts(texts[at], parts)
+            case "op", _:
+                ops, parts = self.ops, f"\n{value}\n".split("*")  # a whole name
+                wanted = {op for op in {*ops} if op and has_parts(f"\n{op}\n", parts)}
+                return lambda at: ops[at] in wanted
+            case "shape", _:
+                sizes = re.findall(r"[0-9]+|\*", value)
+                return lambda at: (
+                    isinstance(spec := specs[at], TensorSpec) and _fits(spec.shape, sizes, value[0] == "[")
+                )
+            case _, "patched":
                 return lambda at: rows.paths[at] in patched
-            case "opaque":
+            case _, "opaque":
                 return lambda at: rows.frames[at].opaque_reason is not None
-            case "size":
-                return lambda at: rows.nodes[at].is_size
-            case "tensor":
-                return lambda at: isinstance(rows.specs[at], TensorSpec)
-            case "number":
-                return lambda at: isinstance(rows.specs[at], ScalarSpec)
-            case _:
-                return lambda at: rows.nodes[at].kind == state
-
-
-def _component_names(root: Frame) -> dict[str, str]:
-    """Returns the names of the components in lower case by path, separated by line breaks; they are found once."""
-    findings = root.capture.findings
-    if _component_names not in findings:
-        found: dict[str, str] = {}
-        for name, component in find_components(root).items():
-            before = f"{found[component.path]}\n" if component.path in found else ""
-            found[component.path] = before + name.lower()
-        findings[_component_names] = found
-    return cast(dict[str, str], findings[_component_names])
-
-
-class NodeIndex:
-    """The properties of the nodes of one capture, computed when the first query needs them."""
-
-    def __init__(self, nodes: NodeMap) -> None:
-        self.nodes = nodes
-
-    @cached_property
-    def all_nodes(self) -> NodeColumns:
-        """All nodes that can be patched."""
-        return NodeColumns(NodeRows.of(self.nodes.root, with_sizes=True))
-
-    @cached_property
-    def without_sizes(self) -> NodeColumns:
-        """The nodes that carry more than sizes."""
-        return NodeColumns(NodeRows.of(self.nodes.root, with_sizes=False))
-
-    @cached_property
-    def sizes(self) -> NodeColumns:
-        """The nodes that carry only sizes."""
-        return NodeColumns(NodeRows.of(self.nodes.root, only_sizes=True))
-
-    def prepare(self) -> None:
-        """Computes the texts that plain words are searched in, so that the first query does not wait for them."""
-        for columns in (self.without_sizes, self.sizes):
-            _ = columns.texts
-
-
-def index_of(pg: PatchableGraph) -> NodeIndex:
-    """Returns the index of `pg`. It is cached, and computed again when the graphs are edited."""
-    return kept_for(pg.nodes, NodeIndex)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The table
-
-
-class _Metas(Sequence[NodeMeta]):
-    """The `NodeMeta` of some rows, created when they are read."""
-
-    def __init__(self, rows: NodeRows, positions: Sequence[int]) -> None:
-        self._rows, self._positions = rows, positions
-
-    @overload
-    def __getitem__(self, position: int) -> NodeMeta: ...
-
-    @overload
-    def __getitem__(self, position: slice) -> Sequence[NodeMeta]: ...
-
-    def __getitem__(self, position: int | slice) -> NodeMeta | Sequence[NodeMeta]:
-        if isinstance(position, slice):
-            return list(map(self._rows.meta, self._positions[position]))
-        return self._rows.meta(self._positions[position])
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-
-def _cells(meta: NodeMeta) -> list[str]:
-    value = value_label(meta.shape, meta.dtype, meta.value)
-    return [meta.path, op_label(meta.kind, meta.op), value, source_label(meta.source_lines, meta.module_class)]
-
-
-def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterator[str]:
-    """Yields suggestions for a query that finds nothing."""
-    if hidden := index.sizes.matching(terms, patched):
-        yield f"{len(hidden):,} found that only carry sizes: add is:size"
-        return
-    columns = index.without_sizes
-    ops = sorted({*columns.ops} - {""})
-    for term in terms:
-        if term.kind not in ("text", "exact", "op") or term.is_excluded or columns.matching([term], patched):
-            continue
-        value = str(term.value)
-        if value.lower() in _INSIDE and (fused := FUSED_ATTENTION & {*ops}):
-            shown = ", ".join(dict.fromkeys(node.name for node in columns.rows.nodes if node.is_inner))
-            closed = ", and not shown: leave decompose out of the ExtractionOptions"
-            yield f"it is computed inside {min(fused)}" + (f": see {shown}" if shown else closed)
-        if value in NODE_KINDS:
-            yield f"{value} is a kind of node, not a torch function: write is:{value}"
-        elif term.kind == "op":
-            yield f"no torch function is named {value}; nearest: {', '.join(nearest(value, ops))}"
-        elif is_component_name(value):
-            try:
-                find_components(index.nodes.root).lookup(value)
-            except UnknownPathError as error:
-                yield str(error)
-        else:
-            close = nearest_paths(index.nodes.root, ParsedPath(tuple(re.split(r"[.|]", value))))
-            yield f"no path or torch function contains {value}" + (f"; nearest: {', '.join(close)}" if close else "")
-
-
-_INSIDE = INSIDE_ATTENTION | {"softmax"}
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Matching of paths and names
-
-
-def has_names(path: str, wanted: str) -> bool:
-    """Whether `path` contains `wanted`, one or more whole names separated by dots.
-
-    Example:
-        >>> has_names("h_0.mlp.act.mul", "mlp.act"), has_names("h_0.mlp.act", "ml"), has_names('out|"a.b"', "a.b")
-        (True, False, True)
-    """
-    if '"' not in path:
-        return wanted in path and f".{wanted.replace('|', '.')}." in f".{path.replace('|', '.')}."
-    parsed = parse_path(path)
-    names = [*parsed.names, *parsed.dig]
-    parts = re.split(r"[.|]", wanted)
-    return wanted in names or any(names[i : i + len(parts)] == parts for i in range(len(names)))
+            case _, "size":
+                return lambda at: nodes[at].is_size
+            case _, "tensor" | "number":
+                kind = TensorSpec if value == "tensor" else ScalarSpec
+                return lambda at: isinstance(specs[at], kind)
+        return lambda at: nodes[at].kind == value
 
 
 def has_parts(text: str, parts: Iterable[str]) -> bool:
@@ -320,18 +168,94 @@ def has_parts(text: str, parts: Iterable[str]) -> bool:
     return True
 
 
-def is_among(names: Sequence[str], pattern: str) -> Callable[[int], bool]:
-    """Returns a function of a position: whether the name there matches the pattern. `*` matches any text."""
-    parts = pattern.split("*")
-    wanted = {name for name in set(names) if name and _is_made(name, parts)}
-    return lambda at: names[at] in wanted
+def _fits(shape: Sequence[int], sizes: Sequence[str], is_whole: bool) -> bool:
+    if is_whole:
+        return len(shape) == len(sizes) and all(one in ("*", str(size)) for one, size in zip(sizes, shape, strict=True))
+    return len(shape) > 0 and (sizes == ["*"] or int(sizes[0]) in shape)
 
 
-def _is_made(name: str, parts: Sequence[str]) -> bool:
-    """Whether a name consists of these parts in this order, with any text between them."""
-    if len(parts) == 1:
-        return name == parts[0]
-    first, *middle, last = parts
-    if len(name) < len(first) + len(last) or not name.startswith(first) or not name.endswith(last):
-        return False
-    return has_parts(name[len(first) : len(name) - len(last)], middle)
+def index_of(pg: PatchableGraph) -> NodeIndex:
+    """Returns the index of `pg`. It is cached, and computed again when the graphs are edited."""
+    return kept_for(pg.nodes, NodeIndex)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+_COLUMNS = (
+    Column("path", is_whole=True),
+    Column("op", "graph", is_cut=True),
+    Column("value", "tensor"),
+    Column("source", "note", is_cut=True, is_optional=True),
+)
+
+
+class FoundNodes(Table[NodeMeta]):
+    """The nodes that match a query, in order of execution: a sequence of `NodeMeta` that displays as a table."""
+
+    def __init__(
+        self, query: str, rows: NodeRows, positions: Sequence[int], hints: Callable[[], Iterable[str]] = tuple
+    ) -> None:
+        super().__init__(
+            _COLUMNS,
+            _Metas(rows, positions),
+            _cells,
+            title=f"{len(positions):,} node{'s' * (len(positions) != 1)}" + (f" for {query}" if query.strip() else ""),
+            notes=lambda: () if positions else hints(),
+            empty="nothing found" if query.strip() else "no nodes",
+            how_to_narrow="narrow the query",
+        )
+        self.query = query
+        self.paths = [rows.paths[position] for position in positions]
+        """The paths of all found nodes, as `pg.patch` takes them."""
+
+
+def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) -> FoundNodes:
+    """Returns the nodes of `pg` that match all terms of a query, in order of execution.
+
+    Example:
+        >>> import torch
+        >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()), torch.ones(1, 2))
+        >>> find(pg, "shape:[1,3] -op:relu").paths
+        ['sub_0.linear', 'sub_0.output', 'sub_1.input', 'sub_1.output', 'output']
+    """
+    terms, index, patched = parse_query(query), index_of(pg), frozenset(patched_paths)
+    return FoundNodes(query, index.rows, index.matching(terms, patched), lambda: _hints(index, terms, patched))
+
+
+class _Metas(Sequence[NodeMeta]):
+    """The `NodeMeta` of some rows, created when they are read."""
+
+    def __init__(self, rows: NodeRows, positions: Sequence[int]) -> None:
+        self._rows, self._positions = rows, positions
+
+    def __getitem__(self, position: Any) -> Any:
+        chosen = self._positions[position]
+        return self._rows.meta(chosen) if isinstance(chosen, int) else list(map(self._rows.meta, chosen))
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+
+def _cells(meta: NodeMeta) -> list[str]:
+    value = value_label(meta.shape, meta.dtype, meta.value)
+    return [meta.path, op_label(meta.kind, meta.op), value, source_label(meta.source_lines, meta.module_class)]
+
+
+def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterator[str]:
+    """Yields suggestions for a query that finds nothing."""
+    if hidden := index.matching(terms, patched, only_sizes=True):
+        yield f"{len(hidden):,} found that only carry sizes: add is:size"
+        return
+    for term in terms:
+        if term.key not in ("op", "text") or term.is_excluded or index.matching([term]):
+            continue
+        if term.key == "op":
+            close = nearest(term.value, sorted({*index.ops} - {""}))
+            yield f"no torch function is named {term.value}; nearest: {', '.join(close)}"
+            continue
+        try:
+            yield f"{term.value} is {resolve(index.root, term.value).path}: find that"
+        except Unresolvable as problem:
+            yield problem.message

@@ -69,7 +69,7 @@ class Workspace:
         active = self.named(name)
         self._used = name
         self._sessions[name] = active.session
-        index_of(active.graph).prepare()
+        index_of(active.graph)  # so that the first search does not wait for it
         return active
 
     def named(self, name: str) -> ActiveGraph:
