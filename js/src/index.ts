@@ -131,7 +131,6 @@ function showTree(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove:
   onRemove(hideStaticHtml(model.get("about").model_id, root));
   tree.show(state.active);
   whenIdle(() => {
-    state.found.index.prepare();
     void nameComponents(view, state);
   }, onRemove);
 }

@@ -5,7 +5,6 @@ import { FLAG } from "../kernel/protocol";
 import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
 import { formatCount } from "../page/numbers";
 import { visible } from "../page/visible";
-import { componentType } from "./component_names";
 import { CLOSED, type Folded, LEAF, PLUMBING } from "./rows";
 import { scoreText, textOfBest } from "./scores";
 import type { Skeleton } from "./skeleton";
@@ -274,4 +273,19 @@ function countPatchesIn(tree: TreeState, id: number): number {
   if (id >= 0) return tree.patched.countBelow(id);
   const rows = tree.lines.folded.get(id)?.rows ?? [];
   return rows.reduce((sum, row) => sum + tree.patched.countBelow(row) + tree.patched.at(row).length, 0);
+}
+
+const TYPES: Record<string, string> = {
+  resid_pre: "stream",
+  resid_mid: "stream",
+  resid_post: "stream",
+  "mlp.pre": "neurons",
+  "mlp.post": "neurons",
+};
+
+/** The type of a component: `stream` or `neurons`, else the last part of its name: `q`, `pattern`, `attn_out`, `embed`. */
+function componentType(name: string): string {
+  const [, part = ""] = /([\w]+(?:\.\w+)?)$/.exec(name) ?? [];
+  const last = part.slice(part.indexOf(".") + 1);
+  return TYPES[part] ?? TYPES[last] ?? last;
 }

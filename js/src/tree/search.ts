@@ -1,9 +1,20 @@
-/** Finds rows by a query, as `graphpatch_notebook/notebook/search/search.py` finds nodes. */
+/**
+ * Finds rows by a query, as `graphpatch_notebook/notebook/search/search.py` finds nodes; its docstring explains the
+ * grammar. tests/notebook/search/test_search_parity.py compares the two.
+ */
 
-import { type Component, FLAG, KINDS } from "../kernel/protocol";
-import { matchingRows } from "./component_names";
-import { matchesShape, parseQuery, QueryError, type Term } from "./query";
+import { type Component, FLAG, KINDS, type Spec } from "../kernel/protocol";
 import type { Skeleton } from "./skeleton";
+
+/** The text is not a valid query; the message suggests a correction. */
+export class QueryError extends Error {}
+
+/** One term of a query; `key` is one of `KEYS`, or `text`. */
+interface Term {
+  key: string;
+  value: string;
+  isExcluded: boolean;
+}
 
 type Test = (row: number) => boolean;
 
@@ -11,157 +22,124 @@ const GRAPH = KINDS.indexOf("graph");
 const INPUT = KINDS.indexOf("input");
 const OP = KINDS.indexOf("op");
 
-/** The rows that can be found: all, those that only carry sizes, and the others. */
-type Candidates = Record<"all" | "onlySizes" | "withoutSizes", number[]>;
+/** The keys of terms, each with an example. */
+const KEYS: Record<string, string> = {
+  op: "op:mul",
+  shape: "shape:64, or shape:[1,*,64]",
+  is: "is:parameter",
+};
+const STATES = "patched opaque size tensor number input parameter buffer attribute op output".split(" ");
 
-/** The properties of rows that queries test, computed by the first query that needs them. */
+/** What Python takes for white space, for use between brackets. */
+const SPACE = "\\t-\\r\\x1c-\\x20\\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000";
+const TERM = new RegExp(`(-?)(shape:\\[[^\\]]*\\](?![^${SPACE}])|[^${SPACE}]+)`, "gi");
+const SHAPE = new RegExp(`^(?:[0-9]+|\\*|\\[[${SPACE}]*(?:(?:[0-9]+|\\*)[${SPACE}]*(?:,[${SPACE}]*|(?=\\])))*\\])$`);
+
+/** The terms of a query; throws `QueryError`. */
+export function parseQuery(text: string): Term[] {
+  return [...text.matchAll(TERM)].map(([, minus, word = ""]) => ({ ...parseTerm(word), isExcluded: minus === "-" }));
+}
+
+function parseTerm(word: string): { key: string; value: string } {
+  const [, written, value = ""] = /^([A-Za-z]+):(.*)$/s.exec(word) ?? [];
+  if (written === undefined) {
+    if (word === "-") throw new QueryError("there is nothing after '-': write -term to leave out what the term finds");
+    return { key: "text", value: word.toLowerCase() };
+  }
+  const key = written.toLowerCase();
+  const example = KEYS[key];
+  if (example === undefined) {
+    throw new QueryError(
+      `unknown search key in '${word}': keys are ${Object.keys(KEYS).join(", ")}; for the text write *${word}`,
+    );
+  }
+  if (!value || (key === "shape" && !SHAPE.test(value)))
+    throw new QueryError(`'${word}' is not a search; write ${example}`);
+  if (key === "is" && !STATES.includes(value.toLowerCase()))
+    throw new QueryError(`unknown state '${word}'; there are ${STATES.join(", ")}`);
+  return { key, value: value.toLowerCase() };
+}
+
+/** The properties of rows that queries test. */
 export class SearchIndex {
-  private cachedPaths: string[] | null = null;
-  private cachedTexts: JoinedTexts | null = null;
-  private cachedNodes: Int32Array | null = null;
-  private components: readonly Component[] = [];
-  private cachedCandidates: Candidates | null = null;
+  /** By row: its path. */
+  readonly paths: readonly string[];
+  /** By row: the torch function of an op, in lower case; else empty. */
+  private readonly ops: readonly string[];
+  /** By row: the node of the row, or of the container around it. */
+  private readonly nodes: Int32Array;
+  /** By row: path, torch function and names of components, in lower case. */
+  private texts: string[];
+  /** The rows that can be found: those that only carry sizes, and the others. */
+  private readonly sizes: number[] = [];
+  private readonly others: number[] = [];
 
-  constructor(private readonly skeleton: Skeleton) {}
+  constructor(private readonly skeleton: Skeleton) {
+    const { columns, length } = skeleton;
+    const paths = new Array<string>(length).fill("");
+    const ops = new Array<string>(length).fill("");
+    const names = columns.ops.map((op) => op.toLowerCase());
+    this.nodes = new Int32Array(length);
+    for (let row = 1; row < length; row++) {
+      const above = skeleton.parent[row] ?? 0;
+      paths[row] = above === 0 ? skeleton.nameOf(row) : paths[above] + skeleton.separator(row) + skeleton.nameOf(row);
+      const node = skeleton.nodeOf(row);
+      this.nodes[row] = node;
+      if (skeleton.kind[node] === OP) ops[row] = names[skeleton.op[node] ?? 0] ?? "";
+      if (!skeleton.has(row, FLAG.patchable) || skeleton.kind[row] === GRAPH || isAbsent(skeleton, row)) continue;
+      (skeleton.has(node, FLAG.size) ? this.sizes : this.others).push(row);
+    }
+    [this.paths, this.ops] = [paths, ops];
+    this.texts = this.textsWith([]);
+  }
 
   /** Adds the names of components to the texts that plain words are searched in. */
   setComponents(components: readonly Component[]): void {
-    this.components = components;
-    this.cachedTexts = null;
+    this.texts = this.textsWith(components);
   }
 
-  /** Computes the texts that plain words are searched in, so that the first query does not wait for them. */
-  prepare(): void {
-    void this.texts;
-    void this.candidates;
+  private textsWith(components: readonly Component[]): string[] {
+    const texts = this.paths.map((path, row) => `${path.toLowerCase()}\n${this.ops[row]}`);
+    for (const { row, name } of components) texts[row] += `\n${name.toLowerCase()}`;
+    return texts;
   }
 
   /** The number of nodes that can be found, without values that only carry sizes. */
   get size(): number {
-    return this.candidates.withoutSizes.length;
+    return this.others.length;
   }
 
-  /** The rows that match all terms, in order. Values that only carry sizes match if a term asks for them. */
-  find(terms: readonly Term[], patched: ReadonlySet<number>): number[] {
-    const asksForSizes = terms.some((term) => term.kind === "is" && term.value === "size" && !term.isExcluded);
-    return this.filterRows(asksForSizes ? "all" : "withoutSizes", terms, patched);
-  }
-
-  /** How many values that only carry sizes the terms hold for. */
-  countOnlySizes(terms: readonly Term[], patched: ReadonlySet<number>): number {
-    return this.filterRows("onlySizes", terms, patched).length;
-  }
-
-  private filterRows(which: keyof Candidates, terms: readonly Term[], patched: ReadonlySet<number>): number[] {
-    let rows = this.candidates[which];
+  /** The rows that match all terms, in order; those that only carry sizes with `onlySizes`, or if a term asks for them. */
+  find(terms: readonly Term[], patched: ReadonlySet<number>, onlySizes = false): number[] {
+    const asksForSizes = terms.some(({ key, value, isExcluded }) => key === "is" && value === "size" && !isExcluded);
+    let rows = onlySizes || asksForSizes ? this.sizes : this.others;
     for (const term of terms) {
-      if (rows.length === 0) break;
       const test = this.test(term, patched);
       rows = rows.filter((row) => test(row) !== term.isExcluded);
     }
     return rows;
   }
 
-  /** By row: its path. */
-  get paths(): string[] {
-    if (this.cachedPaths === null) {
-      const { skeleton } = this;
-      const paths = new Array<string>(skeleton.length).fill("");
-      for (let row = 1; row < skeleton.length; row++) {
-        const above = skeleton.parent[row] ?? 0;
-        const name = skeleton.nameOf(row);
-        paths[row] = above === 0 ? name : paths[above] + skeleton.separator(row) + name;
-      }
-      this.cachedPaths = paths;
-    }
-    return this.cachedPaths;
-  }
-
-  /** By row: path, torch function and names of components in lower case. */
-  private get texts(): JoinedTexts {
-    if (this.cachedTexts === null) {
-      const { skeleton, nodes } = this;
-      const ops = skeleton.columns.ops.map((op) => `\n${op.toLowerCase()}`);
-      const texts = this.paths.map((path, row) => {
-        const node = nodes[row] ?? 0;
-        return path.toLowerCase() + (skeleton.kind[node] === OP ? (ops[skeleton.op[node] ?? 0] ?? "") : "");
-      });
-      for (const { row, name } of this.components) texts[row] += `\n${name.toLowerCase()}`;
-      this.cachedTexts = new JoinedTexts(texts);
-    }
-    return this.cachedTexts;
-  }
-
-  /** By row: the node of the row, or of the container around it. */
-  private get nodes(): Int32Array {
-    this.cachedNodes ??= Int32Array.from({ length: this.skeleton.length }, (_, row) => this.skeleton.nodeOf(row));
-    return this.cachedNodes;
-  }
-
-  private get candidates(): Candidates {
-    if (this.cachedCandidates === null) {
-      const { skeleton, nodes } = this;
-      const all: number[] = [];
-      for (let row = 1; row < skeleton.length; row++) {
-        if (skeleton.has(row, FLAG.patchable) && skeleton.kind[row] !== GRAPH && !isAbsent(skeleton, row))
-          all.push(row);
-      }
-      const isSize = (row: number) => skeleton.has(nodes[row] ?? row, FLAG.size);
-      const [onlySizes, withoutSizes] = [all.filter(isSize), all.filter((row) => !isSize(row))];
-      this.cachedCandidates = { all, onlySizes, withoutSizes };
-    }
-    return this.cachedCandidates;
-  }
-
   /** Returns a function that checks a row for a term, ignoring whether the term is negated. */
-  private test(term: Term, patched: ReadonlySet<number>): Test {
-    const { skeleton } = this;
-    switch (term.kind) {
+  private test({ key, value }: Term, patched: ReadonlySet<number>): Test {
+    switch (key) {
       case "text": {
-        const { texts } = this;
-        const parts = term.value.split("*");
-        const meant = matchingRows(term.value, this.components);
-        const has = texts.containing(parts.reduce((longest, part) => (part.length > longest.length ? part : longest)));
-        if (parts.length === 1) return (row) => has[row] === 1 || meant.has(row);
-        return (row) => (has[row] === 1 && hasParts(texts.of(row), parts)) || meant.has(row);
+        const parts = value.split("*");
+        return (row) => hasParts(this.texts[row] ?? "", parts);
       }
-      case "exact": {
-        const { paths } = this;
-        const { value } = term;
-        const meant = matchingRows(value, this.components);
-        for (const { row, name } of this.components) if (hasNames(name, value)) meant.add(row);
-        return (row) => hasNames(paths[row] ?? "", value) || meant.has(row);
-      }
-      case "op": {
-        const { nodes } = this;
-        const isMeant = matchNames(skeleton.columns.ops, term.value);
-        return (row) => {
-          const node = nodes[row] ?? 0;
-          return skeleton.kind[node] === OP && isMeant[skeleton.op[node] ?? 0] === true;
-        };
-      }
-      case "module": {
-        const isMeant = matchNames(skeleton.columns.ops, term.value);
-        return (row) => isMeant[skeleton.op[skeleton.graphOf(row)] ?? 0] === true;
-      }
-      case "dtype": {
-        const isMeant = matchNames(
-          skeleton.columns.specs.map((spec) => spec[2] ?? ""),
-          term.value,
-        );
-        return (row) => isMeant[skeleton.spec[row] ?? -1] === true;
-      }
+      case "op":
+        return nameTest(this.ops, value);
       case "shape": {
-        const isMeant = skeleton.columns.specs.map(([, shape]) => shape !== null && matchesShape(term.value, shape));
-        return (row) => isMeant[skeleton.spec[row] ?? -1] === true;
+        const sizes = value.match(/[0-9]+|\*/g) ?? [];
+        return this.specTest(([, shape]) => shape !== null && fits(shape, sizes, value.startsWith("[")));
       }
-      case "is":
-        return this.stateTest(term.value, patched);
+      default:
+        return this.stateTest(value, patched);
     }
   }
 
   private stateTest(state: string, patched: ReadonlySet<number>): Test {
-    const { skeleton, nodes } = this;
+    const { nodes, skeleton } = this;
     switch (state) {
       case "patched":
         return (row) => patched.has(row);
@@ -170,55 +148,18 @@ export class SearchIndex {
       case "size":
         return (row) => skeleton.has(nodes[row] ?? 0, FLAG.size);
       case "tensor":
-      case "number": {
-        const isMeant = skeleton.columns.specs.map((spec) => spec[3] === state);
-        return (row) => isMeant[skeleton.spec[row] ?? -1] === true;
-      }
+      case "number":
+        return this.specTest((spec) => spec[3] === state);
       default: {
         const kind = (KINDS as readonly string[]).indexOf(state);
         return (row) => skeleton.kind[nodes[row] ?? 0] === kind;
       }
     }
   }
-}
 
-const MAX_CACHED = 4;
-
-/** Texts joined into one string: searching it takes a fraction of the time of searching each. */
-class JoinedTexts {
-  private readonly all: string;
-  /** By text: its start in `all`; one more at the end. */
-  private readonly starts: Int32Array;
-  private readonly cache = new Map<string, Uint8Array>();
-
-  constructor(texts: readonly string[]) {
-    this.all = texts.join("\0");
-    this.starts = new Int32Array(texts.length + 1);
-    for (const [at, text] of texts.entries()) this.starts[at + 1] = (this.starts[at] ?? 0) + text.length + 1;
-  }
-
-  of(at: number): string {
-    return this.all.slice(this.starts[at], (this.starts[at + 1] ?? 0) - 1);
-  }
-
-  /** By text: 1 where it contains `part`. */
-  containing(part: string): Uint8Array {
-    const known = this.cache.get(part) ?? this.search(part);
-    if (this.cache.size >= MAX_CACHED) this.cache.clear();
-    this.cache.set(part, known);
-    return known;
-  }
-
-  private search(part: string): Uint8Array {
-    const { all, starts } = this;
-    const found = new Uint8Array(starts.length - 1);
-    if (part === "") return found.fill(1);
-    for (let at = 0, from = all.indexOf(part); from >= 0; from = all.indexOf(part, starts[at])) {
-      while ((starts[at + 1] ?? all.length) <= from) at += 1;
-      found[at++] = 1;
-      if (at >= found.length) break;
-    }
-    return found;
+  private specTest(test: (spec: Spec) => boolean): Test {
+    const isMeant = this.skeleton.columns.specs.map(test);
+    return (row) => isMeant[this.skeleton.spec[row] ?? -1] === true;
   }
 }
 
@@ -227,18 +168,11 @@ function isAbsent(skeleton: Skeleton, row: number): boolean {
   return skeleton.kind[row] === INPUT && skeleton.labelOf(row) === "NoneType";
 }
 
-/** For each name, whether it matches, ignoring case; `*` matches any letters. */
-function matchNames(names: readonly string[], pattern: string): boolean[] {
-  const parts = pattern.split("*");
-  return names.map((name) => name !== "" && matchesGlob(name.toLowerCase(), parts));
-}
-
-/** Whether a name consists of the parts in this order, with any text between them. */
-function matchesGlob(name: string, parts: readonly string[]): boolean {
-  const [first = "", last = ""] = [parts[0], parts.at(-1)];
-  if (parts.length < 2) return name === first;
-  if (name.length < first.length + last.length || !name.startsWith(first) || !name.endsWith(last)) return false;
-  return hasParts(name.slice(first.length, name.length - last.length), parts.slice(1, -1));
+/** Whether the whole name of a row matches; `*` is any text. */
+function nameTest(names: readonly string[], pattern: string): Test {
+  const parts = `\n${pattern}\n`.split("*");
+  const wanted = new Set([...new Set(names)].filter((name) => name !== "" && hasParts(`\n${name}\n`, parts)));
+  return (row) => wanted.has(names[row] ?? "");
 }
 
 /** Whether `text` contains all parts in this order: a pattern with `*` between the parts. */
@@ -252,21 +186,10 @@ function hasParts(text: string, parts: readonly string[]): boolean {
   return true;
 }
 
-/** Whether `path` contains `wanted`, one or several names with dots, as whole names. */
-function hasNames(path: string, wanted: string): boolean {
-  if (!path.includes('"')) {
-    return path.includes(wanted) && `.${path.replaceAll("|", ".")}.`.includes(`.${wanted.replaceAll("|", ".")}.`);
-  }
-  const names = namesOf(path);
-  const parts = wanted.split(/[.|]/);
-  return (
-    names.includes(wanted) || names.some((_, from) => parts.every((part, offset) => names[from + offset] === part))
-  );
-}
-
-/** The names in a path, without their quotes. */
-function namesOf(path: string): string[] {
-  return (path.match(/"(?:[^"\\]|\\.)*"|[^.|"]+/g) ?? []).map((name) => (name[0] === '"' ? JSON.parse(name) : name));
+/** Whether a shape consists of these sizes, or without `isWhole` has the only one; `*` is any size. */
+function fits(shape: readonly number[], sizes: readonly string[], isWhole: boolean): boolean {
+  if (!isWhole) return sizes[0] === "*" ? shape.length > 0 : shape.includes(Number(sizes[0]));
+  return shape.length === sizes.length && sizes.every((size, at) => size === "*" || size === String(shape[at]));
 }
 
 export class SearchResult {
@@ -276,10 +199,14 @@ export class SearchResult {
   onlySizesCount = 0;
   /** Why the text in the search field is not a valid query. */
   error: string | null = null;
-  readonly index: SearchIndex;
+  private cached: SearchIndex | null = null;
+  private found: ReadonlySet<number> = new Set();
 
-  constructor(skeleton: Skeleton) {
-    this.index = new SearchIndex(skeleton);
+  constructor(private readonly skeleton: Skeleton) {}
+
+  get index(): SearchIndex {
+    this.cached ??= new SearchIndex(this.skeleton);
+    return this.cached;
   }
 
   /** Searches. If the text is not a valid query, `error` says why and what was found before stays. */
@@ -288,7 +215,8 @@ export class SearchResult {
     try {
       const terms = parseQuery(text);
       this.matches = terms.length ? this.index.find(terms, patched) : null;
-      this.onlySizesCount = this.matches?.length === 0 ? this.index.countOnlySizes(terms, patched) : 0;
+      this.onlySizesCount = this.matches?.length === 0 ? this.index.find(terms, patched, true).length : 0;
+      this.found = new Set(this.matches);
     } catch (error) {
       if (!(error instanceof QueryError)) throw error;
       this.error = error.message;
@@ -297,14 +225,7 @@ export class SearchResult {
 
   /** Whether a row itself matches. */
   has(row: number): boolean {
-    const matches = this.matches ?? [];
-    let [from, to] = [0, matches.length];
-    while (from < to) {
-      const middle = (from + to) >> 1;
-      if ((matches[middle] ?? 0) < row) from = middle + 1;
-      else to = middle;
-    }
-    return matches[from] === row;
+    return this.found.has(row);
   }
 }
 

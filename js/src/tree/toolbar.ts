@@ -156,24 +156,20 @@ export class Toolbar implements Part, SearchBox {
   }
 
   private countText(): string {
-    const { matches, index } = this.tree.found;
-    const all = formatCount(this.nodes ?? index.size, "node");
+    const { found } = this.tree;
+    const { matches } = found;
+    const all = formatCount(this.view.model.get("about").nodes || found.index.size, "node");
     return matches === null ? all : `${formatNumber(matches.length)} of ${all}`;
-  }
-
-  /** The kernel's number of nodes. */
-  private get nodes(): number | null {
-    return this.view.model.get("about").nodes || null;
   }
 }
 
 const HELP = `All terms must hold.
 attn  text in path, torch function or component
-layers[3].attn.q  layers[-1].resid_post
-"mlp.act"  whole names    h_*.attn  * is any text
-op:mul  shape:64  shape:[1,*,64]  dtype:f16
+layers[3].attn.q  layers[*].resid_post
+h_*.attn  * is any text
+op:mul  shape:64  shape:[1,*,64]
 is:patched  is:opaque  is:parameter  is:size
-module:LlamaMLP    -term  without`;
+-term  without`;
 
 const KEYS = [
   ["↑ ↓ ← →", "move, open, close"],

@@ -1,6 +1,5 @@
 /** Connects the tree to the selection and the filter that all views of a graph share. */
 import type { Component } from "../kernel/protocol";
-import { matchingRows } from "../tree/component_names";
 import type { ScoreFilter } from "../tree/scores";
 import type { TreeState } from "../tree/tree_state";
 import type { View } from "../view";
@@ -47,8 +46,9 @@ export function connectSelection(view: View, state: TreeState): void {
   let pendingName: string | null = null;
   const rowOf = (name: string | null): number | null => {
     if (!name) return null;
-    const [meant] = matchingRows(name, [...state.components.values()].flat());
-    return meant ?? view.skeleton.find(name);
+    const whole = name.replace(/heads\[\d+\]\./, "").replace(/(\w)\[[^[\]]*\]$/, "$1"); // of a head, or a slice
+    const meant = [...state.components.values()].flat().find((one) => one.name === name || one.name === whole);
+    return meant?.row ?? view.skeleton.find(name);
   };
   const applySelection = () => {
     const name = view.selection.items.at(-1)?.name ?? null;

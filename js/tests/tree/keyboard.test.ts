@@ -197,7 +197,7 @@ test("an invalid query shows an error beside the field", () => {
   widget.box.dispatchEvent(new Event("input"));
   expect(widget.box.getAttribute("aria-invalid")).toBe("true");
   const described = document.getElementById(widget.box.getAttribute("aria-describedby") ?? "");
-  expect(described?.textContent).toContain("nearest: is:patched");
+  expect(described?.textContent).toContain("there are patched");
   widget.box.value = "";
   widget.box.dispatchEvent(new Event("input"));
   expect(widget.box.getAttribute("aria-invalid")).toBe("false");

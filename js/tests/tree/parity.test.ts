@@ -1,8 +1,7 @@
 /** The same queries find the same rows as in Python: tests/notebook/search/test_search_parity.py writes what they are. */
 import { describe, expect, test } from "vitest";
 import type { Columns, Component } from "../../src/kernel/protocol";
-import { parseQuery, QueryError } from "../../src/tree/query";
-import { SearchIndex } from "../../src/tree/search";
+import { parseQuery, QueryError, SearchIndex } from "../../src/tree/search";
 import { Skeleton } from "../../src/tree/skeleton";
 import fixture from "../fixtures/queries.json";
 

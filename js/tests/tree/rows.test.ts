@@ -172,7 +172,7 @@ test("an invalid query is reported, and the last valid result stays", () => {
   tree.search("softmax");
   const found = seen();
   tree.search("softmax is:pathced");
-  expect(tree.found.error).toContain("is:patched");
+  expect(tree.found.error).toContain("there are patched");
   expect(seen()).toEqual(found);
   tree.search("softmax");
   expect(tree.found.error).toBeNull();
