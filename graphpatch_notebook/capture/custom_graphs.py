@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.functions import function_name
 from graphpatch_notebook.capture.records import (
+    RECORD,
     Frame,
     InputParameter,
     Kind,
@@ -28,9 +29,6 @@ from graphpatch_notebook.capture.records import (
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.values import describe
-
-RECORD = "graphpatch_node"
-"""The key in `fx.Node.meta` of the record of the node."""
 
 _ABSENT = object()
 MODULE_GETS_TENSOR = "the module: module.register_buffer({!r}, tensor)"

@@ -8,19 +8,24 @@ in place of each value that has a node.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import enum
 import inspect
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
+from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.values import PLAIN_TENSORS, Key, ScalarSpec, ValueSpec, take
+
+T = TypeVar("T")
 
 Kind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "constant", "op", "call", "output"]
 
@@ -47,6 +52,11 @@ class SourceLine:
         return f'File "{self.file}", line {self.line}, in {self.function}' + (f"\n    {text}" if text else "")
 
 
+def _itself(self: T, _: dict[int, Any]) -> T:
+    """Copies of captures share what never changes."""
+    return self
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
     """A chain of call sites: code object and instruction offset of each Python frame from `forward` to the op.
@@ -65,6 +75,19 @@ class Site:
     def source_lines(self) -> list[SourceLine]:
         """Returns the user's source lines, outermost first."""
         return [SourceLine(code.co_filename, line_at(code, offset), code.co_name) for code, offset in self.steps]
+
+    __deepcopy__ = _itself
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedSite(Site):
+    """A call site of a file or an exported program: it has the source lines, but no code objects."""
+
+    lines: tuple[SourceLine, ...] = ()
+
+    def source_lines(self) -> list[SourceLine]:
+        """Returns the user's source lines, outermost first."""
+        return list(self.lines)
 
 
 def line_at(code: CodeType, offset: int) -> int:
@@ -92,6 +115,8 @@ class CompositeCall:
     outer: CompositeCall | None
     is_fused: bool = False
 
+    __deepcopy__ = _itself
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueRead:
@@ -101,6 +126,8 @@ class ValueRead:
     occurrence: int
     composite: CompositeCall | None
     value: bool | int | float | list[Any] | None
+
+    __deepcopy__ = _itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +401,8 @@ class InputParameter:
         """The name as signatures have it: `*args`, `**kwargs`."""
         return _STARS.get(self.kind, "") + self.name
 
+    __deepcopy__ = _itself
+
 
 _STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
@@ -448,6 +477,10 @@ class Capture:
     options: ExtractionOptions | None = None
     findings: dict[Callable[..., Any], Any] = field(default_factory=dict)
     has_escaped_sizes: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
+        result = memo[id(self)] = Capture(self.options, has_escaped_sizes=self.has_escaped_sizes)
+        return result
 
 
 @dataclass(slots=True, eq=False)
@@ -547,3 +580,29 @@ class Frame:
     def inputs(self) -> Iterator[Node]:
         """Yields the input nodes, in the order of `forward`'s parameters."""
         return (node for node in self.nodes if node.kind == "input")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Frame:
+        """Copies the frame with all below it, over copies of their modules; a frame above may stay shared."""
+        if self.parent is not None:
+            memo.setdefault(id(self.parent), self.parent)
+            memo.setdefault(id(self.call), self.call)
+        # In order of execution, so that what a node refers to is known by then.
+        for node in self.nodes:
+            memo.update((id(shared), shared) for shared in (node.spec, node.target))
+        result = memo[id(self)] = object.__new__(Frame)
+        for each in dataclasses.fields(self):
+            setattr(result, each.name, copy.deepcopy(getattr(self, each.name), memo))
+        if result.custom_graph is not None:
+            refer_to_copies(result.custom_graph, memo)
+        return result
+
+
+RECORD = "graphpatch_node"
+"""The key in `fx.Node.meta` of the record of the node."""
+
+
+def refer_to_copies(graph: fx.Graph, memo: dict[int, Any]) -> None:
+    """Makes a copied graph refer to the copies of its records, which `memo` has by the ids of the originals."""
+    for fx_node in graph.nodes:
+        if (record := fx_node.meta.get(RECORD)) is not None:
+            fx_node.meta[RECORD] = memo.get(id(record), record)

@@ -18,7 +18,6 @@ from graphpatch_notebook.execution.plan import Callers, Entry, Plan, make_plan
 from graphpatch_notebook.execution.splices import check_splices
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
 from graphpatch_notebook.graphs.build import connect_records
-from graphpatch_notebook.graphs.copies import copied_frame
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable
 from graphpatch_notebook.options import ExtractionOptions
@@ -76,7 +75,7 @@ class CapturedModel:
         permanent = [
             {str(path): copy.deepcopy(patches, memo) for path, patches in each.items()} for each in self.permanent
         ]
-        result = self._with_records(module, copied_frame(self.root, memo), permanent)
+        result = self._with_records(module, copy.deepcopy(self.root, memo), permanent)
         # Graphs that the user edited must be copied; others could be built again.
         result._hierarchy = copy.deepcopy(self._hierarchy, memo)
         return result

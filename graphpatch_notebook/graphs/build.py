@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
-from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
+from graphpatch_notebook.capture.custom_graphs import map_arguments
 from graphpatch_notebook.capture.functions import function_name
 from graphpatch_notebook.capture.records import (
+    RECORD,
     CallNode,
     ElementNode,
     Frame,

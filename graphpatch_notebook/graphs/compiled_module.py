@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import functools
 import itertools
 import keyword
 import threading
@@ -14,19 +15,17 @@ from torch import fx
 from torch.compiler import is_compiling
 from torch.nn import Module, ModuleList
 
-from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.held_values import module_at
-from graphpatch_notebook.capture.records import CallNode, Frame, Node
+from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, refer_to_copies
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import BuiltGraph, build
-from graphpatch_notebook.graphs.copies import copied_graph
-from graphpatch_notebook.graphs.edits import EditedCalls, check_edited, update_records
+from graphpatch_notebook.graphs.edits import EditedCalls, check_doubts, check_edited, update_records
 from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, weave, woven_patches
 from graphpatch_notebook.graphs.modules import GraphModule, Hierarchy, run_live
 from graphpatch_notebook.graphs.running import RunningGraph, interpreter, run_as, trusted
 from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.paths import unique_name
-from graphpatch_notebook.torch_compat import is_tracing, never_compiled
+from graphpatch_notebook.torch_compat import codegen_of, is_tracing, never_compiled
 
 _build_lock = threading.RLock()
 
@@ -82,22 +81,15 @@ class CompiledGraphModule(GraphModule):
         self.graph.lint()
         self._check_constants()
         check_edited(self.graph, self._frame, self, self.original_path)
-        self._generated.clear()
         if self._frame.custom_graph is None:
-            self._edited_calls = self._edited_calls or EditedCalls(self._frame, self._as_recorded().run_recorded)
-            self._edited_calls.note_unused_inputs(self.graph)
+            check_doubts(self._frame)
+        self._generated.clear()
         self._frame.is_edited = True
         update_records(self._frame, self.graph, lambda path: attrgetter(path)(self))
+        if self._frame.custom_graph is None:
+            self._edited_calls = EditedCalls(self._frame, self.graph)
         self._hierarchy.has_own_graphs = True
         self._hierarchy.edits += 1
-
-    def _as_recorded(self) -> CompiledGraphModule:
-        """Returns a graph module that runs the graph as recorded, without edits of this one."""
-        result = CompiledGraphModule(dataclasses.replace(self._frame), self._hierarchy)
-        result.add_callees(self._callees)
-        result._modules.update(self._modules)
-        result.built()  # at once: edits change the records
-        return result
 
     def _check_constants(self) -> None:
         for name, get in self.built().constants.items():
@@ -172,10 +164,6 @@ class CompiledGraphModule(GraphModule):
         with holding(woven_patches, patched):
             return self._unwrapped(run_as(function, RunningGraph(is_record, is_patched_run=True), owner, args, kwargs))
 
-    def run_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the graph in place of its module, without patches."""
-        return self.run_patched(frozenset(), lambda _, value: value, args, kwargs)
-
     def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks that the graph, if it was edited, is valid for this call."""
         if self._edited_calls is not None:
@@ -198,7 +186,10 @@ class CompiledGraphModule(GraphModule):
         """Returns the code in which the values of the nodes called `names` are passed to patches."""
         generated = self._generated.get(names)
         if generated is None:
-            generated = self._generated[names] = generate(weave(self.graph, names) if names else self.graph)
+            graph = weave(self.graph, names) if names or self._edited_calls is not None else self.graph
+            if self._edited_calls is not None:
+                graph = self._edited_calls.guarded(graph)
+            generated = self._generated[names] = generate(graph)
         return generated
 
     # -- what the code refers to ---------------------------------------------------------------------------------------
@@ -261,12 +252,15 @@ class CompiledGraphModule(GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledGraphModule:
         result: CompiledGraphModule = super().__deepcopy__(memo)
         if self._frame.is_edited:
-            result._built = copied_graph(self.built(), result.frame, memo)
+            graph = copy.deepcopy(self.graph, memo)
+            graph.set_codegen(codegen_of(self.graph))
+            refer_to_copies(graph, memo)
+            copies = {name: copy.deepcopy(get(), memo) for name, get in self.built().constants.items()}
+            result._built = BuiltGraph(graph, {name: functools.partial(copies.get, name) for name in copies})
             if result.frame.custom_graph is not None:
                 result.frame.custom_graph = result._built.graph
             else:
-                result._edited_calls = EditedCalls(result.frame, None)
-                result._edited_calls.note_unused_inputs(result._built.graph)
+                result._edited_calls = EditedCalls(result.frame, result._built.graph)
         return result
 
 

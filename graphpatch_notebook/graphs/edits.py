@@ -1,88 +1,152 @@
 """Edited graphs: their records, whether they can run, and the calls that they are valid for.
 
-A graph is a record of one run: flags, absent inputs, branches, and sizes that the code took for plain numbers
-(`range(n)`, a table cut to a length, `is_causal`) are constants in it. So an edited graph refuses other structures and
-plain values than the example's. In calls of other sizes, dtypes, layouts or settings of torch the graph before the edit
-is compared with the module first: what Python computes from a size is not visible in the graph. If a signature does not
-describe the call completely (an object such as a cache is given, or the module branches on values), every call is
-compared.
+An edited graph is a snapshot of one run, as those of files and of `to_fx` are: flags, absent inputs, branches, and
+sizes that the code took for plain numbers are constants in it. So it refuses other structures, plain values and dtypes
+than the example's, and its code checks what Python read of sizes and values (`guards_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextvars import Context
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture import Reason
+from graphpatch_notebook.capture import Doubt, Reason, listed_doubts
 from graphpatch_notebook.capture.custom_graphs import (
     MODULE_GETS_TENSOR,
-    RECORD,
     custom_record,
     map_arguments,
     output_problem,
     record_name,
     reference_problem,
 )
+from graphpatch_notebook.capture.functions import SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.inputs import inputs_of_call, value_like
-from graphpatch_notebook.capture.observers import invoke, original_forward
-from graphpatch_notebook.capture.records import Frame, Node, OpNode
-from graphpatch_notebook.checks.call_signature import (
-    Aspect,
-    CallSignature,
-    Difference,
-    current_settings,
-)
-from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared
+from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, OpNode, Ref, SizeGuard
+from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, Difference
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graphs.build import AUXILIARY, connect_records
-from graphpatch_notebook.graphs.running import unobserved
+from graphpatch_notebook.graphs.build import AUXILIARY, NamedFunction, connect_records
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.values import (
     ABSENT,
+    ContainerSpec,
+    Key,
     ScalarSpec,
     TensorSpec,
     UnknownSpec,
     ValueSpec,
     describe,
-    leaves,
+    is_same_plain,
     off_meta,
+    take,
 )
 from graphpatch_notebook.warning_places import warn
 
-RecordedCall: TypeAlias = Callable[["tuple[Any, ...]", "dict[str, Any]"], Any]
-_MOST_SIGNATURES = 1000
+_SIZES = frozenset(name.strip("_") for name in SIZE_READS)
+# Values that can be compared with those of the example.
+_READS = frozenset(name.strip("_") for name in VALUE_READS - {"tolist", "numpy", "__array__"})
+_PARTS = frozenset("unbind split split_with_sizes chunk tensor_split hsplit vsplit dsplit".split())
+_CHECKED_DOUBTS = (Reason.READS_VALUE, Reason.COUNTS_PARTS)
+
+
+def where(frame: Frame) -> str:
+    """Returns the path of a frame, and the class of its module, for messages."""
+    return f"{format_path(frame.path) or '<root>'!r} ({type(frame.module).__name__})"
+
+
+# -- the calls that a graph is valid for -------------------------------------------------------------------------------
+
+
+def guards_of(frame: Frame) -> list[SizeGuard]:
+    """Returns what Python found out about sizes and values in a frame: its graph holds where that is the same again."""
+    return [*frame.size_guards, *_reads(frame)]
+
+
+def unguarded_doubts(frame: Frame) -> list[Doubt]:
+    """Returns the doubts about the graph of a frame that its guards do not check."""
+    return [d for d in frame.doubts if d.reason not in _CHECKED_DOUBTS or d.what not in (_READS | _PARTS)]
+
+
+def _reads(frame: Frame) -> Iterator[SizeGuard]:
+    """Yields the sizes and values that Python may have read unseen: in a loop over a range, or with `len`."""
+    has_loop = _has_loop(frame)
+    for node in frame.graph_nodes:
+        spec = node.spec
+        if node.kind == "input" and has_loop and isinstance(spec, ScalarSpec) and type(spec.value) is int:
+            yield SizeGuard(None, (Ref(node),), spec.value)
+        elif not isinstance(node, OpNode):
+            continue
+        elif node.op in _PARTS and isinstance(spec, ContainerSpec):
+            yield SizeGuard(None, (Ref(node),), len(spec.children))
+        elif node.op in _READS and isinstance(spec, ScalarSpec) and spec.is_number:
+            yield SizeGuard(None, (Ref(node),), spec.value)
+        elif node.op in _SIZES:
+            for dig, size in _numbers(spec):
+                if has_loop or size <= 1 or node.op == "len":  # a loop of one turn cannot be told from none
+                    yield SizeGuard(None, (Ref(node, dig),), size)
+
+
+def _numbers(spec: ValueSpec, dig: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], Any]]:
+    """Yields the numbers in a value, each with the keys that lead to it."""
+    if isinstance(spec, ContainerSpec):
+        for _, key, child in spec.children:
+            yield from _numbers(child, (*dig, key))
+    elif isinstance(spec, ScalarSpec) and spec.is_number:
+        yield dig, spec.value
+
+
+def _has_loop(frame: Frame) -> bool:
+    """Whether the code ran some line more often than a loop over its submodules would.
+
+    Such a loop may go over a range of sizes, which it reads unseen.
+    """
+    operations: Counter[int] = Counter()
+    calls: dict[int, list[int]] = {}
+    for node in frame.nodes:
+        if isinstance(node, CallNode) and node.site is not None:
+            calls.setdefault(id(node.site), []).append(id(node.frame.module))
+        elif isinstance(node, OpNode) and node.site is not None and node.composite is None:
+            operations[id(node.site)] += 1
+    explained = max((len(set(modules)) for modules in calls.values()), default=1)
+    return max([*operations.values(), *map(len, calls.values())], default=0) > explained
+
+
+def check_doubts(frame: Frame) -> None:
+    """Raises a `GraphError` if the graph of `frame` may differ from its module out of sight of the guards."""
+    doubts = [doubt for doubt in unguarded_doubts(frame) if doubt.reason not in _OF_SNAPSHOTS]
+    if doubts:
+        raise GraphError(f"the graph of {where(frame)} cannot replace its module: it {listed_doubts(doubts)}")
+    objects = CallSignature.of_frame(frame).objects
+    if objects and not frame.is_edited:
+        warn(
+            f"the edited graph of {where(frame)} is given an object ({objects[0]}), of which it has only what its "
+            "module's code read in the example",
+            "edited graph",
+            stacklevel=3,
+        )
+
+
+_OF_SNAPSHOTS = (Reason.ROUNDS, Reason.WRITES_PARAMETER)
 
 
 class EditedCalls:
-    """The calls that an edited graph is valid for.
+    """The calls that an edited graph is valid for. Made anew after each edit."""
 
-    `recorded` runs the original graph on the arguments of a call; a copy does not have it.
-    """
-
-    def __init__(self, frame: Frame, recorded: RecordedCall | None) -> None:
+    def __init__(self, frame: Frame, graph: fx.Graph) -> None:
         self._frame = frame
-        self._recorded = recorded
-        self._example = replace(CallSignature.of_frame(frame), settings=current_settings())
-        self._unused: set[Any] = set()
-        doubts = {doubt.reason for doubt in frame.doubts}
-        # Numbers that a submodule returned are constants of the graph, too.
-        self._goes_by_values = (
-            bool(doubts - {Reason.ROUNDS}) or bool(self._example.objects) or any(map(_returns_numbers, frame.calls()))
-        )
-        self._is_rounded = Reason.ROUNDS in doubts
-        self._held: set[Hashable] = set()  # the signatures of calls that it was compared in, and held for
-        self._has_warned = False
-
-    def note_unused_inputs(self, graph: fx.Graph) -> None:
-        """Notes which inputs the graph does not read, but holds as constants of the example."""
+        fixed = set() if frame.capture.has_escaped_sizes else {Aspect.SIZE}
+        self._example = replace(CallSignature.of_frame(frame), ignored=frozenset({Aspect.CLASS, Aspect.DEVICE, *fixed}))
+        # The inputs that the graph does not read, but holds as constants of the example.
         records = [(node, node.meta.get(RECORD)) for node in graph.nodes if node.op == "placeholder"]
         self._unused = {r.target for node, r in records if isinstance(r, Node) and not node.users}
+        # Numbers that a submodule returned are constants of the graph, too.
+        returned = [(Ref(call, dig), number) for call in frame.calls() for dig, number in _numbers(call.spec)]
+        self._guards = [*guards_of(frame), *(SizeGuard(None, (ref,), number) for ref, number in returned)]
 
     def input_problem(self, node: Node) -> str | None:
         """Returns why a patch on this input would act differently in the graph than in the module; else `None`."""
@@ -93,88 +157,68 @@ class EditedCalls:
         return None
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises a `GraphError` if the graph is not valid for this call; warns if that cannot be found out."""
+        """Raises a `GraphError` if a call differs from the example in what the graph holds as constants."""
         frame = self._frame
         if frame.module.training != frame.conditions.training:
             was, now = ("train", "eval") if frame.conditions.training else ("eval", "train")
             raise GraphError(
-                f"the edited graph of {self._who()} was captured in {was} mode, and the module is in {now} mode now; "
+                f"the edited graph of {where(frame)} was captured in {was} mode, and the module is in {now} mode now; "
                 f"call pg.{was}(), or make the PatchableGraph in {now} mode"
             )
-        values = inputs_of_call(frame, args, kwargs)
-        differences = self._example.differences(list(values.values()))
-        refused = next(filter(self._is_left_out, differences), None)
-        if refused is not None:
-            raise self._error(str(refused))
-        if differences or self._goes_by_values:
-            key = CallSignature.of(values)
-            if self._goes_by_values or key not in self._held:
-                self._compare(key, args, kwargs)
+        for difference in self._example.differences([*inputs_of_call(frame, args, kwargs).values()]):
+            if not self._is_free(difference):
+                raise _invalid(frame, str(difference))
 
-    def _is_left_out(self, difference: Difference) -> bool:
-        """Whether the graph holds the differing value as a constant, so that equal results would not prove anything."""
-        if difference.aspect is Aspect.SPLIT:
-            return True
-        if difference.aspect is not Aspect.VALUE or {difference.was, difference.now} <= {ABSENT, ScalarSpec(None)}:
-            return False
-        is_used = difference.name.partition("|")[0] not in self._unused
-        return not (is_used and _is_size(difference.was) and _is_size(difference.now))
+    def _is_free(self, difference: Difference) -> bool:
+        """Whether the graph does not depend on what differs, or reads it: a size that is an input."""
+        both = (difference.was, difference.now)
+        if difference.aspect is Aspect.VALUE and all(isinstance(spec, ScalarSpec) for spec in both):
+            is_read = difference.name.partition("|")[0] not in self._unused
+            return is_read and all(type(spec.value) is int for spec in both)
+        return difference.aspect is Aspect.VALUE and {*both} <= {ABSENT, ScalarSpec(None)}
 
-    def _compare(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compares the original graph with the module in this call, which then stands for all with its signature."""
-        if self._recorded is None:
-            why = "a copy does not have the graph as it was before the edit"
-            found = RunComparison(ComparisonOutcome.NOT_COMPARABLE, why)
-        else:
-            # Without context variables: libraries collect hidden states in some, and these runs must not add to them.
-            found = Context().run(self._run_both, self._recorded, args, kwargs)
-        if found.is_difference:
-            raise self._error(
-                f"before it was edited, it differed from the module ({found}), as it holds sizes, flags or "
-                "branches of the example"
-            )
-        if found.outcome is ComparisonOutcome.UNREPEATABLE:
-            raise self._error(f"it is unlike the example's, and cannot be compared with the module ({found})")
-        if not found.is_equal and not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"the edited graph of {self._who()} cannot be compared with the module on inputs unlike the example's: "
-                f"{found}; it holds sizes, flags and branches of the example",
-                "edited graph",
-                stacklevel=2,
-            )
-        if len(self._held) >= _MOST_SIGNATURES:
-            self._held.clear()
-        self._held.add(key)
+    def guarded(self, graph: fx.Graph) -> fx.Graph:
+        """Adds to a copy of the edited graph what checks its guards."""
+        order = {node: number for number, node in enumerate(graph.nodes)}
+        nodes = {id(node.meta[RECORD]): node for node in graph.nodes if RECORD in node.meta}
+        for guard in self._guards:
+            refs = [operand for operand in guard.operands if isinstance(operand, Ref)]
+            if any(id(ref.node) not in nodes for ref in refs):  # the user erased it
+                continue
+            last = max((nodes[id(ref.node)] for ref in refs), key=order.__getitem__)
+            with graph.inserting_after(last):
+                graph.call_function(NamedFunction(self._check_of(guard)), tuple(nodes[id(ref.node)] for ref in refs))
+        return graph
 
-    def _run_both(self, recorded: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunComparison:
-        module = self._frame.module
+    def _check_of(self, guard: SizeGuard) -> Callable[..., None]:
+        frame = self._frame
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return invoke(original_forward(module), args, kwargs)
+        def unchanged(*values: Any) -> None:
+            given = iter(values)
+            operands = [_at(next(given), part.dig) if isinstance(part, Ref) else part for part in guard.operands]
+            found = operands[0] if guard.func is None else guard.func(*operands)
+            if isinstance(found, (tuple, list)):  # of the parts of a tensor, their number counts
+                found = len(found)
+            if not is_same_plain(guard.result, found):
+                raise _invalid(
+                    frame,
+                    f"its code reads a size or a value, which is {found!r} now and was {guard.result!r} in the example",
+                )
 
-        def graph(*args: Any, **kwargs: Any) -> Any:
-            return recorded(args, kwargs)
-
-        with unobserved():
-            return compared(module, run, graph, args, kwargs, within_rounding=self._is_rounded)
-
-    def _error(self, why: str) -> GraphError:
-        return GraphError(
-            f"the edited graph of {self._who()} is not valid for this call: {why}; make the PatchableGraph with "
-            "inputs like these, or edit the graph of a module below it that does not depend on them"
-        )
-
-    def _who(self) -> str:
-        return f"{format_path(self._frame.path) or '<root>'!r} ({type(self._frame.module).__name__})"
+        return unchanged
 
 
-def _is_size(spec: Any) -> bool:
-    return isinstance(spec, ScalarSpec) and type(spec.value) is int
+def _at(value: Any, dig: tuple[Any, ...]) -> Any:
+    for key in dig:
+        value = take(value, key)
+    return value
 
 
-def _returns_numbers(call: Node) -> bool:
-    return any(isinstance(leaf, ScalarSpec) for _, leaf in leaves(call.spec))
+def _invalid(frame: Frame, why: str) -> GraphError:
+    return GraphError(
+        f"the edited graph of {where(frame)} is not valid for this call: {why}; make the PatchableGraph with inputs "
+        "like these, or edit the graph of a module below it that does not depend on them"
+    )
 
 
 # -- whether it can run -----------------------------------------------------------------------------------------------
@@ -261,17 +305,15 @@ class _Specs:
 
     def infer(self, node: fx.Node, record: Node | None, *, is_new: bool) -> None:
         """Stores the spec of `node`, also in its record; for a node that is not new, only where it has changed."""
-        is_changed = is_new or record is None or not self._changed.isdisjoint(node.all_input_nodes)
-        spec = self._computed(node) if is_changed else None
-        if spec is None:
-            spec = UnknownSpec() if record is None or is_new else record.spec
+        known = None if record is None or is_new else record.spec
+        spec = known
+        if known is None or not self._changed.isdisjoint(node.all_input_nodes):
+            spec = self._computed(node) or known or UnknownSpec()
         self._specs[node] = spec
-        if record is None:
-            if not self._changed.isdisjoint(node.all_input_nodes):
-                self._changed.add(node)
-        elif is_new or spec != record.spec:
-            record.spec = spec
+        if spec != known:
             self._changed.add(node)
+        if record is not None:
+            record.spec = spec
 
     def _computed(self, node: fx.Node) -> ValueSpec | None:
         devices: list[torch.device] = []

@@ -24,8 +24,7 @@ from typing import Any, SupportsIndex
 
 from torch import fx
 
-from graphpatch_notebook.capture.custom_graphs import RECORD
-from graphpatch_notebook.capture.records import Node
+from graphpatch_notebook.capture.records import RECORD, Node
 from graphpatch_notebook.graphs.build import OWNER_NAMES
 from graphpatch_notebook.torch_compat import codegen_of
 

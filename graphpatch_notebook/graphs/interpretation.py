@@ -11,9 +11,9 @@ from typing import Any
 from torch import fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
+from graphpatch_notebook.capture.custom_graphs import map_arguments
 from graphpatch_notebook.capture.inputs import signature_with
-from graphpatch_notebook.capture.records import CallNode, Frame, Node, OpNode
+from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, OpNode
 from graphpatch_notebook.checks.model_state import ModelSnapshot
 from graphpatch_notebook.errors import add_note, has_note
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule

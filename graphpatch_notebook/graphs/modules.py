@@ -25,7 +25,6 @@ from graphpatch_notebook.capture.observers import Swaps, invoke, original_forwar
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graphs.copies import copied_frame
 from graphpatch_notebook.graphs.running import (
     Redirection,
     call_with_hooks,
@@ -212,7 +211,7 @@ class GraphModule(Mirror):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         result = memo[id(self)] = type(self).__new__(type(self))
         # The frame first: copying it also copies all frames below it, and the callees then use these copies.
-        result.__dict__["_frame"] = copied_frame(self._frame, memo)
+        result.__dict__["_frame"] = copy.deepcopy(self._frame, memo)
         for name, value in self.copied_attributes().items():
             result.__dict__[name] = copy.deepcopy(value, memo)
         return result

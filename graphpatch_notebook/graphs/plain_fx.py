@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.inputs import given_input, passed_on
-from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, at_keys
+from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, at_keys
 from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, Difference, has_child
 from graphpatch_notebook.errors import GraphError, GraphPatchError, PatchValueError
 from graphpatch_notebook.graphs.build import Container, printable

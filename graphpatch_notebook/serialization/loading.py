@@ -18,12 +18,20 @@ import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.held_values import module_at
-from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, InputParameter, Node, OpNode, SourceLine
+from graphpatch_notebook.capture.records import (
+    RECORD,
+    CallNode,
+    Conditions,
+    Frame,
+    InputParameter,
+    Node,
+    OpNode,
+    SavedSite,
+    SourceLine,
+)
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import ForwardCodeGen
-from graphpatch_notebook.graphs.copies import SavedSite
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.documents import read_document
 from graphpatch_notebook.serialization.functions import (

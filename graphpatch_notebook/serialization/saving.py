@@ -13,7 +13,6 @@ import inspect
 import io
 import operator
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,16 +22,24 @@ import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture import Reason, listed_doubts
-from graphpatch_notebook.capture.custom_graphs import RECORD
-from graphpatch_notebook.capture.functions import SIZE_READS, VALUE_READS
+from graphpatch_notebook.capture import listed_doubts
 from graphpatch_notebook.capture.held_values import module_at
-from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, OpNode, Ref, Site, SizeGuard
+from graphpatch_notebook.capture.records import (
+    RECORD,
+    CallNode,
+    Frame,
+    InputParameter,
+    Node,
+    Ref,
+    Site,
+    SizeGuard,
+)
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import copied, preserved
 from graphpatch_notebook.errors import GraphError, GraphPatchWarning
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.graphs.build import BuiltGraph, build
+from graphpatch_notebook.graphs.edits import guards_of, unguarded_doubts
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.documents import checked_file, name_of, write_document
@@ -64,18 +71,12 @@ from graphpatch_notebook.values import (
     TensorSpec,
     UnknownSpec,
     ValueSpec,
-    all_leaves,
     dtype_name,
     tensor_specs,
 )
 
 _BOUNDARY = ("input", "parameter", "buffer", "attribute", "call", "output")
 _LONGEST_LINE = 500
-_SIZES = frozenset(name.strip("_") for name in SIZE_READS)
-# Values that can be compared with those of the example.
-_READS = frozenset(name.strip("_") for name in VALUE_READS - {"tolist", "numpy", "__array__"})
-_PARTS = frozenset("unbind split split_with_sizes chunk tensor_split hsplit vsplit dsplit".split())
-_CHECKED_DOUBTS = (Reason.READS_VALUE, Reason.COUNTS_PARTS)
 
 
 def save(
@@ -221,8 +222,7 @@ class _Writer:
     def _stored(self, frame: Frame) -> tuple[list[ParameterPart], list[StepPart]]:
         if frame.opaque_reason is not None:
             raise UnstorableError(frame.opaque_reason)
-        are_checked = all(d.reason in _CHECKED_DOUBTS and d.what in (_READS | _PARTS) for d in frame.doubts)
-        if not are_checked and not frame.has_own_graph:
+        if unguarded_doubts(frame) and not frame.has_own_graph:
             raise UnstorableError(listed_doubts(frame.doubts))
         return list(map(_encoded_parameter, frame.parameters)), self._graphs.steps(frame)
 
@@ -407,7 +407,7 @@ class _Steps:
         self._step_of: dict[int, int] = {}
         self._site: Site | None = None
         self._guards: dict[int, list[SizeGuard]] = {}  # by the last record that they are about
-        for guard in (*frame.size_guards, *_reads(frame)) if frame.custom_graph is None else ():
+        for guard in guards_of(frame) if frame.custom_graph is None else ():
             records = [self._records.get(id(ref.node), -1) for ref in guard.operands if isinstance(ref, Ref)]
             if min(records, default=-1) >= 0:  # not one of the steps of a fused call, which runs itself
                 self._guards.setdefault(max(records), []).append(guard)
@@ -454,42 +454,6 @@ class _Steps:
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         self.steps.append(StepPart("call_function", f"check_{len(self.steps)}", encoded_function(function), list(args)))
         return {"step": len(self.steps) - 1}
-
-
-def _reads(frame: Frame) -> Iterator[SizeGuard]:
-    """Yields the sizes and values that Python may have read unseen: in a loop over a range, or with `len`."""
-    has_loop = _has_loop(frame)
-    for node in frame.graph_nodes:
-        spec = node.spec
-        if node.kind == "input" and has_loop and isinstance(spec, ScalarSpec) and type(spec.value) is int:
-            yield SizeGuard(None, (Ref(node),), spec.value)
-        elif not isinstance(node, OpNode):
-            continue
-        elif node.op in _PARTS and isinstance(spec, ContainerSpec):
-            yield SizeGuard(None, (Ref(node),), len(spec.children))
-        elif node.op in _READS and isinstance(spec, ScalarSpec) and spec.is_number:
-            yield SizeGuard(None, (Ref(node),), spec.value)
-        elif node.op in _SIZES:
-            for dig, size in all_leaves(spec):
-                # A loop of one turn cannot be told from none.
-                if isinstance(size, ScalarSpec) and (has_loop or size.value <= 1 or node.op == "len"):
-                    yield SizeGuard(None, (Ref(node, tuple(int(key.removeprefix("sub_")) for key in dig)),), size.value)
-
-
-def _has_loop(frame: Frame) -> bool:
-    """Whether the code ran some line more often than a loop over its submodules would.
-
-    Such a loop may go over a range of sizes, which it reads unseen.
-    """
-    operations: Counter[int] = Counter()
-    calls: dict[int, list[int]] = {}
-    for node in frame.nodes:
-        if isinstance(node, CallNode) and node.site is not None:
-            calls.setdefault(id(node.site), []).append(id(node.frame.module))
-        elif isinstance(node, OpNode) and node.site is not None and node.composite is None:
-            operations[id(node.site)] += 1
-    explained = max((len(set(modules)) for modules in calls.values()), default=1)
-    return max([*operations.values(), *map(len, calls.values())], default=0) > explained
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from graphpatch_notebook.capture.custom_graphs import RECORD
-from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, SourceLine
+from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, SourceLine
 from graphpatch_notebook.errors import GraphError, SessionError
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection import data_flow
