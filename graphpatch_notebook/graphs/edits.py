@@ -306,9 +306,8 @@ class _Specs:
     def infer(self, node: fx.Node, record: Node | None, *, is_new: bool) -> None:
         """Stores the spec of `node`, also in its record; for a node that is not new, only where it has changed."""
         known = None if record is None or is_new else record.spec
-        spec = known
-        if known is None or not self._changed.isdisjoint(node.all_input_nodes):
-            spec = self._computed(node) or known or UnknownSpec()
+        is_same = known is not None and self._changed.isdisjoint(node.all_input_nodes)
+        spec = (None if is_same else self._computed(node)) or known or UnknownSpec()
         self._specs[node] = spec
         if spec != known:
             self._changed.add(node)

@@ -15,8 +15,8 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture import name_nodes
-from graphpatch_notebook.capture.custom_graphs import RECORD, custom_record, map_arguments
-from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, Node, OpNode, SavedSite, SourceLine
+from graphpatch_notebook.capture.custom_graphs import custom_record, map_arguments
+from graphpatch_notebook.capture.records import RECORD, CallNode, Conditions, Frame, Node, OpNode, SavedSite, SourceLine
 from graphpatch_notebook.graphs.exported.conversion import CALLED, Converter, Group, at
 from graphpatch_notebook.graphs.exported.modules import ExportedModule
 from graphpatch_notebook.torch_compat import STRUCTURE_FUNCTIONS
