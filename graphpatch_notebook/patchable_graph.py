@@ -690,8 +690,8 @@ class PatchableGraph(_LikeItsModel):
         """
         from graphpatch_notebook import serialization
 
-        loaded = serialization.load(file, model, allow)
-        return cls._around(CapturedModel(loaded.module, loaded.root, ExtractionOptions(), unstored=loaded.unstored))
+        module, root, unstored = serialization.load(file, model, allow)
+        return cls._around(CapturedModel(module, root, ExtractionOptions(), unstored=unstored))
 
     @property
     def unstored(self) -> dict[str, str]:

@@ -1,14 +1,14 @@
 """Saves graphs and patches to files, and loads them, without pickle. No code in a file is ever run.
 
-A file is a safetensors file whose metadata holds a JSON document (`documents`); `schema` defines its parts. `saving`
-writes graphs, and `loading` reads them into `loaded_modules`. `functions` says which functions a file may name,
-`plain_values` and `tensors` write single values. `patch_files` saves patch maps.
+A file is a safetensors file whose metadata holds a JSON document (`documents`). `saving` writes graphs, and `loading`
+reads them into plain modules. `values` writes single values, tensors and functions, and says which functions a file may
+name. `patch_files` saves patch maps.
 """
 
 from __future__ import annotations
 
-from graphpatch_notebook.serialization.loading import Loaded, load
+from graphpatch_notebook.serialization.loading import load
 from graphpatch_notebook.serialization.patch_files import load_patches, save_patches
 from graphpatch_notebook.serialization.saving import save
 
-__all__ = ["Loaded", "load", "load_patches", "save", "save_patches"]
+__all__ = ["load", "load_patches", "save", "save_patches"]

@@ -1,24 +1,32 @@
 """`load`: reads a document into plain modules and records whose graphs are these modules.
 
-With a model, the modules of the file are found in it: they share its parameters and buffers, which must be the same.
+The modules hold what the model's modules held, without their code. With a model, the modules of the file are found in
+it: they share its parameters and buffers, which must be the same.
+
+A graph is a snapshot of the model in the example: the root checks the structure of its inputs, plain values, dtypes,
+fixed sizes and modes before a call; steps in the graphs check what the model's code read of sizes and values.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import inspect
 import keyword
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
 from functools import cache
+from itertools import count
 from typing import IO, Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import Module
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from graphpatch_notebook.capture.held_values import module_at
+from graphpatch_notebook.capture.inputs import bind, signature_with
+from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.capture.records import (
     RECORD,
     CallNode,
@@ -30,40 +38,33 @@ from graphpatch_notebook.capture.records import (
     SavedSite,
     SourceLine,
 )
+from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, Settings
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import ForwardCodeGen
+from graphpatch_notebook.graphs.generated_code import generate
+from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.serialization.documents import read_document
-from graphpatch_notebook.serialization.functions import (
-    Allowed,
-    check_attribute,
-    check_method,
-    decoded_function,
-    known_classes,
-)
-from graphpatch_notebook.serialization.loaded_modules import (
-    ALIAS,
-    CONTAINERS,
-    CallCheck,
-    LoadedModule,
-    LoadedRoot,
-    StoredForward,
-    is_writable,
-    loaded_class,
-    tensor_at,
-)
-from graphpatch_notebook.serialization.plain_values import UnstorableError, decoded, decoded_key, dtype_of
-from graphpatch_notebook.serialization.schema import (
+from graphpatch_notebook.serialization.documents import (
     FramePart,
     FunctionPart,
     GraphDocument,
     ModulePart,
-    ParameterPart,
     RecordPart,
     SpecPart,
     StepPart,
+    read_document,
 )
-from graphpatch_notebook.serialization.tensors import made_tensors
+from graphpatch_notebook.serialization.values import (
+    Names,
+    RefusedCall,
+    check_attribute,
+    check_method,
+    decoded,
+    dtype_of,
+    known_classes,
+    made_tensors,
+)
+from graphpatch_notebook.torch_compat import set_grad_enabled
 from graphpatch_notebook.values import (
     ContainerSpec,
     ObjectSpec,
@@ -78,82 +79,236 @@ from graphpatch_notebook.values import (
 METADATA_KEY = "graphpatch_notebook"
 """The key of the document in the metadata of a safetensors file."""
 
+ALIAS = "_graphpatch_"
+"""The prefix of names that graphs use for what Python cannot reach by its own name."""
 
-@dataclass(frozen=True)
-class Loaded:
-    """The contents of a file; `unstored` says why it has no graph of some frames, by path."""
-
-    module: Module
-    root: Frame
-    unstored: dict[str, str]
+# The classes of torch that only hold modules keep their class.
+_CONTAINERS: dict[str, type[Module]] = {cls.__name__: cls for cls in (ModuleDict, ModuleList, Sequential)}
+_FLAGS = ("is_size", "is_mutated_later", "is_view_filled_later")
+_running: ContextVar[tuple[Module, ...]] = ContextVar("graphpatch_running_roots", default=())
 
 
-def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: Iterable[str] | None) -> Loaded:
-    """Reads a file. See `PatchableGraph.load`."""
+def load(
+    file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: Iterable[str] | None
+) -> tuple[Module, Frame, dict[str, str]]:
+    """Returns the module in a file, its root frame, and why some frames have no graph, by path."""
     if model is not None and not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    allowed = Allowed(allow)
+    names = Names(allow)
     name, document, contents = read_document(file, METADATA_KEY, GraphDocument, "pg.save(file)")
     try:
-        loaded = _Reader(document, made_tensors(document.tensors, contents), model, allowed).loaded()
-    except GraphError:
-        raise
-    except (UnstorableError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-        raise GraphError(f"{name} is damaged: {error}") from error
-    allowed.check(name)
-    return loaded
+        steps = (step.target for part in document.frames for step in part.graph)
+        names.check(target for target in steps if isinstance(target, FunctionPart))
+        return _Reader(document, made_tensors(document.tensors, contents), model, names).loaded()
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, AssertionError) as error:
+        raise GraphError(f"{name} is damaged, or does not fit: {error}") from error
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+class StoredForward:
+    """`forward` of a loaded module: runs its graph, or says for what `reason` it has none that it could run alone.
+
+    It has the signature of the original.
+    """
+
+    def __init__(
+        self, module: Module, parameters: Sequence[InputParameter], reason: str, graph: fx.Graph | None
+    ) -> None:
+        self._module = module
+        self._reason = reason
+        # Generated when it first runs, and shared with copies, which do not copy functions.
+        self._code = None if graph is None else cache(lambda: generate(graph).function)
+        self.__signature__ = signature_with(parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph."""
+        if self._code is None:
+            raise GraphError(f"this {type(self._module).__name__} cannot run: {self._reason}")
+        had_gradients = torch.is_grad_enabled()
+        try:
+            return self._code()(self._module, *args, **kwargs)[0]
+        finally:  # the end of `with torch.no_grad():` is a step, which did not run if there was an error
+            if torch.is_grad_enabled() is not had_gradients:
+                set_grad_enabled(had_gradients)
+
+
+class LoadedModule(Module):
+    """A module of the saved model, without its code: its parameters, buffers and children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        reason = "the example inputs did not reach it, so the file has no graph for it; only the model can run it"
+        self.__dict__["forward"] = StoredForward(self, (), reason, None)
+
+
+class LoadedRoot(LoadedModule):
+    """The root of a loaded graph. If a model is given, it runs the calls that the graph does not hold for.
+
+    Attributes:
+        runs_its_graphs: Whether it runs by itself as its graphs do: no module has several graphs, for several calls.
+    """
+
+    runs_its_graphs: bool = False
+    _stored_calls: LoadedCalls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph, or the model in its place."""
+        if self in _running.get() or "_stored_calls" not in self.__dict__:  # it may call itself
+            return super().__call__(*args, **kwargs)
+        is_running = False
+        try:
+            self._stored_calls.check(args, kwargs)
+            is_running = True
+            with holding(_running, (*_running.get(), self)):
+                return super().__call__(*args, **kwargs)
+        except RefusedCall:
+            run, model = observer.get(), self._stored_calls.model
+            # Edits and patches would be lost. In train mode, it may have written buffers and drawn random numbers.
+            if model is None or any(getattr(run, name, False) for name in ("has_edited_graphs", "is_patched")):
+                raise
+            if self._stored_calls.has_edits or (is_running and self.training):
+                raise
+        return model(*args, **kwargs)
+
+
+class LoadedCalls:
+    """Which calls the graph of `frame` holds for, and the model that runs others; a forward pre-hook.
+
+    Attributes:
+        sizes: The sizes of each tensor among the inputs, `None` where they may be others.
+        default_dtype: The default dtype of torch when the graph was saved.
+        model: The model that runs other calls, if it was given.
+        has_edits: Whether graphs were edited, so that the model cannot run in their place.
+    """
+
+    def __init__(
+        self,
+        frames: Sequence[Frame],
+        sizes: Sequence[Sequence[int | None]],
+        default_dtype: torch.dtype,
+        model: Module | None,
+    ) -> None:
+        frame = frames[0]
+        self.sizes = sizes
+        self.default_dtype = default_dtype
+        self.model = model
+        self.has_edits = any(each.is_edited for each in frames)
+        self._modes = {each.module: each.module.training for each in frames if each.opaque_reason is None}
+        self._signature = signature_with(frame.parameters)
+        self._defaults = {p.name: None if p.default is inspect.Parameter.empty else p.default for p in frame.parameters}
+        found, free = CallSignature.of_frame(frame), count()
+        forms = [
+            dataclasses.replace(form, sizes=tuple(f"size_{next(free)}" if size is None else size for size in known))
+            for form, known in zip(found.tensors, sizes, strict=True)
+        ]
+        settings: Settings = ((Aspect.DEFAULT_DTYPE, default_dtype), (Aspect.AUTOCAST, None))
+        if frame.conditions.grad_mode is not None:
+            settings += ((Aspect.GRAD_MODE, frame.conditions.grad_mode),)
+        self._inputs = dataclasses.replace(found, tensors=tuple(forms), settings=settings)
+
+    def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Checks a call through a graph module, since the root checks its own."""
+        if not isinstance(module, LoadedRoot):
+            self.check(args, kwargs)
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises an error for a call that the graph does not hold for."""
+        for module, training in self._modes.items():
+            if module.training is not training:
+                was = "train" if training else "eval"
+                raise RefusedCall(f"{type(module).__name__} was in {was} mode in the example; call pg.{was}()")
+        bound = bind(self._signature, args, kwargs)
+        if bound is None:
+            raise RefusedCall(f"the call does not fit forward{self._signature}")
+        values = [bound.get(name, self._defaults[name]) for name, _ in self._inputs.inputs]
+        for difference in self._inputs.differences(values):
+            raise RefusedCall(str(difference))
+
+
+def calls_of(module: Module) -> LoadedCalls | None:
+    """Returns which calls a loaded graph accepts, by its root; `None` for other modules."""
+    return module.__dict__.get("_stored_calls") if isinstance(module, LoadedRoot) else None
+
+
+def tensor_at(module: Module, path: str) -> Tensor | None:
+    """Returns the tensor at an attribute path, even if names on it are not identifiers; or `None`."""
+    parents, _, name = path.rpartition(".")
+    holder = module_at(module, parents)
+    if holder is None:
+        return None
+    held = (holder._parameters.get(name), holder._buffers.get(name), holder.__dict__.get(name))
+    return next((found for found in held if isinstance(found, Tensor)), None)
+
+
+@cache
+def _loaded_class(name: str, is_root: bool) -> type[LoadedModule]:
+    """Returns the class of loaded modules with the name of the original class."""
+    return type(name, (LoadedRoot if is_root else LoadedModule,), {"__module__": __name__})
+
+
+_OWN_NAMES = frozenset({*dir(Module), *vars(LoadedModule()), *LoadedRoot.__annotations__})
+
+
+def is_writable(path: str) -> bool:
+    """Whether graphs can write `path` in Python: its names are not keywords, nor attributes that all modules have."""
+    parts = path.split(".")
+    return all(part.isidentifier() or part.isdecimal() for part in parts) and not any(
+        keyword.iskeyword(part) or part in _OWN_NAMES or part.startswith(("__", ALIAS)) for part in parts
+    )
+
+
+# -- the document ------------------------------------------------------------------------------------------------------
 
 
 class _Reader:
-    """Reads the parts of a document."""
+    """Reads the parts of a document. No text of the file gets into code but names and literals."""
 
-    def __init__(
-        self, document: GraphDocument, tensors: Sequence[Tensor], model: Module | None, allowed: Allowed
-    ) -> None:
+    def __init__(self, document: GraphDocument, tensors: Sequence[Tensor], model: Module | None, names: Names) -> None:
         self._document = document
         self._tensors = tensors
         self._model = model
-        self._allowed = allowed
+        self._names = names
         self._lines = [SourceLine(*line) for line in document.lines]
+        self._sites: dict[tuple[int, ...], SavedSite] = {}
         self._modules: list[Module] = []
-        self._counts = collections.Counter(part.module for part in document.frames)
+        self._frames: list[Frame] = []
+        self._graph_counts = collections.Counter(part.module for part in document.frames)
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> tuple[Module, Frame, dict[str, str]]:
         """Returns what the document holds."""
-        document, parts = self._document, self._document.frames
+        document, parts, frames = self._document, self._document.frames, self._frames
         live = {part.module for part in parts if part.unstored is not None}
         for number, held in enumerate(document.modules):
             self._modules.append(self._module(held, number in live, number == parts[0].module))
         for module, held in zip(self._modules, document.modules, strict=True):  # calls between modules may have cycles
-            self._add_names(module, held)
-        frames = [
-            Frame(self._modules[p.module], p.attribute_path, conditions=Conditions(p.training, grad_mode=p.grad_mode))
-            for p in parts
-        ]
-        for number, (frame, part) in enumerate(zip(frames, parts, strict=True)):
-            self._fill(frame, part, frames[number + 1 :])
+            for name, (kind, number) in held.names.items():
+                if not name.startswith(ALIAS) or not name.isidentifier():
+                    raise ValueError(f"{name[:60]!r} is not a name for graphs")
+                module.__dict__[name] = (self._tensors if kind == "tensor" else self._modules)[number]
+        for part in parts:
+            conditions = Conditions(part.training, grad_mode=part.grad_mode)
+            frames.append(Frame(self._modules[part.module], part.attribute_path, conditions=conditions))
+        for number, part in enumerate(parts):
+            self._fill(number, part)
         for frame, part in zip(frames, parts, strict=True):
             self._add_graph(frame, part)
-        first = frames[0]
-        if first.opaque_reason is None and isinstance(first.module, LoadedRoot):
-            stored = list({id(f.module): f.module for f in frames if f.opaque_reason is None}.values())
-            check = CallCheck(first, document.sizes, dtype_of(document.default_dtype), stored)
-            has_edits = any(frame.is_edited for frame in frames)
-            first.module.set_calls(
-                check, self._model, has_edits=has_edits, runs_its_graphs=max(self._counts.values()) == 1
-            )
+        root = frames[0].module
+        if frames[0].opaque_reason is None and isinstance(root, LoadedRoot):
+            calls = LoadedCalls(frames, document.sizes, dtype_of(document.default_dtype), self._model)
+            root.__dict__.update(_stored_calls=calls, runs_its_graphs=max(self._graph_counts.values()) == 1)
+            root.register_forward_pre_hook(calls, with_kwargs=True)
         unstored = {format_path(f.path): f.opaque_reason for f in frames if f.opaque_reason is not None}
-        return Loaded(first.module, first, unstored)
-
-    # -- modules -------------------------------------------------------------------------------------------------------
+        return root, frames[0], unstored
 
     def _module(self, part: ModulePart, is_live: bool, is_root: bool) -> Module:
         """Returns a module, after its children. If it is live, it is that of the model, if there is one."""
-        original = self._original(part, is_live)
+        original = self._original(part)
         if original is not None and is_live:
             return original
-        is_container = part.cls in CONTAINERS and not part.names and not is_root
-        module = CONTAINERS[part.cls]() if is_container else loaded_class(part.cls, is_root)()
+        is_container = part.cls in _CONTAINERS and not part.names and not is_root
+        module = _CONTAINERS[part.cls]() if is_container else _loaded_class(part.cls, is_root)()
         module.training = part.training
         module._modules.update({name: None if n is None else self._modules[n] for name, n in part.children.items()})
         for registry, numbers in ((module._parameters, part.parameters), (module._buffers, part.buffers)):
@@ -165,14 +320,14 @@ class _Reader:
                 module.__dict__[name] = original.__dict__[name]
         return module
 
-    def _original(self, part: ModulePart, is_live: bool) -> Module | None:
+    def _original(self, part: ModulePart) -> Module | None:
         """Returns the module of the model, which must be as it was."""
         if self._model is None or part.path is None:
             return None
         module, where = module_at(self._model, part.path), f"{part.path!r} of the model"
         if type(module).__name__ != part.cls or module is None:
             raise GraphError(f"{where} is not a {part.cls}, as in the file: give the model whose graph it is")
-        if not is_live and part.training is not module.training:
+        if part.training is not module.training:
             was = "train" if part.training else "eval"
             raise GraphError(f"{where} was in {was} mode when the graph was saved; call model.{was}()")
         for name, number in (part.parameters | part.buffers).items():
@@ -184,51 +339,48 @@ class _Reader:
                 )
         return module
 
-    def _add_names(self, module: Module, part: ModulePart) -> None:
-        for name, (kind, number) in part.names.items():
-            if not name.startswith(ALIAS) or not name.isidentifier():
-                raise ValueError(f"{name[:60]!r} is not a name for graphs")
-            module.__dict__[name] = (self._tensors if kind == "tensor" else self._modules)[number]
-
-    # -- frames --------------------------------------------------------------------------------------------------------
-
-    def _fill(self, frame: Frame, part: FramePart, later: Sequence[Frame]) -> None:
+    def _fill(self, number: int, part: FramePart) -> None:
         """Adds the records; a frame calls only frames after it."""
-        frame.parameters = [_parameter(each) for each in part.parameters]
+        frame = self._frames[number]
+        frame.parameters = [
+            InputParameter(name, inspect._ParameterKind(kind), *map(decoded, default or [inspect.Parameter.empty]))
+            for name, kind, default in part.parameters
+        ]
+        if not all(map(_is_name, (parameter.name for parameter in frame.parameters))):
+            raise ValueError("a parameter has no valid name")
         frame.opaque_reason = part.unstored
-        pairs = [[(name, tuple(map(decoded_key, dig))) for name, dig in pair] for pair in part.same_inputs]
+        pairs = [[(name, tuple(map(decoded, dig))) for name, dig in pair] for pair in part.same_inputs]
         frame.conditions.same_inputs = tuple((one, other) for one, other in pairs)
-        sites: dict[tuple[int, ...], SavedSite] = {}
         for record in part.records:
-            node = self._record(record, frame, later, len(self._document.frames) - len(later))
-            key = tuple(record.lines)
-            if key and isinstance(node, (OpNode, CallNode)):
-                node.site = sites.setdefault(key, SavedSite((), tuple(self._lines[number] for number in key)))
+            node = self._record(number, record)
+            if (key := tuple(record.lines)) and isinstance(node, (OpNode, CallNode)):
+                node.site = self._sites.setdefault(key, SavedSite((), tuple(self._lines[line] for line in key)))
             frame.nodes.append(node)
             frame.names[node.name] = node
 
-    def _record(self, part: RecordPart, frame: Frame, later: Sequence[Frame], start: int) -> Node:
+    def _record(self, number: int, part: RecordPart) -> Node:
         common: dict[str, Any] = {
             "op": part.op, "spec": _spec(part.spec), "name": part.name, "base_name": part.name,
             "target": part.name if part.target is None else part.target, "is_live": "is_hidden" not in part.flags,
+            **{flag: flag in part.flags for flag in _FLAGS},
         }  # fmt: skip
-        common |= {flag: flag in part.flags for flag in ("is_size", "is_mutated_later", "is_view_filled_later")}
         if part.kind == "op":
             return OpNode(written_argument=part.written_argument, **common)
         if part.kind != "call":
             common["target"] = _no_value if part.kind == "constant" else common["target"]
             return Node(kind=part.kind, **common)
-        if part.frame < start or later[part.frame - start].call is not None:
-            raise ValueError(f"a frame calls the frame {part.frame}, which comes before it, or is called already")
-        callee = later[part.frame - start]
-        callee.parent, callee.capture = frame, frame.capture
-        callee.call = CallNode(frame=callee, call_index=part.call_index, call_count=part.call_count, **common)
+        called, index, calls = part.call or (0, 0, 0)
+        callee, caller = self._frames[called], self._frames[number]
+        if called <= number or callee.call is not None:
+            raise ValueError(f"a frame calls the frame {called}, which comes before it, or is called already")
+        callee.parent, callee.capture = caller, caller.capture
+        callee.call = CallNode(frame=callee, call_index=index, call_count=calls, **common)
         return callee.call
 
     def _add_graph(self, frame: Frame, part: FramePart) -> None:
         reason = "it has several graphs, which run in a call of the PatchableGraph only"
         if frame.opaque_reason is None:
-            frame.custom_graph = _GraphReader(frame, self._allowed).graph(part.graph)
+            frame.custom_graph = self._graph(frame, part.graph)
             # All loaded graphs are custom ones. These were edited or custom before they were saved, too.
             frame.is_edited = part.is_own
         else:
@@ -238,9 +390,45 @@ class _Reader:
                 "PatchableGraph.load(file, model=model)"
             )
         if isinstance(frame.module, LoadedModule):
-            forward = StoredForward(frame.module, frame.parameters, reason)
-            forward.set_graph(frame.custom_graph if self._counts[part.module] == 1 else None)
-            frame.module.__dict__["forward"] = forward
+            graph = frame.custom_graph if self._graph_counts[part.module] == 1 else None
+            frame.module.__dict__["forward"] = StoredForward(frame.module, frame.parameters, reason, graph)
+
+    def _graph(self, frame: Frame, steps: Sequence[StepPart]) -> fx.Graph:
+        """Returns the graph of a frame, whose records are known."""
+        graph, codegen, parameters = fx.Graph(), ForwardCodeGen(frame.parameters), iter(frame.parameters)
+        made: list[fx.Node] = []
+        for step in steps:
+            if step.op == "placeholder":
+                made.append(_placeholder(graph, step, next(parameters), frame, codegen))
+            else:
+                leaves = {"step": made.__getitem__}
+                args = tuple(decoded(value, leaves) for value in step.args)
+                kwargs = {name: decoded(value, leaves) for name, value in step.kwargs.items()}
+                if not all(map(_is_name, kwargs)) or isinstance(step.target, str) is (step.op == "call_function"):
+                    raise ValueError(f"a {step.op} has no such target, or an argument no valid name")
+                made.append(graph.create_node(step.op, self._target(step, frame, args), args, kwargs, step.name))
+            if step.record is not None:
+                made[-1].meta[RECORD] = frame.nodes[step.record]
+        if codegen.is_needed:
+            graph.set_codegen(codegen)
+        graph.lint()
+        return graph
+
+    def _target(self, step: StepPart, frame: Frame, args: tuple[Any, ...]) -> Any:
+        target, module = step.target, frame.module
+        if isinstance(target, FunctionPart):
+            function = self._names.function(target)
+            check_attribute(function, args)
+            return function
+        if step.op == "call_method":
+            check_method(target)
+        elif step.op != "output":
+            is_alias = target.startswith(ALIAS) and target.isidentifier()
+            of_call = module.__dict__.get(target) if is_alias else module_at(module, target)
+            found = tensor_at(module, target) if step.op == "get_attr" else of_call
+            if found is None or not (is_alias or is_writable(target)):
+                raise ValueError(f"a graph cannot use the name {target[:80]!r}")
+        return target
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -248,22 +436,32 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return is_alike and bool((tensor_bytes(one) == tensor_bytes(other)).all())
 
 
-def _parameter(part: ParameterPart) -> InputParameter:
-    if not part.name.isidentifier() or keyword.iskeyword(part.name):
-        raise ValueError(f"{part.name[:60]!r} is not the name of a parameter")
-    default = decoded(part.default[0]) if part.default else inspect.Parameter.empty
-    return InputParameter(part.name, inspect._ParameterKind(part.kind), default)
+def _is_name(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
 
 
 def _no_value() -> None:
     """Returns `None`, for a constant that is not stored."""
 
 
+def _placeholder(
+    graph: fx.Graph, step: StepPart, parameter: InputParameter, frame: Frame, codegen: ForwardCodeGen
+) -> fx.Node:
+    if step.target != parameter.starred_name:
+        raise ValueError("the placeholders of a graph are not the parameters of forward")
+    default = () if parameter.default is inspect.Parameter.empty else (codegen.default(parameter),)
+    record = frame.names.get(parameter.name)
+    is_tensor = record is not None and isinstance(record.spec, TensorSpec) and record.spec.type_name == "Tensor"
+    return graph.create_node(
+        "placeholder", step.target, default, name=step.name, type_expr=Tensor if is_tensor else None
+    )
+
+
 def _spec(part: SpecPart) -> ValueSpec:
     if part.kind == "tensor":
         return TensorSpec(torch.Size(part.shape), dtype_of(part.dtype), torch.device(part.device), part.name)
     if part.kind == "container":
-        keyed = [(decoded_key(key), _spec(child)) for key, child in part.children]
+        keyed = [(decoded(key), _spec(child)) for key, child in part.children]
         cls = _stand_in(part.name, part.container) if part.container else known_classes()[part.name]
         return ContainerSpec(cls, tuple((key_text(key), key, child) for key, child in keyed))
     if part.kind == "value":
@@ -277,70 +475,3 @@ def _stand_in(name: str, kind: str) -> type:
     bases: dict[str, type] = {"tuple": tuple, "list": list, "mapping": collections.UserDict, "object": object}
     module, _, qualified = name.rpartition(":")
     return type(qualified.rsplit(".", 1)[-1], (bases[kind],), {"__module__": module, "__qualname__": qualified})
-
-
-# -- graphs ------------------------------------------------------------------------------------------------------------
-
-
-class _GraphReader:
-    """Reads the graph of a frame whose records are known. No text of the file gets into code but names and literals."""
-
-    def __init__(self, frame: Frame, allowed: Allowed) -> None:
-        self._frame = frame
-        self._allowed = allowed
-        self._graph = fx.Graph()
-        self._made: list[fx.Node] = []
-
-    def graph(self, steps: Sequence[StepPart]) -> fx.Graph:
-        """Returns the graph."""
-        codegen, parameters = ForwardCodeGen(self._frame.parameters), iter(self._frame.parameters)
-        for step in steps:
-            if step.op == "placeholder":
-                fx_node = self._placeholder(step, next(parameters), codegen)
-            else:
-                fx_node = self._node(step)
-            if step.record is not None:
-                fx_node.meta[RECORD] = self._frame.nodes[step.record]
-            self._made.append(fx_node)
-        if codegen.is_needed:
-            self._graph.set_codegen(codegen)
-        self._graph.lint()
-        return self._graph
-
-    def _placeholder(self, step: StepPart, parameter: InputParameter, codegen: ForwardCodeGen) -> fx.Node:
-        if step.target != parameter.starred_name:
-            raise ValueError("the placeholders of a graph are not the parameters of forward")
-        default = () if parameter.default is inspect.Parameter.empty else (codegen.default(parameter),)
-        record = self._frame.names.get(parameter.name)
-        is_tensor = record is not None and isinstance(record.spec, TensorSpec) and record.spec.type_name == "Tensor"
-        kind = Tensor if is_tensor else None
-        return self._graph.create_node("placeholder", step.target, default, name=step.name, type_expr=kind)
-
-    def _node(self, step: StepPart) -> fx.Node:
-        leaves = {"step": self._made.__getitem__}
-        args = tuple(decoded(value, leaves) for value in step.args)
-        kwargs = {name: decoded(value, leaves) for name, value in step.kwargs.items()}
-        if not all(name.isidentifier() and not keyword.iskeyword(name) for name in kwargs):
-            raise ValueError("a keyword argument has no valid name")
-        target: Any = step.target
-        if isinstance(target, FunctionPart):
-            target = decoded_function(target, self._allowed)
-            check_attribute(target, args)
-        if isinstance(target, str) is (step.op == "call_function"):
-            raise ValueError(f"a {step.op} has no such target")
-        if step.op == "call_method":
-            check_method(target)
-        elif step.op in ("get_attr", "call_module"):
-            self._check_path(step, target)
-        return self._graph.create_node(step.op, target, args, kwargs, step.name)
-
-    def _check_path(self, step: StepPart, path: str) -> None:
-        module, is_alias = self._frame.module, path.startswith(ALIAS) and path.isidentifier()
-        if not is_alias and not is_writable(path):
-            raise ValueError(f"a graph cannot use the name {path[:80]!r}")
-        if step.op == "get_attr":
-            found: Any = tensor_at(module, path)
-        else:
-            found = module.__dict__.get(path) if is_alias else module_at(module, path)
-        if found is None:
-            raise ValueError(f"{path[:80]!r} leads to nothing that the graph could use")

@@ -12,10 +12,14 @@ from torch import Tensor
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.patches import kinds, splices
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.serialization.documents import checked_file, read_document, write_document
-from graphpatch_notebook.serialization.plain_values import UnstorableError, decoded, encoded
-from graphpatch_notebook.serialization.schema import PatchDocument, PatchPart
-from graphpatch_notebook.serialization.tensors import TensorTable, made_tensors
+from graphpatch_notebook.serialization.documents import (
+    PatchDocument,
+    PatchPart,
+    checked_file,
+    read_document,
+    write_document,
+)
+from graphpatch_notebook.serialization.values import TensorTable, decoded, encoded, made_tensors
 
 _KEY = "graphpatch_notebook_patches"
 _KINDS = {
@@ -60,7 +64,7 @@ position_dim=None, value=tensor([1., 1.]), slice=None)}
         for patch in [given] if isinstance(given, Patch) else given:
             try:
                 parts.append(_encoded(str(path), patch, tensors))
-            except UnstorableError as problem:  # all of them are named
+            except GraphError as problem:  # all of them are named
                 problems.append(f"{str(path)!r}: {type(patch).__name__}: {problem}")
         if not isinstance(given, Patch) and not given:
             problems.append(f"{str(path)!r}: there are no patches")
@@ -106,9 +110,9 @@ def load_patches(file: str | os.PathLike[str] | IO[bytes]) -> dict[str, Patch[An
 def _encoded(path: str, patch: Any, tensors: TensorTable) -> PatchPart:
     kind = type(patch)
     if not isinstance(patch, Patch):
-        raise UnstorableError("it is not a patch")
+        raise GraphError("it is not a patch")
     if _KINDS.get(kind.__name__) is not kind:
-        raise UnstorableError("it is a kind of your own; save what it holds, and make it again after loading")
+        raise GraphError("it is a kind of your own; save what it holds, and make it again after loading")
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -116,8 +120,8 @@ def _encoded(path: str, patch: Any, tensors: TensorTable) -> PatchPart:
         if isinstance(value, frozenset):  # of steps or positions
             return {"set": encoded(sorted(value))}
         if callable(value):
-            raise UnstorableError("it holds code, which is not written to files; add this patch after loading")
-        raise UnstorableError(f"it holds an object of type {type(value).__name__}")
+            raise GraphError("it holds code, which is not written to files; add this patch after loading")
+        raise GraphError(f"it holds an object of type {type(value).__name__}")
 
     fields = {field.name: getattr(patch, field.name) for field in dataclasses.fields(kind) if field.init}
     return PatchPart(path, kind.__name__, {name: encoded(value, leaf) for name, value in fields.items()})

@@ -13,8 +13,8 @@ import inspect
 import io
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,46 +24,46 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import listed_doubts
 from graphpatch_notebook.capture.held_values import module_at
-from graphpatch_notebook.capture.records import (
-    RECORD,
-    CallNode,
-    Frame,
-    InputParameter,
-    Node,
-    Ref,
-    Site,
-    SizeGuard,
-)
+from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, Site, SizeGuard
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.model_state import copied, preserved
+from graphpatch_notebook.checks.model_state import copied, copied_output, preserved
 from graphpatch_notebook.errors import GraphError, GraphPatchWarning
 from graphpatch_notebook.graphs import CompiledGraphModule
-from graphpatch_notebook.graphs.build import BuiltGraph, build
+from graphpatch_notebook.graphs.build import build
 from graphpatch_notebook.graphs.edits import guards_of, unguarded_doubts
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.serialization.documents import checked_file, name_of, write_document
-from graphpatch_notebook.serialization.functions import (
-    check_attribute,
-    check_method,
-    class_name,
-    encoded_function,
-    known_classes,
-    unchanged,
-)
-from graphpatch_notebook.serialization.loaded_modules import ALIAS, LoadedRoot, check_of, is_writable, tensor_at
-from graphpatch_notebook.serialization.loading import METADATA_KEY, load
-from graphpatch_notebook.serialization.plain_values import UnstorableError, encoded, encoded_key
-from graphpatch_notebook.serialization.schema import (
+from graphpatch_notebook.serialization.documents import (
     FramePart,
     GraphDocument,
     ModulePart,
-    ParameterPart,
     RecordPart,
     SpecPart,
     StepPart,
+    checked_file,
+    name_of,
+    write_document,
 )
-from graphpatch_notebook.serialization.tensors import TensorTable
+from graphpatch_notebook.serialization.loading import (
+    ALIAS,
+    METADATA_KEY,
+    LoadedRoot,
+    calls_of,
+    is_writable,
+    load,
+    tensor_at,
+)
+from graphpatch_notebook.serialization.values import (
+    TensorTable,
+    check_attribute,
+    check_method,
+    class_name,
+    encoded,
+    encoded_function,
+    known_classes,
+    refused,
+    unchanged,
+)
 from graphpatch_notebook.torch_compat import set_grad_enabled
 from graphpatch_notebook.values import (
     ContainerSpec,
@@ -104,92 +104,94 @@ def save(
         written = io.BytesIO()
         write_document(written, METADATA_KEY, document, tensors)
         written.seek(0)
-        loaded = load(written, root.module if writer.unstored else None, None)
-        if isinstance(loaded.module, LoadedRoot):  # not the model itself, whose graph is not stored
-            loaded.module.answer_all()
-        graph = runnable(loaded.module, loaded.root, ExtractionOptions())
-        _compare(_without_trace(graph, loaded.module, root.module), _without_trace(call, root.module), check)
+        module, frame, _ = load(written, root.module if writer.unstored else None, None)
+        if (calls := calls_of(module)) is not None:
+            calls.model = None  # only for what is not stored
+        graph = runnable(module, frame, ExtractionOptions())
+        for number, (args, kwargs) in enumerate(check):
+            try:
+                found = _output_of(graph, (module, root.module), args, kwargs)
+            except GraphError as error:
+                raise GraphError(f"check[{number}]: {error}") from error
+            problem = difference(found, _output_of(call, (root.module,), args, kwargs), "output")
+            if problem is not None:
+                raise GraphError(f"check[{number}]: the graph does not equal the model: {problem}")
     if writer.unstored:
         warnings.warn(GraphPatchWarning(writer.warning(name_of(target)), "unstored frame"), stacklevel=3)
     write_document(target, METADATA_KEY, document, tensors)
 
 
-def _without_trace(run: Callable[..., Any], *modules: Module) -> Callable[..., Any]:
-    """Returns a function that calls `run` on copies of its arguments; modules and generators stay as they were."""
-
-    def result(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            snapshots = [stack.enter_context(preserved(module)) for module in modules]
-            args, kwargs = copied((args, kwargs))
-            output = run(*args, **kwargs)
-            for snapshot in snapshots:
-                output = snapshot.separated(output)
-            return output
-
-    return result
-
-
-def _compare(graph: Callable[..., Any], model: Callable[..., Any], calls: Iterable[Any]) -> None:
-    for number, (args, kwargs) in enumerate(calls):
-        try:
-            found = graph(*args, **kwargs)
-        except GraphError as error:
-            raise GraphError(f"check[{number}]: {error}") from error
-        problem = difference(found, model(*args, **kwargs), "output")
-        if problem is not None:
-            raise GraphError(f"check[{number}]: the graph does not equal the model: {problem}")
+def _output_of(
+    run: Callable[..., Any], modules: tuple[Module, ...], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Returns a copy of what `run` returns for copies of its arguments; modules and generators stay as they were."""
+    if not modules:
+        args, kwargs = copied((args, kwargs))
+        return copied_output(run(*args, **kwargs))
+    with preserved(modules[0]):
+        return _output_of(run, modules[1:], args, kwargs)
 
 
 class _Writer:
     """Writes the parts of a document.
 
     Attributes:
+        frames: All frames of the capture.
+        modules: The modules to write.
+        tensors: The tensors to write.
         unstored: Why frames are not stored, by their ids.
+        is_loaded: Whether the graphs were loaded from a file: they have their checks already.
+        is_of_one_grad_mode: Whether graphs hold only if gradients are enabled, or disabled, as they were.
     """
 
     def __init__(self, root: Frame, own: Sequence[CompiledGraphModule]) -> None:
-        self._root = root
-        self._frames = list(self._root.walk())
-        self._numbers = {id(frame): number for number, frame in enumerate(self._frames)}
+        self.root = root
+        self.frames = list(root.walk())
         self.tensors = TensorTable()
-        self._modules = _ModuleTable(self._root.module, (frame.module for frame in self._frames), self.tensors)
-        self._graphs = _GraphWriter(root, own, self._modules)
+        self.modules = _ModuleTable(root.module, (frame.module for frame in self.frames), self.tensors)
+        self.edited = {id(m.frame): m for m in own if m.frame.is_edited and m.frame.custom_graph is None}
+        self.unstored: dict[int, str] = {}
+        self.is_loaded = self.is_of_one_grad_mode = isinstance(root.module, LoadedRoot)
+        self._numbers = {id(frame): number for number, frame in enumerate(self.frames)}
         self._lines: dict[tuple[str, int, str, str], int] = {}
         self._site_lines: dict[int, list[int]] = {}
-        self.unstored: dict[int, str] = {}
 
     def document(self) -> GraphDocument:
         """Returns the document, or raises an error if it would lack a graph that *is* its module."""
-        parts: dict[int, tuple[list[ParameterPart], list[StepPart]]] = {}
-        for frame in self._frames:
+        graphs: dict[int, list[StepPart]] = {}
+        for frame in self.frames:
             if id(frame) not in self.unstored:
                 try:
-                    parts[id(frame)] = self._stored(frame)
-                except (GraphError, UnstorableError) as error:
+                    graphs[id(frame)] = self._graph(frame)
+                except GraphError as error:
                     self._leave_out(frame, str(error))
-        for frame in self._frames:
+        for frame in self.frames:
             if id(frame) in self.unstored and self._is_own(frame):
                 raise GraphError(
                     f"the graph of {_where(frame)} replaces its module, as it was edited or is custom, and cannot be "
                     f"stored: {self.unstored[id(frame)]}. Nothing was written; save a PatchableGraph without this edit"
                 )
-        module, specs = self._root.module, [spec for node in self._root.inputs() for spec in tensor_specs(node.spec)]
-        sizes: list[list[int | None]] = [
-            list(spec.shape) if self._root.capture.has_escaped_sizes else [None] * len(spec.shape) for spec in specs
+        module, specs = self.root.module, [spec for node in self.root.inputs() for spec in tensor_specs(node.spec)]
+        sizes: Any = [
+            list(spec.shape) if self.root.capture.has_escaped_sizes else [None] * len(spec.shape) for spec in specs
         ]
-        default_dtype = torch.get_default_dtype()
-        if (check := check_of(module)) is not None:  # it was loaded
-            sizes, default_dtype = list(map(list, check.sizes)), check.default_dtype
+        calls = calls_of(module)
         return GraphDocument(
-            default_dtype=dtype_name(default_dtype),
-            sizes=getattr(module, "fixed_sizes", sizes),  # of an exported program
-            frames=[self._frame(frame, *parts.get(id(frame), ([], []))) for frame in self._frames],
-            modules=self._modules.parts(),
+            default_dtype=dtype_name(calls.default_dtype if calls else torch.get_default_dtype()),
+            sizes=calls.sizes if calls else getattr(module, "fixed_sizes", sizes),  # of an exported program
+            frames=[self._frame(frame, graphs) for frame in self.frames],
+            modules=self.modules.parts(),
             tensors=self.tensors.parts,
             lines=list(self._lines),
         )
 
-    # -- frames that are not stored ------------------------------------------------------------------------------------
+    def _graph(self, frame: Frame) -> list[StepPart]:
+        if frame.opaque_reason is not None:
+            raise GraphError(frame.opaque_reason)
+        if unguarded_doubts(frame) and not frame.has_own_graph:
+            raise GraphError(listed_doubts(frame.doubts))
+        _parameters(frame, refused)
+        return _GraphWriter(self, frame).steps
 
     def _leave_out(self, frame: Frame, reason: str) -> None:
         """Notes that a frame is not stored, nor all below it, nor other calls of these modules."""
@@ -198,74 +200,58 @@ class _Writer:
                 self.unstored[id(inner)] = (
                     reason if inner is frame else f"it is inside {_where(frame)}, which is not stored"
                 )
-                for other in self._frames:
+                for other in self.frames:
                     if other.module is inner.module and id(other) not in self.unstored:
                         self._leave_out(other, f"it is the module of {_where(inner)}, which is not stored")
 
     def _is_own(self, frame: Frame) -> bool:
         """Whether the graph of `frame` *is* its module, rather than a record of it, here and before it was loaded."""
-        return frame.is_edited or (frame.has_own_graph and not isinstance(self._root.module, LoadedRoot))
+        return frame.is_edited or (frame.has_own_graph and not self.is_loaded)
 
     def warning(self, file: str) -> str:
         """Returns what to say about frames that are not stored."""
-        frames = [frame for frame in self._frames if id(frame) in self.unstored]
+        frames = [frame for frame in self.frames if id(frame) in self.unstored]
         topmost = [frame for frame in frames if frame.parent is None or id(frame.parent) not in self.unstored]
         listed = "".join(f"\n  {_where(frame)}: {self.unstored[id(frame)]}" for frame in topmost[:5])
         hint = "\nwithout caches, a model of transformers can be stored: PatchableGraph(..., use_cache=False)"
         return (
-            f"{len(frames)} of {len(self._frames)} frames are not stored in {file}; to call these, load it with the "
+            f"{len(frames)} of {len(self.frames)} frames are not stored in {file}; to call these, load it with the "
             f"model (PatchableGraph.load(file, model=model)):{listed}{hint if 'Cache' in listed else ''}"
         )
 
-    # -- frames --------------------------------------------------------------------------------------------------------
+    # -- records -------------------------------------------------------------------------------------------------------
 
-    def _stored(self, frame: Frame) -> tuple[list[ParameterPart], list[StepPart]]:
-        if frame.opaque_reason is not None:
-            raise UnstorableError(frame.opaque_reason)
-        if unguarded_doubts(frame) and not frame.has_own_graph:
-            raise UnstorableError(listed_doubts(frame.doubts))
-        return list(map(_encoded_parameter, frame.parameters)), self._graphs.steps(frame)
-
-    def _frame(self, frame: Frame, parameters: list[ParameterPart], graph: list[StepPart]) -> FramePart:
-        reason, records, same_inputs = self.unstored.get(id(frame)), frame.graph_nodes, frame.conditions.same_inputs
-        if reason is not None:
-            with suppress(UnstorableError):  # where a default is an object, the model's module has the parameters
-                parameters = list(map(_encoded_parameter, frame.parameters))
-            same_inputs = same_inputs if parameters else ()
-            records = [node for node in frame.nodes if node.kind in _BOUNDARY and (parameters or node.kind != "input")]
+    def _frame(self, frame: Frame, graphs: dict[int, list[StepPart]]) -> FramePart:
+        reason, same_inputs = self.unstored.get(id(frame)), frame.conditions.same_inputs
+        kept = frame.graph_nodes if reason is None else [node for node in frame.nodes if node.kind in _BOUNDARY]
         # `attention(x, x, x)`: the graph reads one of the three inputs, no matter which one the code reads. That is
         # right for all calls of this form, but a patch on one of them would change too much or nothing.
         same = {name for pair in same_inputs for name, _ in pair} if frame.custom_graph is None else ()
         return FramePart(
-            module=self._modules.number(frame.module),
+            module=self.modules.number(frame.module),
             attribute_path=frame.attribute_path,
             training=frame.conditions.training,
-            grad_mode=frame.conditions.grad_mode if frame is self._root and self._graphs.is_of_one_grad_mode else None,
-            parameters=parameters,
-            records=[self._record(node, is_hidden=node.kind == "input" and node.target in same) for node in records],
-            graph=graph,
+            grad_mode=frame.conditions.grad_mode if frame is self.root and self.is_of_one_grad_mode else None,
+            parameters=_parameters(frame, lambda _: None),
+            records=[self._record(node, is_hidden=node.kind == "input" and node.target in same) for node in kept],
+            graph=graphs[id(frame)] if reason is None else [],
             unstored=reason,
             is_own=reason is None and self._is_own(frame),
-            same_inputs=[[(name, list(map(encoded_key, dig))) for name, dig in pair] for pair in same_inputs],
+            same_inputs=[[(name, list(map(encoded, dig))) for name, dig in pair] for pair in same_inputs],
         )
 
     def _record(self, node: Node, *, is_hidden: bool) -> RecordPart:
-        part = RecordPart(node.kind, node.name, node.op, _encoded_spec(node.spec))
-        if node.kind not in ("op", "constant", "output"):
-            part.target = str(node.target)
-        if node.site is not None:
-            part.lines = self._lines_of(node.site)
         flags = {"is_hidden": is_hidden or not node.is_live, "is_size": node.is_size}
         flags |= {"is_mutated_later": node.is_mutated_later, "is_view_filled_later": node.is_view_filled_later}
-        part.flags = [flag for flag, is_set in flags.items() if is_set]  # type: ignore[misc]  # its names
-        part.written_argument = node.written_argument
-        if isinstance(node, CallNode):
-            part.frame, part.call_index, part.call_count = (
-                self._numbers[id(node.frame)],
-                node.call_index,
-                node.call_count,
-            )
-        return part
+        call = node if isinstance(node, CallNode) else None
+        return RecordPart(
+            node.kind, node.name, node.op, _encoded_spec(node.spec),
+            target=None if node.kind in ("op", "constant", "output") else str(node.target),
+            lines=[] if node.site is None else self._lines_of(node.site),
+            flags=[flag for flag, is_set in flags.items() if is_set],  # type: ignore[misc]  # its names
+            written_argument=node.written_argument,
+            call=None if call is None else (self._numbers[id(call.frame)], call.call_index, call.call_count),
+        )  # fmt: skip
 
     def _lines_of(self, site: Site) -> list[int]:
         if id(site) not in self._site_lines:  # layers share their sites
@@ -278,12 +264,10 @@ def _where(frame: Frame) -> str:
     return repr(format_path(frame.path)) if frame.parent is not None else "the root"
 
 
-def _encoded_parameter(parameter: InputParameter) -> ParameterPart:
-    try:
-        default = [] if parameter.default is inspect.Parameter.empty else [encoded(parameter.default)]
-    except UnstorableError as error:
-        raise UnstorableError(f"the default of its parameter {parameter.name!r}: {error}") from None
-    return ParameterPart(parameter.name, int(parameter.kind), default)
+def _parameters(frame: Frame, leaf: Callable[[Any], Any]) -> list[tuple[str, int, list[Any]]]:
+    """Returns the entries of the parameters of `forward`; `leaf` writes defaults that are not plain values."""
+    empty = inspect.Parameter.empty
+    return [(p.name, int(p.kind), [] if p.default is empty else [encoded(p.default, leaf)]) for p in frame.parameters]
 
 
 def _encoded_spec(spec: ValueSpec) -> SpecPart:
@@ -291,17 +275,15 @@ def _encoded_spec(spec: ValueSpec) -> SpecPart:
     if isinstance(spec, TensorSpec):
         shape, dtype, device = list(spec.shape), dtype_name(spec.dtype), str(spec.device)
         return SpecPart("tensor", spec.type_name, shape, dtype, device)
-    try:
+    with suppress(GraphError):  # a key of a dict that is an object, say
         if isinstance(spec, ContainerSpec):
             kinds = {"tuple": tuple, "list": list, "mapping": Mapping, "object": object}
             kind = next(name for name, base in kinds.items() if issubclass(spec.type, base))
-            children = [(encoded_key(key), _encoded_spec(child)) for _, key, child in spec.children]
+            children = [(encoded(key), _encoded_spec(child)) for _, key, child in spec.children]
             known: Any = "" if spec.type in known_classes().values() else kind
             return SpecPart("container", class_name(spec.type), container=known, children=children)
         if isinstance(spec, ScalarSpec):
             return SpecPart("value", value=encoded(spec.value))
-    except UnstorableError:  # a key of a dict that is an object, say
-        return SpecPart("object", str(spec))
     return SpecPart("unknown") if isinstance(spec, UnknownSpec) else SpecPart("object", str(spec))
 
 
@@ -319,108 +301,53 @@ class _Paths:
 
 
 class _GraphWriter:
-    """Writes graphs over the attribute paths of their modules.
+    """Writes the graph of one frame, over the attribute paths of its module, with checks of what the code read.
 
     Attributes:
-        is_of_one_grad_mode: Whether graphs hold only if gradients are enabled, or disabled, as they were.
+        steps: The steps.
     """
 
-    def __init__(self, root: Frame, own: Sequence[CompiledGraphModule], modules: _ModuleTable) -> None:
-        self._root = root
-        self.is_of_one_grad_mode = isinstance(root.module, LoadedRoot)  # it says itself
-        self._edited = {id(m.frame): m for m in own if m.frame.is_edited and m.frame.custom_graph is None}
-        self._modules = modules
-
-    def steps(self, frame: Frame) -> list[StepPart]:
-        """Returns the steps of the graph of `frame`, with checks of what the module's code read."""
-        edited = self._edited.get(id(frame))
-        built = build(frame, _Paths()) if edited is None else edited.built()
-        writer = _Steps(frame, self._ends_of_no_grad(frame, built.graph))
-        for fx_node in built.graph.nodes:
-            args = ((fx_node.args[0],),) if fx_node.op == "output" and frame.custom_graph is None else fx_node.args
-            step = StepPart(fx_node.op, fx_node.name)
-            if fx_node.op == "call_function":
-                check_attribute(fx_node.target, args)
-                step.target = encoded_function(fx_node.target)
-            elif fx_node.op != "output":
-                step.target = self._target(fx_node, frame, built)
-            writer.add(fx_node, step, args)
-        return writer.steps
-
-    def _ends_of_no_grad(self, frame: Frame, graph: fx.Graph) -> set[fx.Node]:
-        """Returns the steps that enable gradients again after `with torch.no_grad():`, if they were enabled before."""
-        mode = now = frame.conditions.grad_mode
-        ends: set[fx.Node] = set()
-        if mode is None or isinstance(self._root.module, LoadedRoot):
-            return ends
-        is_plain = self._root.conditions.grad_mode is True
-        for fx_node in graph.nodes:
-            if fx_node.target is set_grad_enabled:
-                if fx_node.args[0] and mode and not now:
-                    ends.add(fx_node)
-                elif fx_node.args[0] or not is_plain:
-                    self.is_of_one_grad_mode = True
-                now = bool(fx_node.args[0])
-        if now is not mode:
-            raise UnstorableError("it changes the grad mode out of sight, as checkpoint(..., use_reentrant=True) does")
-        return ends
-
-    def _target(self, fx_node: fx.Node, frame: Frame, built: BuiltGraph) -> str:
-        target, modules = str(fx_node.target), self._modules
-        if fx_node.op == "placeholder":
-            return target
-        if fx_node.op == "call_method":
-            check_method(target)
-            return target
-        if fx_node.op == "call_module":
-            record = fx_node.meta.get(RECORD)
-            if not isinstance(record, CallNode):
-                raise UnstorableError(f"it calls {target!r}, which has no record")
-            found = module_at(frame.module, target) if frame.custom_graph is not None else None
-            if found is not None and found is not record.frame.module:
-                raise UnstorableError(f"it calls {target!r}, which was replaced by another module since the capture")
-            return modules.reach_module(frame.module, target, record.frame.module)
-        if (edited := self._edited.get(id(frame))) is not None:
-            own = edited.__dict__.get(target)
-            if isinstance(own, Tensor):  # the user set it on the graph module
-                return modules.hold(frame.module, own)
-            target = target if target in built.constants else edited.original_path(target)
-        if target not in built.constants:
-            return modules.reach_tensor(frame.module, target)
-        value = built.constants[target]()
-        if value is None:
-            raise UnstorableError("it uses a tensor that no longer exists: the graph and its module do not hold it")
-        if not isinstance(value, Tensor):
-            raise UnstorableError(f"it uses an object of type {type(value).__name__}")
-        return modules.hold(frame.module, value)
-
-
-class _Steps:
-    """The steps of one graph."""
-
-    def __init__(self, frame: Frame, ends_of_no_grad: set[fx.Node]) -> None:
+    def __init__(self, writer: _Writer, frame: Frame) -> None:
         self.steps: list[StepPart] = []
-        self._ends_of_no_grad = ends_of_no_grad
-        self._grad_mode: Any = None
+        self._writer = writer
+        self._frame = frame
+        self._edited = writer.edited.get(id(frame))
         self._numbers: dict[fx.Node, int] = {}
         self._records = {id(node): number for number, node in enumerate(frame.graph_nodes)}
         self._step_of: dict[int, int] = {}
         self._site: Site | None = None
-        self._guards: dict[int, list[SizeGuard]] = {}  # by the last record that they are about
-        for guard in guards_of(frame) if frame.custom_graph is None else ():
-            records = [self._records.get(id(ref.node), -1) for ref in guard.operands if isinstance(ref, Ref)]
-            if min(records, default=-1) >= 0:  # not one of the steps of a fused call, which runs itself
-                self._guards.setdefault(max(records), []).append(guard)
+        self._built = build(frame, _Paths()) if self._edited is None else self._edited.built()
+        guards = self._guards() if frame.custom_graph is None else {}
+        mode = now = frame.conditions.grad_mode
+        callers_mode: Any = None
+        for fx_node in self._built.graph.nodes:
+            is_end = False
+            if fx_node.target is set_grad_enabled and not writer.is_loaded:
+                if callers_mode is None:
+                    callers_mode = self._call(torch.is_grad_enabled)
+                is_end = bool(fx_node.args[0] and mode and not now)  # of `with torch.no_grad():`
+                if not is_end and (fx_node.args[0] or writer.root.conditions.grad_mode is not True):
+                    writer.is_of_one_grad_mode = True
+                now = bool(fx_node.args[0])
+            record = self._add(fx_node, [callers_mode] if is_end else None)
+            for guard in guards.get(record, ()):
+                refs = [operand for operand in guard.operands if isinstance(operand, Ref)]
+                if all(self._records[id(ref.node)] in self._step_of for ref in refs):  # the user may have erased one
+                    self._add_check(guard)
+        if now is not mode:
+            raise GraphError("it changes the grad mode out of sight, as checkpoint(..., use_reentrant=True) does")
 
-    def add(self, fx_node: fx.Node, step: StepPart, args: Sequence[Any]) -> None:
-        """Adds a step, and checks of what Python found out about its value."""
-        if self._ends_of_no_grad and self._grad_mode is None and fx_node.target is set_grad_enabled:
-            self._grad_mode = self._call(torch.is_grad_enabled)  # that of each call, not that of the capture
+    def _add(self, fx_node: fx.Node, args: list[Any] | None) -> int | None:
+        """Adds the step of a node. Returns the number of its record."""
+        step = StepPart(fx_node.op, fx_node.name)
         if fx_node.op not in ("placeholder", "get_attr"):
-            step.args = [encoded(value, self._leaf) for value in args]
-            if fx_node in self._ends_of_no_grad:
-                step.args = [self._grad_mode]
+            is_whole = fx_node.op != "output" or self._frame.custom_graph is not None
+            given = fx_node.args if is_whole else ((fx_node.args[0],),)
+            if fx_node.op == "call_function":
+                check_attribute(fx_node.target, given)
+            step.args = [encoded(value, self._leaf) for value in given] if args is None else args
             step.kwargs = {name: encoded(value, self._leaf) for name, value in fx_node.kwargs.items()}
+        step.target = self._target(fx_node)
         number = self._numbers[fx_node] = len(self.steps)
         self.steps.append(step)
         record = fx_node.meta.get(RECORD)
@@ -428,15 +355,60 @@ class _Steps:
         if record is not None and step.record is not None:
             self._step_of[step.record] = number
             self._site = record.site or self._site  # arithmetic on sizes has none: it is near the operation before
-            for guard in self._guards.get(step.record, ()):
-                refs = [operand for operand in guard.operands if isinstance(operand, Ref)]
-                if all(self._records[id(ref.node)] in self._step_of for ref in refs):  # the user may have erased one
-                    self._add_check(guard)
+        return step.record
 
     def _leaf(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return {"step": self._numbers[value]}
-        raise UnstorableError(f"it uses an object of type {type(value).__name__}")
+        return {"step": self._numbers[value]} if isinstance(value, fx.Node) else refused(value)
+
+    def _target(self, fx_node: fx.Node) -> Any:
+        module, modules, target = self._frame.module, self._writer.modules, str(fx_node.target)
+        if fx_node.op == "call_function":
+            return encoded_function(fx_node.target)
+        if fx_node.op == "call_method":
+            check_method(target)
+        if fx_node.op == "get_attr":
+            return self._attribute(target)
+        if fx_node.op != "call_module":
+            return "" if fx_node.op == "output" else target
+        record = fx_node.meta.get(RECORD)
+        callee = record.frame.module if isinstance(record, CallNode) else None
+        found = module_at(module, target) if self._frame.custom_graph is not None else None
+        if callee is None or (found is not None and found is not callee):
+            raise GraphError(f"it calls {target!r}, which has no record, or was replaced since the capture")
+        if is_writable(target) and module_at(module, target) is callee:
+            return target
+        return modules.alias(module, "module", modules.number(callee))
+
+    def _attribute(self, path: str) -> str:
+        """Returns the attribute by which the graph reads a tensor that its module has at `path`, or a constant."""
+        module, modules, constants = self._frame.module, self._writer.modules, self._built.constants
+        if path in constants:
+            value = constants[path]()
+        elif self._edited is not None and isinstance(self._edited.__dict__.get(path), Tensor):
+            value = self._edited.__dict__[path]  # the user set it on the graph module
+        else:
+            path = path if self._edited is None else self._edited.original_path(path)
+            value, (parents, _, name) = tensor_at(module, path), path.rpartition(".")
+            holder = module_at(module, parents)
+            if value is not None and holder is not None and name not in holder.__dict__ and is_writable(path):
+                modules.tensor(holder, name, value)
+                return path
+        if not isinstance(value, Tensor):
+            raise GraphError(
+                f"it reads {path!r}: an object, or a tensor that no module holds and that no longer exists"
+            )
+        return modules.alias(module, "tensor", modules.tensor(module, "constant", value))
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def _guards(self) -> dict[int | None, list[SizeGuard]]:
+        """Returns what Python found out about sizes and values, by the last record that it is about."""
+        found: dict[int | None, list[SizeGuard]] = {}
+        for guard in guards_of(self._frame):
+            records = [self._records.get(id(ref.node), -1) for ref in guard.operands if isinstance(ref, Ref)]
+            if min(records, default=-1) >= 0:  # not one of the steps of a fused call, which runs itself
+                found.setdefault(max(records), []).append(guard)
+        return found
 
     def _add_check(self, guard: SizeGuard) -> None:
         operands = [self._operand(operand) if isinstance(operand, Ref) else operand for operand in guard.operands]
@@ -487,33 +459,15 @@ class _ModuleTable:
         """Returns the number of `module`."""
         return self._numbers[id(module)]
 
-    def reach_module(self, module: Module, path: str, callee: Module) -> str:
-        """Returns the attribute path by which a graph of `module` calls `callee`, which the model has at `path`."""
-        is_there = is_writable(path) and module_at(module, path) is callee
-        return path if is_there else self._alias(module, ("module", self.number(callee)))
-
-    def reach_tensor(self, module: Module, path: str) -> str:
-        """Returns the attribute path by which a graph of `module` reads the tensor that the model has at `path`."""
-        tensor, (parents, _, name) = tensor_at(module, path), path.rpartition(".")
-        holder = module_at(module, parents)
-        if tensor is None or holder is None:
-            raise UnstorableError(f"it reads {path!r}, which is not a tensor that a module holds")
-        if name in holder.__dict__ or not is_writable(path):
-            return self.hold(module, tensor)
-        self._tensor(holder, name, tensor)
-        return path
-
-    def hold(self, module: Module, tensor: Tensor) -> str:
-        """Returns the name by which a graph of `module` reads a tensor that cannot be reached by an attribute path."""
-        return self._alias(module, ("tensor", self._tensor(module, "constant", tensor)))
-
-    def _alias(self, module: Module, what: tuple[Any, int]) -> str:
+    def alias(self, module: Module, kind: str, number: int) -> str:
+        """Returns the name by which graphs of `module` use a module or a tensor that no attribute path leads to."""
         names = self._names.setdefault(id(module), {})
-        alias = next((name for name, other in names.items() if other == what), f"{ALIAS}{len(names)}")
-        names[alias] = what
+        alias = next((name for name, other in names.items() if other == (kind, number)), f"{ALIAS}{len(names)}")
+        names[alias] = (kind, number)
         return alias
 
-    def _tensor(self, holder: Module, name: str, tensor: Tensor) -> int:
+    def tensor(self, holder: Module, name: str, tensor: Tensor) -> int:
+        """Returns the number of a tensor that a module holds under a name."""
         path = self._paths.get(id(holder))
         return self._tensors.add(tensor, f"{path}.{name}" if path else name)
 
@@ -524,8 +478,8 @@ class _ModuleTable:
                 cls=type(module).__name__,
                 path=self._paths.get(id(module)),
                 training=module.training,
-                parameters={name: self._number_of(module, name, tensor) for name, tensor in module._parameters.items()},
-                buffers={name: self._number_of(module, name, tensor) for name, tensor in module._buffers.items()},
+                parameters={name: self._optional(module, name, tensor) for name, tensor in module._parameters.items()},
+                buffers={name: self._optional(module, name, tensor) for name, tensor in module._buffers.items()},
                 not_persistent=sorted(module._non_persistent_buffers_set),
                 children={n: None if m is None else self._numbers[id(m)] for n, m in module._modules.items()},
                 names=self._names.get(id(module), {}),
@@ -533,8 +487,7 @@ class _ModuleTable:
             for module in self._modules
         ]
 
-    def _number_of(self, module: Module, name: str, tensor: Tensor | None) -> int | None:
-        try:
-            return None if tensor is None else self._tensor(module, name, tensor)
-        except UnstorableError:  # the frames that need it are not stored
-            return None
+    def _optional(self, module: Module, name: str, tensor: Tensor | None) -> int | None:
+        with suppress(GraphError):  # the frames that need it are not stored
+            return None if tensor is None else self.tensor(module, name, tensor)
+        return None
