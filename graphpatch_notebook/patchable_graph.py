@@ -670,7 +670,7 @@ class PatchableGraph(_LikeItsModel):
             file: The name of the file, or an open binary file, which is read from its current position.
             model: The model itself. It runs the frames that could not be stored, and all calls that the graphs do not
                 cover. If graphs were edited or are custom, such calls are errors instead, since the model's code lacks
-                the edits. Its weights are used; they must be those of the file.
+                the edits. Its weights are used.
             allow: Names of functions and classes outside of torch that the graphs may use (`"mylib.my_op"`), or of
                 whole packages (`"mylib"`). Loading imports these, which runs their code.
 

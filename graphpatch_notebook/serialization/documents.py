@@ -42,19 +42,6 @@ class TensorPart(DocumentPart):
     requires_grad: bool = False
 
 
-class SpecPart(DocumentPart):
-    """The spec of a value; `name` is the class, `container` the kind of a container of which only the name is known."""
-
-    kind: Literal["tensor", "container", "value", "object", "unknown"]
-    name: str = ""
-    shape: list[Number] = []
-    dtype: str = ""
-    device: str = "cpu"
-    value: Any = None
-    container: Literal["", "tuple", "list", "mapping", "object"] = ""
-    children: list[tuple[Any, SpecPart]] = []
-
-
 class FunctionPart(DocumentPart):
     """A function by name (see `values`); with `keys`, what makes a container of this class with children there."""
 
@@ -79,7 +66,7 @@ class RecordPart(DocumentPart):
     kind: Kind
     name: str
     op: str
-    spec: SpecPart
+    spec: dict[str, Any]
     target: str | None = None
     lines: list[Number] = []
     flags: list[Literal["is_size", "is_hidden", "is_mutated_later", "is_view_filled_later"]] = []
@@ -90,19 +77,18 @@ class RecordPart(DocumentPart):
 class FramePart(DocumentPart):
     """A call of a module, with its graph, or the reason why none is stored; `is_own`: the graph *is* the module.
 
-    Parameters are those of `forward`: name, kind as in `inspect`, and a list of the default if there is one.
     `grad_mode` is that of the root, if the graphs hold for no other.
     """
 
     module: Number
     attribute_path: str
     training: bool
-    parameters: list[tuple[str, int, list[Any]]]
+    parameters: list[dict[str, Any]]
     records: list[RecordPart]
     graph: list[StepPart] = []
     unstored: str | None = None
     is_own: bool = False
-    same_inputs: list[list[tuple[str, list[Any]]]] = []
+    same_inputs: Any = None
     grad_mode: bool | None = None
 
 
@@ -203,13 +189,14 @@ def read_document(file: Any, key: str, kind: type[_T], writer: str) -> tuple[str
     from safetensors.torch import load, load_file
 
     source = checked_file(file, "read")
-    data = source.open("rb").close() if isinstance(source, Path) else source.read()  # raises the usual errors
+    if isinstance(source, Path):
+        source.open("rb").close()  # which raises the usual errors
     try:
         if isinstance(source, Path):
             with safe_open(source, framework="pt") as opened:
                 metadata, tensors = opened.metadata(), load_file(source)
         else:
-            assert data is not None
+            data = source.read()
             metadata = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
             tensors = load(data)
         document = metadata[key].encode()

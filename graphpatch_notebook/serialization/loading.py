@@ -50,7 +50,6 @@ from graphpatch_notebook.serialization.documents import (
     GraphDocument,
     ModulePart,
     RecordPart,
-    SpecPart,
     StepPart,
     read_document,
 )
@@ -61,19 +60,12 @@ from graphpatch_notebook.serialization.values import (
     check_method,
     decoded,
     dtype_of,
-    known_classes,
+    is_name,
     made_tensors,
 )
 from graphpatch_notebook.torch_compat import set_grad_enabled
 from graphpatch_notebook.values import (
-    ContainerSpec,
-    ObjectSpec,
-    ScalarSpec,
     TensorSpec,
-    UnknownSpec,
-    ValueSpec,
-    key_text,
-    tensor_bytes,
 )
 
 METADATA_KEY = "graphpatch_notebook"
@@ -137,10 +129,9 @@ class StoredForward:
 class LoadedModule(Module):
     """A module of the saved model, without its code: its parameters, buffers and children."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        reason = "the example inputs did not reach it, so the file has no graph for it; only the model can run it"
-        self.__dict__["forward"] = StoredForward(self, (), reason, None)
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Raises an error: a module with a graph has another `forward`."""
+        raise GraphError("the example inputs did not reach this module, so the file has no graph: run it in the model")
 
 
 class LoadedRoot(LoadedModule):
@@ -330,27 +321,14 @@ class _Reader:
         if part.training is not module.training:
             was = "train" if part.training else "eval"
             raise GraphError(f"{where} was in {was} mode when the graph was saved; call model.{was}()")
-        for name, number in (part.parameters | part.buffers).items():
-            found = (module._parameters | module._buffers).get(name)
-            if number is not None and (found is None or not _is_same(found, self._tensors[number])):
-                raise GraphError(
-                    f"{name!r} of {where} is not what it was when the graph was saved; load these weights first: "
-                    "model.load_state_dict(safetensors.torch.load_file(file), strict=False)"
-                )
         return module
 
     def _fill(self, number: int, part: FramePart) -> None:
         """Adds the records; a frame calls only frames after it."""
         frame = self._frames[number]
-        frame.parameters = [
-            InputParameter(name, inspect._ParameterKind(kind), *map(decoded, default or [inspect.Parameter.empty]))
-            for name, kind, default in part.parameters
-        ]
-        if not all(map(_is_name, (parameter.name for parameter in frame.parameters))):
-            raise ValueError("a parameter has no valid name")
+        frame.parameters = decoded(part.parameters)
+        frame.conditions.same_inputs = decoded(part.same_inputs)
         frame.opaque_reason = part.unstored
-        pairs = [[(name, tuple(map(decoded, dig))) for name, dig in pair] for pair in part.same_inputs]
-        frame.conditions.same_inputs = tuple((one, other) for one, other in pairs)
         for record in part.records:
             node = self._record(number, record)
             if (key := tuple(record.lines)) and isinstance(node, (OpNode, CallNode)):
@@ -360,7 +338,7 @@ class _Reader:
 
     def _record(self, number: int, part: RecordPart) -> Node:
         common: dict[str, Any] = {
-            "op": part.op, "spec": _spec(part.spec), "name": part.name, "base_name": part.name,
+            "op": part.op, "spec": decoded(part.spec), "name": part.name, "base_name": part.name,
             "target": part.name if part.target is None else part.target, "is_live": "is_hidden" not in part.flags,
             **{flag: flag in part.flags for flag in _FLAGS},
         }  # fmt: skip
@@ -404,7 +382,7 @@ class _Reader:
                 leaves = {"step": made.__getitem__}
                 args = tuple(decoded(value, leaves) for value in step.args)
                 kwargs = {name: decoded(value, leaves) for name, value in step.kwargs.items()}
-                if not all(map(_is_name, kwargs)) or isinstance(step.target, str) is (step.op == "call_function"):
+                if not all(map(is_name, kwargs)) or isinstance(step.target, str) is (step.op == "call_function"):
                     raise ValueError(f"a {step.op} has no such target, or an argument no valid name")
                 made.append(graph.create_node(step.op, self._target(step, frame, args), args, kwargs, step.name))
             if step.record is not None:
@@ -431,15 +409,6 @@ class _Reader:
         return target
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    is_alike = one.shape == other.shape and one.dtype == other.dtype
-    return is_alike and bool((tensor_bytes(one) == tensor_bytes(other)).all())
-
-
-def _is_name(name: str) -> bool:
-    return name.isidentifier() and not keyword.iskeyword(name)
-
-
 def _no_value() -> None:
     """Returns `None`, for a constant that is not stored."""
 
@@ -455,23 +424,3 @@ def _placeholder(
     return graph.create_node(
         "placeholder", step.target, default, name=step.name, type_expr=Tensor if is_tensor else None
     )
-
-
-def _spec(part: SpecPart) -> ValueSpec:
-    if part.kind == "tensor":
-        return TensorSpec(torch.Size(part.shape), dtype_of(part.dtype), torch.device(part.device), part.name)
-    if part.kind == "container":
-        keyed = [(decoded(key), _spec(child)) for key, child in part.children]
-        cls = _stand_in(part.name, part.container) if part.container else known_classes()[part.name]
-        return ContainerSpec(cls, tuple((key_text(key), key, child) for key, child in keyed))
-    if part.kind == "value":
-        return ScalarSpec(decoded(part.value))
-    return ObjectSpec(part.name) if part.kind == "object" else UnknownSpec()
-
-
-@cache
-def _stand_in(name: str, kind: str) -> type:
-    """Returns a class in place of one that is not imported: its instances are never made."""
-    bases: dict[str, type] = {"tuple": tuple, "list": list, "mapping": collections.UserDict, "object": object}
-    module, _, qualified = name.rpartition(":")
-    return type(qualified.rsplit(".", 1)[-1], (bases[kind],), {"__module__": module, "__qualname__": qualified})

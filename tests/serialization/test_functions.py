@@ -78,14 +78,6 @@ def test_outputs_of_transformers_are_allowed() -> None:
         Names().function(FunctionPart("transformers.modeling_outputs:torch", []))
 
 
-@pytest.mark.parametrize(
-    "function", [eval, exec, open, torch.load, torch.save, torch.hub.load, os.system, torch.from_file, torch.jit.load]
-)
-def test_other_functions_have_no_name(function: Any) -> None:
-    with pytest.raises(GraphError):
-        back(function)
-
-
 def test_no_table_has_anything_that_reads_or_runs() -> None:
     words = "load save file pickle library hub. exec eval import hook compile data_ptr".split()
     assert not [name for name in functions() if any(word in name.lower() for word in words)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import copy
-import dataclasses
 import operator
 from collections.abc import Callable
 from pathlib import Path
@@ -13,19 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 
 from graphpatch_notebook import (
     AddPatch,
     ExtractionOptions,
     GraphError,
-    GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
     ZeroPatch,
 )
 from tests.serialization.files import Mlp, Numpy, Outer, reloaded, x
-from tests.zoo import case_by_name, installed
 
 Edit = Callable[[Any, nn.Module], None]
 
@@ -157,67 +152,6 @@ def _doubled(module: nn.Module) -> fx.Graph:
     return graph
 
 
-class Attention(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(x, x * 2, x * 3)
-
-
-def test_opened_functions(tmp_path: Path) -> None:
-    options = ExtractionOptions(decompose=["scaled_dot_product_attention"])
-    model, inputs = nn.Sequential(Attention()), x(1, 2, 3, 4)
-    pg = PatchableGraph(model, options, inputs)
-    with pytest.warns(GraphPatchWarning, match="'sub_0'"):
-        pg.save(tmp_path / "graph")
-    assert torch.equal(PatchableGraph.load(tmp_path / "graph", model=model)(inputs), model(inputs))
-
-    def sharpen(graph_module: Any, module: nn.Module) -> None:
-        if isinstance(module, Attention):
-            (softmax,) = (n for n in graph_module.graph.nodes if "softmax" in str(n.target))
-            with graph_module.graph.inserting_before(softmax):
-                sharper = graph_module.graph.call_function(operator.mul, (softmax.args[0], 5.0))
-            softmax.args = (sharper, *softmax.args[1:])
-            graph_module.recompile()
-
-    own = PatchableGraph(model, dataclasses.replace(options, postprocessing_function=sharpen), inputs)
-    assert torch.equal(reloaded(own, tmp_path)(inputs), own(inputs))
-    assert not torch.allclose(own(inputs), model(inputs))
-
-
-@dataclasses.dataclass
-class Output:
-    first: Tensor
-    second: Tensor | None = None
-
-
-Pair = collections.namedtuple("Pair", ["first", "second"])
-
-
-@pytest.mark.parametrize("cls", [Output, Pair])
-def test_classes_of_the_caller(tmp_path: Path, cls: type) -> None:
-    class Structured(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return cls(x * 2, None)
-
-    PatchableGraph(Structured(), x()).save(tmp_path / "graph")
-    with pytest.raises(GraphError, match=rf"allow=\['{__name__}.{cls.__name__}'\]"):
-        PatchableGraph.load(tmp_path / "graph")
-    output = PatchableGraph.load(tmp_path / "graph", allow=[f"{__name__}.{cls.__name__}"])(x())
-    assert type(output) is cls
-    assert torch.equal(output.first, x() * 2)
-
-
-def test_random_numbers_in_train_mode(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).train()
-    pg = PatchableGraph(model, x())
-    loaded = reloaded(pg, tmp_path)
-    outputs = []
-    for graph in (loaded, pg):
-        torch.manual_seed(3)
-        outputs.append(graph(x()))
-    assert torch.equal(*outputs)
-    assert torch.equal(loaded.get_buffer("2.running_mean"), pg.get_buffer("2.running_mean"))
-
-
 def test_odd_names(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -244,56 +178,6 @@ def test_odd_names(tmp_path: Path) -> None:
     assert torch.equal(loaded.interpreter(lambda path, value: seen.append(path)).run(x()), pg(x()))
     assert sum(path.endswith(".output") for path in seen) == 4
     assert set(loaded.verify(x()).counts()) == {"own graph"}
-
-
-@pytest.mark.skipif(installed.TORCH < (2, 6), reason="refused there: see test_old_torch.py")
-def test_exported_programs(tmp_path: Path) -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
-            self.register_buffer("count", torch.zeros(1))
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            self.count.add_(1)
-            return {"y": self.a(self.b(self.a(x))) + self.count}
-
-    for dynamic in ({0: torch.export.Dim("batch")}, None):
-        pg = PatchableGraph.from_exported(torch.export.export(Counting(), (x(),), dynamic_shapes={"x": dynamic}))
-        loaded = reloaded(pg, tmp_path)
-        assert repr(loaded.graph) == repr(pg.graph)
-        assert torch.equal(loaded(x())["y"], pg(x())["y"])
-        assert torch.equal(loaded.count, pg.count)
-        if dynamic is not None:
-            assert torch.equal(loaded(x(5, 4))["y"], pg(x(5, 4))["y"])
-        else:
-            with pytest.raises(GraphError, match="'x'"):
-                loaded(x(5, 4))
-
-
-@pytest.mark.skipif(installed.TORCH < (2, 6), reason="refused there: see test_old_torch.py")
-def test_programs_with_branches_are_not_stored(tmp_path: Path) -> None:
-    class Branches(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
-
-    pg = PatchableGraph.from_exported(torch.export.export(Branches(), (x(),)))
-    with pytest.raises(GraphError, match="true_graph_0"):
-        pg.save(tmp_path / "branches")
-    assert not any(tmp_path.iterdir())
-
-
-def test_loaded_models_of_transformers(tmp_path: Path) -> None:
-    case = case_by_name("llama-sdpa")
-    model, ids = case.build(), torch.arange(6)[None] + 3
-    PatchableGraph(model, ids, use_cache=False).save(tmp_path / "graph")
-    expected = model(ids, use_cache=False).logits
-    for given in (None, model):
-        loaded = PatchableGraph.load(tmp_path / "graph", model=given)
-        assert loaded.model.embed_tokens.weight.shape == model.model.embed_tokens.weight.shape
-        assert set(loaded.verify(ids, use_cache=False).counts()) == {"own graph"}
-        assert torch.equal(loaded.interpreter().run(ids, use_cache=False).logits, expected)
-        assert torch.equal(loaded(ids, use_cache=False).logits, expected)
 
 
 def test_modules_of_loaded_graphs_run_alone_where_they_have_one_graph(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from graphpatch_notebook import (
@@ -62,16 +62,6 @@ def test_round_trip(tmp_path: Path, is_open: bool) -> None:
     assert isinstance(found["down.weight"].value, torch.nn.Parameter)
     found["up.output"][0].value.zero_()
     assert SHARED[1, 0] == 4
-
-
-def test_loaded_patches_give_the_same_numbers_in_a_loaded_graph() -> None:
-    pg, graph, patches = PatchableGraph(Mlp(), x()), io.BytesIO(), io.BytesIO()
-    given = {"up.output": AddPatch(value=torch.linspace(0, 1, 8)), "relu": ZeroPatch(slice=(..., 2))}
-    pg.save(graph)
-    save_patches(patches, given)
-    graph.seek(0), patches.seek(0)
-    loaded = PatchableGraph.load(graph).edit(load_patches(patches))
-    assert torch.equal(loaded(x()), pg.edit(given)(x()))
 
 
 class Own(ZeroPatch):
@@ -142,12 +132,6 @@ def test_other_files_are_errors(tmp_path: Path) -> None:
     file = tmp_path / "other.safetensors"
     with pytest.raises(FileNotFoundError):
         load_patches(file)
-    save_file({"a": torch.ones(2)}, file)
-    with pytest.raises(GraphError, match="other.safetensors"):
-        load_patches(file)
     PatchableGraph(Mlp(), x()).save(file)
-    with pytest.raises(GraphError, match="other.safetensors"):
-        load_patches(file)
-    torch.save({"a": ZeroPatch()}, file)
     with pytest.raises(GraphError, match="other.safetensors"):
         load_patches(file)

@@ -18,7 +18,6 @@ from graphpatch_notebook import (
     AddPatch,
     ExtractionOptions,
     GraphError,
-    GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
     ZeroPatch,
@@ -115,27 +114,6 @@ def output_or_refusal(pg: PatchableGraph, call: Call) -> Any:
         return "refused"
 
 
-def test_graphs_with_inputs_of_one_class_keep_their_own_patches(tmp_path: Path) -> None:
-    model = nn.MultiheadAttention(4, 2, batch_first=True).eval()
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = model
-
-        def forward(self, x):
-            return self.attention(x, x, x * 2)[0]
-
-    pg = PatchableGraph(Attention(), x(2, 3, 4))
-    loaded = reloaded(pg, tmp_path)
-    assert "attention.value" in loaded.nodes
-    with (
-        pytest.raises(ValueError, match="attention.key"),
-        loaded.patch({"attention.key": ZeroPatch()}),
-    ):
-        loaded(x(2, 3, 4))
-
-
 def test_saving_what_was_loaded_writes_the_same(tmp_path: Path) -> None:
     case = case_by_name("bert-sdpa")
     call = without_cache(case.build(), case.example())
@@ -177,32 +155,6 @@ def test_a_fresh_process_without_the_classes(tmp_path: Path) -> None:
     assert torch.equal(torch.tensor(patched), expected)
     assert tree == repr(pg.graph)
     assert line == "hidden = torch.relu(self.up(x)) * self.scale"
-
-
-def test_gradients_flow_through_a_loaded_graph(tmp_path: Path) -> None:
-    pg = PatchableGraph(Mlp(), x())
-    loaded = reloaded(pg, tmp_path)
-    for graph in (pg, loaded):
-        with graph.patch({"hidden": AddPatch(value=1.0)}):
-            graph(x()).sum().backward()
-    expected = dict(pg.named_parameters())
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter.grad, expected[name].grad)
-
-
-def test_a_patched_graph_is_saved_without_its_patches(tmp_path: Path) -> None:
-    pg = PatchableGraph(Mlp(), x())
-    with pg.patch({"hidden": ZeroPatch()}):
-        loaded = reloaded(pg, tmp_path)
-        assert torch.equal(pg(x()), pg.down.bias.expand(3, 2))
-    assert torch.equal(loaded(x()), pg(x()))
-
-
-def test_models_with_a_cache_say_how_to_do_without(tmp_path: Path) -> None:
-    case = case_by_name("gpt2-eager")
-    pg = case.example().run(lambda *args, **kwargs: PatchableGraph(case.build(), *args, **kwargs))
-    with pytest.warns(GraphPatchWarning, match="use_cache=False"):
-        pg.save(tmp_path / "graph.safetensors")
 
 
 def test_old_files_are_replaced_in_one_step(tmp_path: Path) -> None:
