@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import (
     CustomPatch,
-    ExtractionOptions,
     PatchableGraph,
     PatchValueError,
     ProbePatch,
@@ -126,48 +125,6 @@ def test_a_replaced_pattern_with_grouped_heads() -> None:
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-@each_family
-def test_gradients_with_respect_to_the_pattern(family: Family) -> None:
-    """`d loss / d pattern` through the fused model's steps equals that of the eager model's own pattern."""
-    fused, eager = family.models()
-    output = eager(input_ids=IDS, output_attentions=True)
-    loss = output.logits.square().sum()
-    (expected,) = torch.autograd.grad(loss, output.attentions[1])
-    pg = PatchableGraph(fused, input_ids=IDS)
-    probe = ProbePatch()
-    with pg.patch({family.pattern: probe}):
-        loss = logits(pg).square().sum()
-    assert probe.activation is not None
-    (found,) = torch.autograd.grad(loss, probe.activation)
-    torch.testing.assert_close(found / found.abs().max(), expected / expected.abs().max(), rtol=1e-4, atol=1e-4)
-
-
-@each_family
-@torch.no_grad()
-def test_nothing_else_changes(family: Family) -> None:
-    fused, _ = family.models()
-    plain = PatchableGraph(fused, ExtractionOptions(decompose=[]), input_ids=IDS)
-    opened = PatchableGraph(fused, input_ids=IDS)
-    shared = [path for path in opened.nodes if path in plain.nodes]
-    assert shared == list(plain.nodes)
-    expected = logits(fused)
-    with opened.patch({path: CustomPatch(custom_op=lambda value: value) for path in shared}):
-        assert torch.equal(logits(opened), expected)
-    with opened.patch({path: CustomPatch(custom_op=lambda value: value) for path in opened.nodes}):
-        torch.testing.assert_close(logits(opened), expected, **TOLERANCE)
-    assert torch.equal(logits(opened), expected)
-
-
-def test_source_lines_lead_from_the_model_to_the_step() -> None:
-    fused, _ = FAMILIES[0].models()
-    pg = PatchableGraph(fused, input_ids=IDS)
-    lines = pg.nodes[FAMILIES[0].pattern].source_lines
-    assert [line.function for line in lines][-2:] == ["sdpa_attention_forward", "_attention"]
-    assert lines[-1].text.startswith("pattern = ")
-    files = [line.file for line in lines if "deprecation" not in line.file]  # older versions wrap the forward
-    assert "modeling_gpt2" in files[0]
-
-
 @pytest.mark.parametrize(("family", "call"), [*itertools.product(FAMILIES[:2], CALLS)])
 @torch.no_grad()
 def test_generation_with_a_cache(family: Family, call: str) -> None:
@@ -241,19 +198,6 @@ def test_heads_that_transformers_packs_are_where_the_names_say() -> None:
         else pytest.raises(RuntimeError),
     ):
         pg.generate(IDS, **settings)
-
-
-def test_a_function_that_is_compiled_during_the_run_and_fails_is_answered_with_what_to_do() -> None:
-    """Dynamo meets the mode of a capture there."""
-    from torch._dynamo.exc import Unsupported
-
-    class Compiling(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise Unsupported("Attempted to call function marked as skipped")
-
-    with pytest.raises(Unsupported) as raised:
-        PatchableGraph(Compiling(), torch.ones(1))
-    assert any("attn_implementation='sdpa'" in note for note in raised.value.__notes__)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:_compile flag")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +16,6 @@ from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
     GraphPatchWarning,
-    Patch,
     PatchableGraph,
     PatchMapError,
     PatchNotFiredError,
@@ -30,7 +27,7 @@ from graphpatch_notebook import (
 )
 from tests.hooks import registered
 from tests.integrations.generations import LENGTH, NEW, WAYS, captured, generated, prompt, same
-from tests.zoo import CASES, installed
+from tests.zoo import CASES
 from tests.zoo.case import tokens
 from tests.zoo.transformers_models import with_cache
 
@@ -136,16 +133,6 @@ def test_a_function_on_a_slice_at_some_steps_and_positions() -> None:
         assert same(expected, generated(pg))
 
 
-def test_positions_give_the_same_tokens_with_and_without_a_cache() -> None:
-    _, pg = captured("llama-eager")
-    with pg.patch({"model.layers_0.mlp.mul": ZeroPatch(positions=[1, LENGTH + 1])}):
-        with_cache = generated(pg)
-        without = generated(pg, use_cache=False)
-    assert torch.equal(with_cache.sequences, without.sequences)
-    for one, other in zip(with_cache.scores, without.scores, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_values_that_hold_the_whole_sequence() -> None:
     """Keys, once the cache is before them: a position is the same column at every step."""
     _, pg = captured("llama-eager")
@@ -167,34 +154,6 @@ def test_the_whole_sequence_is_not_confused_with_as_many_tokens_of_several_seque
     with pg.patch({"model.layers_0.self_attn.attn_weights_1": record}):
         pg.generate(tokens(3, 2).clamp(min=3), max_new_tokens=3, min_new_tokens=3, pad_token_id=0)
     assert [value.shape[-1] for value in record.activations] == [1, 1, 1]
-
-
-def test_ambiguous_tokens_of_several_sequences_are_refused() -> None:
-    model, pg = captured("llama-eager")
-    cache = model(tokens(3, 2), use_cache=True).past_key_values
-    with (
-        pg.patch({"model.layers_0.self_attn.attn_weights_1": ZeroPatch(positions=0, position_dim=3)}),
-        pytest.raises(
-            PatchValueError, match="has 3 entries in dimension 3 at step 1, where the model is given 1 tokens"
-        ),
-    ):
-        pg(tokens(3, 1), **with_cache(model, cache))
-
-
-def test_tokens_of_several_sequences_in_one_row_are_refused() -> None:
-    """Mixtral routes all tokens at once: with one sequence in the example these are as many as it has positions."""
-    case = next(case for case in CASES if case.name == "mixtral-eager")
-    pg = PatchableGraph(case.build(), input_ids=tokens(1, LENGTH))
-    path = next(
-        path
-        for path, node in pg.nodes.items()
-        if ("mlp" in path or "moe" in path) and len(node.shape or ()) == 2 and node.shape[:1] == (LENGTH,)
-    )
-    with (
-        pytest.raises(PatchMapError, match=r"no dimension of its shape \(7, 48\) is the example's sequence"),
-        pg.patch({path: ProbePatch(positions=1)}),
-    ):
-        pass
 
 
 # -- recording ---------------------------------------------------------------------------------------------------------
@@ -228,41 +187,6 @@ def test_records_keep_one_activation_for_each_step(name: str) -> None:
     for record, those in zip(records, expected, strict=True):
         assert len(record.activations) == len(those)
         assert all(torch.equal(a, b) for a, b in zip(record.activations, those, strict=True))
-
-
-def test_patches_on_one_node_do_not_disturb_each_other() -> None:
-    _, pg = captured("gpt2-sdpa")
-    path = PATHS["gpt2-sdpa"][1]
-    record = RecordPatch()
-    patches = [
-        ReplacePatch(value=1.0, steps=0),
-        AddPatch(value=1.0, steps=[0, 2]),
-        ReplacePatch(value=5.0, positions=LENGTH + 2),
-        AddPatch(value=2.0, steps="decoding", positions=LENGTH + 2),
-        record,
-    ]
-    plain = RecordPatch()
-    with pg.patch({path: plain}):
-        generated(pg)
-    with pg.patch({path: patches}):
-        generated(pg)
-    assert torch.equal(record.activations[0], torch.full_like(record.activations[0], 2.0))
-    assert torch.equal(record.activations[3], torch.full_like(record.activations[3], 7.0))
-    assert not torch.equal(plain.activations[1], torch.full_like(plain.activations[1], 2.0))
-
-
-def test_nested_contexts_count_on() -> None:
-    model, pg = captured("gpt2-sdpa")
-    path = PATHS["gpt2-sdpa"][1]
-    outer, inner = RecordPatch(steps=[0, 2, 3]), RecordPatch(steps=2)
-    with torch.no_grad(), pg.patch({path: outer}):
-        cache = pg(tokens(1, 4), use_cache=True).past_key_values
-        cache = pg(tokens(1, 1), **with_cache(model, cache), use_cache=True).past_key_values
-        with pg.patch({path: inner}):
-            cache = pg(tokens(1, 2), **with_cache(model, cache), use_cache=True).past_key_values
-        pg(tokens(1, 1), **with_cache(model, cache), use_cache=True)
-    assert [value.shape[1] for value in outer.activations] == [4, 2, 1]
-    assert [value.shape[1] for value in inner.activations] == [2]
 
 
 # -- a loop of one's own -----------------------------------------------------------------------------------------------
@@ -307,17 +231,6 @@ def test_a_cache_filled_before_the_context_counts_as_step_one() -> None:
     assert [len(record.activations) for record in records] == [0, 1, 1]
 
 
-@pytest.mark.parametrize("is_legacy", [False, True])
-def test_an_empty_cache_counts_as_no_cache(is_legacy: bool) -> None:
-    from transformers import DynamicCache
-
-    model, pg = captured("gpt2-sdpa")
-    record = RecordPatch(steps="prefill")
-    with pg.patch({PATHS["gpt2-sdpa"][1]: record}):
-        pg(tokens(1, 4), **with_cache(model, None if is_legacy else DynamicCache(config=model.config)))
-    assert len(record.activations) == 1
-
-
 class WithLegacyCache(nn.Module):
     """Keys and values of its layers in plain tuples, as models had them before caches were objects."""
 
@@ -343,52 +256,6 @@ def test_tuples_as_caches() -> None:
         pg(tokens(2, 1) % 9, past_key_values=past)
     assert [value.shape for value in record.activations] == [(2, 1, 6)] * 2
     assert [value.shape for value in steps.activations] == [(2, 1, 6)]
-
-
-class WithOwnCache(nn.Module):
-    """Its cache has a name, and a class, that no library knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 6)
-
-    def forward(self, input_ids: Tensor, kv_caches: Any = None) -> Tensor:
-        hidden = self.embed(input_ids)
-        if kv_caches is not None:
-            before = kv_caches[0]
-            kv_caches[0] = (
-                (hidden[:, None], None) if before is None else (torch.cat([before[0], hidden[:, None]], 2), None)
-            )
-        return hidden
-
-
-def test_caches_by_other_names() -> None:
-    pg, ids = PatchableGraph(WithOwnCache(), tokens(2, 4) % 9), tokens(2, 4) % 9
-    records = [RecordPatch(steps="prefill"), RecordPatch(steps=2), RecordPatch(positions=[1, 5])]
-    cache: list[Any] = [None]
-    with pg.patch({"embed.output": records}):
-        for given in (ids, ids[:, :1], ids[:, :1]):
-            pg(given, cache)
-    assert [[value.shape[1] for value in record.activations] for record in records] == [[4], [1], [1, 1]]
-    with (
-        pg.patch({"embed.output": ZeroPatch(steps=0)}),
-        pytest.raises(PatchValueError, match="given as kv_caches does"),
-    ):
-        pg(ids, kv_caches={0: None})
-
-
-@pytest.mark.parametrize(
-    "cache", [{"keys": torch.ones(1)}, torch.ones(3), [torch.ones(2, 2)]], ids=["dict", "tensor", "list"]
-)
-def test_caches_without_a_known_length(cache: Any) -> None:
-    class Odd(WithLegacyCache):
-        def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Any:
-            return self.embed(input_ids)
-
-    pg = PatchableGraph(Odd(), tokens(2, 4) % 9)
-    for patch in (RecordPatch(steps=1), RecordPatch(positions=1)):
-        with pg.patch({"embed.output": patch}), pytest.raises(PatchValueError, match="does not say how many tokens"):
-            pg(tokens(2, 1) % 9, past_key_values=cache)
 
 
 # -- encoders and decoders ---------------------------------------------------------------------------------------------
@@ -455,24 +322,6 @@ def test_what_is_listed_and_not_reached_is_reported(where: dict[str, Any], misse
         pg.generate(ids, max_new_tokens=2, min_new_tokens=2, pad_token_id=0)
 
 
-def test_positions_of_an_encoder_that_are_not_reached() -> None:
-    _, pg = captured("t5-sdpa")
-    for chosen, why in (([4, 5], "not at positions 5 .*"), (5, r"its positions \(5\) were not reached")):
-        patches = {"encoder.block_0.layer_0.SelfAttention.q.output": ZeroPatch(positions=chosen)}
-        with pytest.warns(GraphPatchWarning, match=why), pg.patch(patches):
-            pg(input_ids=tokens(3, 5), decoder_input_ids=tokens(3, 9))
-
-
-def test_what_another_call_of_the_block_reaches_is_not_reported() -> None:
-    _, pg = captured("llama-eager")
-    patches = {PATHS["llama-eager"][1]: ZeroPatch(positions=[2, 8])}
-    with pg.patch(patches):
-        pg(tokens(3, 7))
-        pg(tokens(3, 9))
-    with pg.patch({PATHS["llama-eager"][1]: ZeroPatch(positions=range(2, 60))}):  # may go beyond the end
-        pg(tokens(3, 7))
-
-
 # -- gradients, in-place operations, inputs ----------------------------------------------------------------------------
 
 
@@ -493,23 +342,6 @@ def test_gradients_flow_as_with_a_hook() -> None:
     torch.testing.assert_close(value.grad, same_value.grad)
     model.zero_grad()
     pg.zero_grad()
-
-
-class InPlace(nn.Module):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = input_ids[..., None] * torch.ones(3)
-        hidden.add_(1.0)
-        return hidden * 2
-
-
-def test_operations_in_place() -> None:
-    ids = tokens(2, 5)
-    pg = PatchableGraph(InPlace(), ids)
-    with pg.patch({"add": ZeroPatch(positions=[0, 3])}):
-        found = pg(ids)
-    expected = InPlace()(ids)
-    expected[:, [0, 3]] = 0
-    assert torch.equal(found, expected)
 
 
 def test_inputs_and_the_output_of_the_model() -> None:
@@ -594,103 +426,11 @@ def test_models_without_tokens_have_no_positions() -> None:
             pass
 
 
-def test_all_problems_in_one_error() -> None:
-    _, pg = captured("gpt2-sdpa")
-    patches = {
-        "transformer.h_0.mlp.output": ZeroPatch(steps="foo"),
-        "transformer.wte.weight": ZeroPatch(positions=1),
-        "nowhere": ZeroPatch(),
-    }
-    message = "(?s)3 problems.*nowhere.*steps must be.*a parameter has no positions"
-    with pytest.raises(PatchMapError, match=message), pg.patch(patches):
-        pass
-
-
-def test_a_dimension_out_of_range_of_every_shape_is_an_error() -> None:
-    _, pg = captured("gpt2-sdpa")
-    patches = {"transformer.h_0.mlp.output": ZeroPatch(positions=1, position_dim=4, any_shape=True)}
-    with pytest.raises(PatchMapError, match="position_dim=4 is out of range"), pg.patch(patches):
-        pass
-
-
-def test_classes_with_such_fields_of_their_own_are_refused() -> None:
-    @dataclasses.dataclass(kw_only=True)
-    class AtPositions(Patch[Any]):
-        positions: list[int] = dataclasses.field(default_factory=list)
-
-        def op(self, original_output: Any) -> Any:
-            return original_output
-
-    @dataclasses.dataclass(kw_only=True)
-    class WithSteps(ZeroPatch):
-        steps: int = 3
-
-    _, pg = captured("gpt2-sdpa")
-    for patch, name in ((AtPositions(positions=[1]), "positions"), (WithSteps(), "steps")):
-        message = f"every patch has a field '{name}', which this class redefines"
-        with pytest.raises(PatchMapError, match=message), pg.patch({"transformer.h_0.mlp.output": patch}):
-            pass
-
-
-def test_threads_count_their_own_steps() -> None:
-    _, pg = captured("gpt2-sdpa")
-    path = PATHS["gpt2-sdpa"][1]
-    records: dict[int, RecordPatch] = {}
-
-    def generate(step: int) -> None:
-        records[step] = RecordPatch(steps=step)
-        for _ in range(3):
-            with pg.patch({path: records[step]}):
-                generated(pg, new=4)
-
-    threads = [threading.Thread(target=generate, args=[step]) for step in (0, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [value.shape[1] for value in records[0].activations] == [LENGTH] * 3
-    assert [value.shape[1] for value in records[2].activations] == [1] * 3
-
-
-def test_a_prefill_in_chunks() -> None:
-    """Each chunk is a step; positions are what they are."""
-    model, pg = captured("llama-eager")
-    path = PATHS["llama-eager"][1]
-    if installed.TRANSFORMERS == (5, 0):  # which makes the cache too late
-        with pytest.raises(ValueError, match="without a cache"):
-            generated(model, prefill_chunk_size=3)
-        return
-    whole, chunks, steps = RecordPatch(positions=[1, 4, 8]), RecordPatch(positions=[1, 4, 8]), RecordPatch(steps=[0, 1])
-    with pg.patch({path: whole}):
-        generated(pg)
-    with pg.patch({path: [chunks, steps]}):
-        generated(pg, prefill_chunk_size=3)
-    assert [value.shape[1] for value in steps.activations] == [3, 3]
-    torch.testing.assert_close(torch.cat(whole.activations, 1), torch.cat(chunks.activations, 1))
-
-
-def test_embeddings_instead_of_tokens() -> None:
-    _, pg = captured("llama-eager")
-    path = PATHS["llama-eager"][1]
-    embeds = pg.get_input_embeddings()(prompt()["input_ids"])
-    record = RecordPatch(positions=[2, LENGTH])
-    with torch.no_grad(), pg.patch({path: record}):
-        pg.generate(inputs_embeds=embeds, max_new_tokens=3, min_new_tokens=3, pad_token_id=0)
-    assert [value.shape[1] for value in record.activations] == [1, 1]
-
-
 def test_steps_and_positions_of_a_patch_stay() -> None:
     patch = ZeroPatch(steps=[1, 2])
     with pytest.raises(AttributeError, match=r"dataclasses.replace\(patch, steps=...\)"):
         patch.steps = 3
     assert list(dataclasses.replace(patch, steps=4, positions=[1]).positions) == [1]  # type: ignore[arg-type]
-
-
-def test_a_change_of_a_list_has_no_effect() -> None:
-    chosen = [1, 2]
-    patch = ZeroPatch(steps=chosen)
-    chosen.append(3)
-    assert patch.steps == (1, 2)
 
 
 # -- errors in a run ---------------------------------------------------------------------------------------------------
@@ -753,23 +493,6 @@ def test_steps_and_positions_that_a_generation_does_not_reach_are_reported(patch
         generated(pg)
 
 
-def test_values_at_other_steps_only_are_reported() -> None:
-    _, pg = captured("t5-sdpa")
-    path = "encoder.block_0.layer_1.output"
-    why = r"its value was computed, but not at its steps \('decoding'\)"
-    with pytest.warns(GraphPatchWarning, match=why), pg.patch({path: RecordPatch(steps="decoding")}):
-        generated(pg)
-
-
-def test_direct_calls_report_no_other_steps() -> None:
-    model, pg = captured("gpt2-sdpa")
-    path = PATHS["gpt2-sdpa"][1]
-    with warnings.catch_warnings(), torch.no_grad(), pg.patch({path: [ZeroPatch(steps=1), ZeroPatch(positions=4)]}):
-        warnings.simplefilter("error")
-        cache = pg(tokens(1, 4), use_cache=True).past_key_values
-        pg(tokens(1, 1), **with_cache(model, cache))
-
-
 def test_steps_that_no_direct_call_reaches_are_reported_when_the_context_ends() -> None:
     _, pg = captured("gpt2-sdpa")
     path = PATHS["gpt2-sdpa"][1]
@@ -788,20 +511,6 @@ def test_steps_that_no_direct_call_reaches_are_reported_when_the_context_ends() 
     failing = CustomPatch(custom_op=lambda t: t.no_such_method())
     with pytest.raises(AttributeError):
         twice([ZeroPatch(steps="decoding"), failing], strict=True)
-
-
-def test_an_operation_that_is_not_reached_at_its_step_is_reported() -> None:
-    class Branching(nn.Module):
-        def forward(self, input_ids: Tensor, detour: bool = True) -> Tensor:
-            hidden = input_ids * 2
-            return hidden + 1 if detour else hidden
-
-    pg = PatchableGraph(Branching(), tokens(1, 4))
-    with (
-        pg.patch({"add": ZeroPatch(steps="prefill")}),
-        pytest.warns(GraphPatchWarning, match="'add': its module ran, but did not come to this operation"),
-    ):
-        pg(tokens(1, 4), detour=False)
 
 
 # -- methods that are no generation ------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -173,30 +171,6 @@ def test_patched_gpt2_compiles_as_one_graph(graph_of_gpt2: PatchableGraph, backe
             torch.testing.assert_close(compiled(ids).logits, pg(ids).logits)
 
 
-def test_exported_again(graph_of_gpt2: PatchableGraph) -> None:
-    pg, ids = graph_of_gpt2, gpt2()[1]
-
-    class Logits(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.model(ids).logits
-
-    with torch.no_grad(), pg.patch(gpt2_patches()):
-        if MASKED_BY_VMAP:
-            with pytest.raises(GraphError, match=NOT_WRITTEN):
-                pg.to_fx((ids,), allow_doubts=True)
-            return
-        if installed.TORCH < (2, 6):
-            with pytest.raises(torch._dynamo.exc.Unsupported, match="GraphError"):
-                torch.export.export(Logits(pg.to_fx((ids,), allow_doubts=True)), (ids,))
-            return
-        program = torch.export.export(Logits(pg.to_fx((ids,), allow_doubts=True)), (ids,))
-        assert torch.equal(program.module()(ids), pg(ids).logits)
-
-
 def put_back(model: nn.Module, before: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         buffer.copy_(before.get_buffer(name))
@@ -258,21 +232,6 @@ def test_models_that_write_into_buffers_and_values_compile_as_one_graph() -> Non
     assert all(torch.equal(buffer, state[name]) for name, buffer in model.named_buffers())
 
 
-def test_plain_modules_share_names_and_weights() -> None:
-    model = Stack()
-    plain = PatchableGraph(model, X).to_fx((X,))
-    theirs = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in plain.named_parameters():
-        assert parameter is theirs[name.replace("linear_call_1", "linear")]
-    assert plain.head.weight is model.blocks[0].linear.weight
-    assert set(model.state_dict()) <= set(plain.state_dict())
-    assert "blocks.0.calls" not in plain.state_dict()
-    assert type(plain).__name__ == "Stack"
-    with torch.no_grad():
-        model.head.bias.fill_(3.0)
-    assert torch.equal(plain.head.bias, torch.full((3,), 3.0))
-
-
 @needs_torch_2_6
 def test_exported_programs_as_plain_modules() -> None:
     program = torch.export.export(Outer(), (X,))
@@ -317,13 +276,6 @@ def test_graphs_that_do_not_replace_the_model_are_refused() -> None:
         PatchableGraph(Outer(), options, X).to_fx((X,))
 
 
-def test_graphs_that_hold_on_to_a_cache_are_refused() -> None:
-    model, ids = gpt2()
-    model.config.use_cache = True
-    with pytest.raises(GraphError, match=r"make the PatchableGraph with inputs that do not need it .*use_cache=False"):
-        PatchableGraph(model, ids).to_fx((ids,), allow_doubts=True)
-
-
 def test_edited_and_custom_graphs_are_written_as_they_are() -> None:
     model = Outer()
     pg = PatchableGraph(model, X)
@@ -356,20 +308,6 @@ def test_patches_that_no_graph_can_hold_are_refused() -> None:
         pg.to_fx((X,))
 
 
-def test_attention_patterns_are_patched_in_plain_modules() -> None:
-    query = torch.linspace(-1, 1, 8).view(1, 2, 4)
-    pg = PatchableGraph(Attention(), ExtractionOptions(decompose=["scaled_dot_product_attention"]), query)
-    pattern = next(path for path in pg.nodes if "softmax" in path or path.endswith("pattern"))
-    with pg.patch({pattern: ZeroPatch(slice=(..., 0))}, strict=True):
-        plain = pg.to_fx((query,), allow_doubts=True)
-        assert torch.equal(plain(query), pg(query))
-
-
-class Attention(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(x, x, x)
-
-
 def test_other_inputs_than_the_examples_are_refused() -> None:
     pg = PatchableGraph(Stack(), X)
     plain = pg.to_fx((X,))
@@ -387,54 +325,6 @@ def test_other_inputs_than_the_examples_are_refused() -> None:
         pg.to_fx((longer,))
 
 
-def test_one_tensor_as_several_inputs_is_not_recorded_as_two() -> None:
-    class Adds(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x + 2 * y
-
-    one = PatchableGraph(Adds(), X, X).to_fx((X, X))
-    assert torch.equal(torch.compile(one, fullgraph=True, backend="eager")(X, X), X * 3)
-    with pytest.raises(GraphError, match="'y' is not the same tensor as 'x', unlike in the example"):
-        one(X, X + 1)
-    assert torch.equal(PatchableGraph(Adds(), X, X + 1).to_fx((X, X + 1))(X, X), X * 3)
-
-
-def test_inputs_are_checked_before_any_patch_runs() -> None:
-    class Branches(nn.Module):
-        def forward(self, x: Tensor, y: Tensor | None = None, scale: float = 1.0) -> Tensor:
-            return x * scale if y is None else x + y * scale
-
-    model, x = Branches(), torch.ones(2, 3)
-    seen: list[str] = []
-
-    def noted(name: str) -> CustomPatch:
-        return CustomPatch(lambda value: [seen.append(name), value * 2][1])
-
-    pg = PatchableGraph(model, x, x)
-    with pg.patch({"y": noted("y"), "x": noted("x")}):
-        written = pg.to_fx((x, x))
-    operations = [node.op for node in written.graph.nodes]
-    assert operations[:4] == ["placeholder"] * 3 + ["call_module"]
-    seen.clear()
-    assert torch.equal(written(x, x), torch.full((2, 3), 4.0))
-    assert seen == ["x", "y"]
-    with pytest.raises(GraphError, match="the input 'y' is None"):
-        written(x)
-    assert seen == ["x", "y"]
-
-
-def test_patches_on_parts_of_one_input_of_several() -> None:
-    class Picks(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor], x: Tensor, scale: float = 1.0) -> Tensor:
-            return pair[0] * scale + pair[1] + x
-
-    pair, x = (torch.ones(2, 3), torch.full((2, 3), 2.0)), torch.full((2, 3), 4.0)
-    pg = PatchableGraph(Picks(), pair, x)
-    with pg.patch({"pair|sub_1": AddPatch(value=8.0), "x": AddPatch(value=16.0)}):
-        written = pg.to_fx((pair, x))
-    assert torch.equal(written(pair, x), torch.full((2, 3), 31.0))
-
-
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -447,12 +337,9 @@ class Dropping(nn.Module):
 @pytest.mark.parametrize("mode", [False, True], ids=["eval", "train"])
 def test_modes_other_than_the_captured_are_refused(mode: bool) -> None:
     model = Dropping().train(mode)
-    pg = PatchableGraph(model, X)
-    plain = pg.to_fx((X,))
+    plain = PatchableGraph(model, X).to_fx((X,))
     was, now = ("train", "eval") if mode else ("eval", "train")
     for module in (plain, copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
-        torch.manual_seed(0)
-        value = module(X)
         module.train(not mode)
         with pytest.raises(GraphError, match=rf"this graph was captured in {was} mode, .* call {was}\(\) on what was"):
             module(X)
@@ -460,18 +347,7 @@ def test_modes_other_than_the_captured_are_refused(mode: bool) -> None:
         module.inner.train(not mode)
         with pytest.raises(GraphError, match=f"the graph of 'inner' was captured in {was} mode, and is in {now} mode"):
             module(X)
-        module.train(mode)
-        torch.manual_seed(0)
-        assert torch.equal(module(X), value)
     assert model.training is mode
-    model.inner.train(not mode)  # as it is captured, not as a whole
-    plain = PatchableGraph(model, X).to_fx((X,))
-    torch.manual_seed(0)
-    value = plain(X)
-    torch.manual_seed(0)
-    assert torch.equal(value, model(X))
-    with pytest.raises(GraphError, match="the graph of 'inner'"):
-        plain.train(mode)(X)
 
 
 @pytest.mark.parametrize("case", AWKWARD, ids=[case.name for case in AWKWARD])
@@ -545,27 +421,3 @@ def test_a_compiled_forward_is_captured_as_it_was_written() -> None:
     assert list(pg.nodes) == list(PatchableGraph(plain, X).nodes)
     with pg.patch({"inner.relu": ZeroPatch()}, strict=True):
         assert torch.equal(pg(X), plain.last(torch.zeros(2, 3)))
-
-
-@needs_torch_2_6
-def test_the_compiler_is_as_it_was_after_patched_calls_of_several_threads() -> None:
-    graphs = [PatchableGraph(in_place(), X) for _ in range(2)]
-    inside, go_on = threading.Barrier(2), threading.Event()
-
-    def patched(number: int) -> None:
-        def op(value: Tensor) -> Tensor:
-            inside.wait()
-            if number:
-                go_on.wait()
-            return value
-
-        with graphs[number].patch({"inner.relu": CustomPatch(op)}, strict=True):
-            graphs[number](X)
-        go_on.set()
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(patched, range(2)))
-    counter = torch._dynamo.testing.CompileCounter()
-    torch._dynamo.reset()
-    torch.compile(lambda t: t * 2, backend=counter)(X)
-    assert counter.frame_count == 1
