@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from graphpatch_notebook.execution.apply import apply_to_rows
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext, active_patches, innermost
-from graphpatch_notebook.execution.patch_map import call_problem, target_of_call
+from graphpatch_notebook.execution.patch_map import check_call, target_of_call
 from graphpatch_notebook.execution.plan import FUSED_MODULES, Entry
 from graphpatch_notebook.execution.positions import (
     DECODER_TOKENS,
@@ -94,7 +94,7 @@ __all__ = [
     "active_patches",
     "apply_to_rows",
     "caches_of",
-    "call_problem",
+    "check_call",
     "check_compilable",
     "check_no_counts",
     "copied_config",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS
 from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem, unpacked_shape
-from graphpatch_notebook.checks.sharding import ShardedValue, same_value
+from graphpatch_notebook.checks.sharding import same_value
 from graphpatch_notebook.components.operations import FUSED_ATTENTION
 from graphpatch_notebook.errors import GraphPatchError, PatchValueError, add_note
 from graphpatch_notebook.execution.plan import Entry
@@ -57,7 +57,6 @@ def apply_at(
     entry on an op: they explain more of its shape. If the value has none of the positions of the patch, raises a
     `HeldBackError`, and a `MissingChildError` if there is no such value.
     """
-    __tracebackhide__ = True
     if not dig:
         return _apply(entry, value, indices_in, inputs)
     child = _child(value, dig[0])
@@ -70,7 +69,6 @@ def apply_to_rows(entry: Entry, value: Tensor, *, is_own: bool = False) -> Any:
 
     If nothing else refers to the rows (`is_own`), patches write into them, not into a copy.
     """
-    __tracebackhide__ = True
     if entry.restriction is None or entry.restriction.positions is None:
         return _apply(entry, value, None, None, is_own=is_own)
     indices = entry.restriction.indices(0, value.shape[entry.restriction.dim])
@@ -80,12 +78,15 @@ def apply_to_rows(entry: Entry, value: Tensor, *, is_own: bool = False) -> Any:
 def _apply(
     entry: Entry, value: Any, indices_in: IndicesIn | None, inputs: CallInputs | None, *, is_own: bool = False
 ) -> Any:
-    __tracebackhide__ = True
     apart = _heads_apart(entry, value) if isinstance(value, Tensor) else value
-    if entry.placement is not None and isinstance(value, Tensor):
-        patched = _apply_to_whole(entry, entry.placement, apart, indices_in)
-    else:
-        patched = _apply_plain(entry, apart, indices_in, inputs, is_own=is_own)
+
+    def apply(given: Any) -> Any:
+        if isinstance(given, Tensor) and isinstance(entry.target.whole, TensorSpec):
+            _check_shape(entry, given, inputs)
+        return _patched(entry, given, None if indices_in is None else indices_in(given), is_own=is_own)
+
+    sharded = entry.placement if isinstance(value, Tensor) else None
+    patched = apply(apart) if sharded is None else _apply_to_whole(entry, sharded, apart, apply)
     if apart is value or patched is apart:
         return value if patched is apart else patched
     if not isinstance(patched, Tensor) or patched.shape != apart.shape:
@@ -94,15 +95,6 @@ def _apply(
             f"{shown_value(apart)}; the patch made one {shown_value(patched)}"
         )
     return patched.reshape(value.shape)
-
-
-def _apply_plain(
-    entry: Entry, value: Any, indices_in: IndicesIn | None, inputs: CallInputs | None, *, is_own: bool = False
-) -> Any:
-    __tracebackhide__ = True
-    if isinstance(value, Tensor) and isinstance(entry.target.whole, TensorSpec):
-        _check_shape(entry, value, inputs)
-    return _patched(entry, value, None if indices_in is None else indices_in(value), is_own=is_own)
 
 
 def _heads_apart(entry: Entry, value: Tensor) -> Tensor:
@@ -119,15 +111,14 @@ def _heads_apart(entry: Entry, value: Tensor) -> Tensor:
     return value if shape is None else value.reshape(shape)
 
 
-def _apply_to_whole(entry: Entry, placement: ShardedValue, value: Tensor, indices_in: IndicesIn | None) -> Any:
+def _apply_to_whole(entry: Entry, placement: Any, value: Tensor, apply: Callable[[Any], Any]) -> Any:
     """Returns this process's part of a value, after patches on the whole value."""
-    __tracebackhide__ = True
     with without_torch_functions():  # modes see one call, `same_value`
         whole = placement.whole(value)
         is_held = entry.target.node.kind in HELD_KINDS
         needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and entry.observes_only)
         given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
-    patched = _apply_plain(entry, same_value(value, given), indices_in, None)
+    patched = apply(same_value(value, given))
     # A value that a patch keeps only has a gradient if the model continues with it.
     has_uses = torch.is_grad_enabled() and not is_held and given.requires_grad
     keeps = any(patch.only_keeps or not patch.observes_only for patch in entry.patches)
@@ -141,15 +132,13 @@ def _apply_to_whole(entry: Entry, placement: ShardedValue, value: Tensor, indice
 
 def _patched(entry: Entry, value: Any, indices: Indices | None, *, is_own: bool = False) -> Any:
     """Returns the value with the patches applied to the component's part of it, and only at some positions."""
-    __tracebackhide__ = True
     target = entry.target
     part = patched = _part(entry, value)
     if indices is None:
         for patch in entry.patches:
             patched = apply_patch(patch, target, patched, is_own=is_own)
     else:
-        (patch,) = entry.patches
-        patched = _apply_patch_at(_Places.of(entry, indices), patch, target, part)
+        patched = _apply_patch_at(entry, indices, part)
     if part is value:
         return patched
     if patched is part and not any(_is_read_with_gradient(patch, target, value) for patch in entry.patches):
@@ -177,81 +166,56 @@ def _part(entry: Entry, value: Any) -> Any:
 # -- at some positions -------------------------------------------------------------------------------------------------
 
 
-class _Places:
-    """Indices along a dimension of a value: for all rows of the batch, or, with a dimension of rows, those of each."""
-
-    def __init__(self, indices: Indices, dim: int, row_dim: int | None) -> None:
-        self.indices, self.dim, self.row_dim = indices, dim, row_dim
-        self.rows: list[list[int]] = [indices] if row_dim is None else indices  # type: ignore[list-item, assignment]
-
-    @classmethod
-    def of(cls, entry: Entry, indices: Indices) -> _Places:
-        """Returns the places in the part of the value that `entry` patches."""
-        target = entry.target
-        assert entry.restriction is not None
-        dim, row_dim = entry.restriction.dim, entry.restriction.row_dim
-        if target.index:
-            dim = target.kept_dims.index(dim)
-            row_dim = None if row_dim is None else target.kept_dims.index(row_dim)
-        return cls(indices, dim, row_dim)
-
-    def index(self, value: Tensor) -> Tensor:
-        """Returns these indices as `gather` and `scatter` take them."""
-        index = torch.tensor(self.rows, device=value.device)
-        shape, wanted = [1] * value.dim(), list(value.shape)
-        shape[self.dim] = wanted[self.dim] = index.shape[1]
-        if self.row_dim is not None:
-            shape[self.row_dim] = len(index)
-            index = index if self.row_dim < self.dim else index.T
-        return index.reshape(shape).expand(wanted)
-
-    def replaced(self, value: Tensor, new: Tensor) -> Tensor:
-        """Returns the value with the entries of `new` at these indices."""
-        where: list[Any] = [slice(None)] * value.dim()
-        # Each once: gradients of an index that is there twice would be added.
-        pairs = torch.tensor([(row, i) for row, places in enumerate(self.rows) for i in sorted(set(places))])
-        rows, where[self.dim] = pairs.to(value.device).T
-        if self.row_dim is not None:
-            where[self.row_dim] = rows
-        result = value.clone()  # which keeps the strides
-        result[tuple(where)] = new[tuple(where)]
-        return result
-
-    def check(self, patch: Patch[Any], target: Target, value: Tensor) -> None:
-        """Raises a `PatchValueError` if the rows do not fit a value."""
-        if self.row_dim is None:
-            return
-        rows, size, problem = len(self.rows), value.shape[self.row_dim], None
-        if rows != size:
-            problem = (
-                f"positions has {rows} rows, but the value here, of shape {tuple(value.shape)}, has {size} in "
-                f"dimension {self.row_dim}; give positions for each row of the batch"
-            )
-        elif patch.observes_only and len(set(map(len, self.rows))) > 1:
-            problem = f"at this step, the rows have different numbers of the positions to read: {self.indices}"
-        if problem is not None:
-            raise PatchValueError(f"{target.text!r}: {problem}")
+def _apply_patch_at(entry: Entry, indices: Indices, value: Tensor) -> Tensor:
+    """Applies the patch of an entry to the part of a value that it means, and keeps its effect at some indices only."""
+    target, (patch,), restriction = entry.target, entry.patches, entry.restriction
+    assert restriction is not None
+    dim, row_dim = (
+        each if each is None or not target.index else target.kept_dims.index(each)
+        for each in (restriction.dim, restriction.row_dim)
+    )
+    assert dim is not None
+    rows: list[list[int]] = [indices] if row_dim is None else indices  # type: ignore[list-item, assignment]
+    if row_dim is not None and len(rows) != value.shape[row_dim]:
+        raise PatchValueError(
+            f"{target.text!r}: positions has {len(rows)} rows, but the value here, of shape {tuple(value.shape)}, has "
+            f"{value.shape[row_dim]} in dimension {row_dim}; give positions for each row of the batch"
+        )
+    if row_dim is None and rows[0] == list(range(value.shape[dim])):
+        return apply_patch(patch, target, value)
+    shape = [1] * value.dim()
+    if row_dim is not None:
+        shape[row_dim] = len(rows)
+    if not patch.observes_only:
+        where = f"with positions={patch.positions!r}"
+        patched = _checked(apply_patch(patch, target, value), patch, target, value, where)
+        shape[dim] = value.shape[dim]
+        chosen = torch.zeros(len(rows), shape[dim], dtype=torch.bool)
+        for number, row in enumerate(rows):
+            chosen[number, row] = True
+        mask = _along(chosen.to(value.device), shape, dim, row_dim)
+        return value if patched is value else torch.where(mask, patched, value)
+    if len(set(map(len, rows))) > 1:
+        raise PatchValueError(
+            f"{target.text!r}: at this step, the rows have different numbers of the positions to read: {indices}"
+        )
+    has_gradient = _is_read_with_gradient(patch, target, value)
+    if has_gradient and any(len(set(row)) < len(row) for row in rows):
+        raise PatchValueError(
+            f"{target.text!r}: positions={patch.positions!r} has a position twice, and both copies would get its "
+            "gradient; give each position once, or run in torch.no_grad()"
+        )
+    shape[dim] = len(rows[0])
+    sizes = [*value.shape[:dim], len(rows[0]), *value.shape[dim + 1 :]]
+    index = _along(torch.tensor(rows, device=value.device), shape, dim, row_dim).expand(sizes)
+    taken = value.gather(dim, index)
+    patch.op(taken)
+    return value.clone().scatter_(dim, index, taken) if has_gradient else value
 
 
-def _apply_patch_at(places: _Places, patch: Patch[Any], target: Target, value: Tensor) -> Tensor:
-    """Applies a patch, and keeps its effect at some places only."""
-    __tracebackhide__ = True
-    places.check(patch, target, value)
-    is_all = places.row_dim is None and places.indices == list(range(value.shape[places.dim]))
-    if patch.observes_only and not is_all:
-        index = places.index(value)
-        taken = value.gather(places.dim, index)
-        has_gradient = _is_read_with_gradient(patch, target, value)
-        if has_gradient and any(len(set(row)) < len(row) for row in places.rows):
-            raise PatchValueError(
-                f"{target.text!r}: positions={patch.positions!r} has a position twice, and both copies would get its "
-                "gradient; give each position once, or run in torch.no_grad()"
-            )
-        patch.op(taken)
-        return value.clone().scatter_(places.dim, index, taken) if has_gradient else value
-    where = f"with positions={patch.positions!r}"
-    patched = _checked(apply_patch(patch, target, value), patch, target, value, where)
-    return patched if is_all or patched is value else places.replaced(value, patched)
+def _along(table: Tensor, shape: Sequence[int], dim: int, row_dim: int | None) -> Tensor:
+    """Returns a table of rows and positions in a shape that has its sizes in these two dimensions, else ones."""
+    return (table if row_dim is None or row_dim < dim else table.T).reshape(shape)
 
 
 def _is_read_with_gradient(patch: Patch[Any], target: Target, value: Any) -> bool:
@@ -267,7 +231,6 @@ def _is_read_with_gradient(patch: Patch[Any], target: Target, value: Any) -> boo
 
 def apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool = False) -> Any:
     """Returns the result of one patch; errors name the path, and what the patch was given."""
-    __tracebackhide__ = True
     if patch.observes_only:
         # The model writes into this tensor later: what was observed must stay as it was.
         patch.op(value.clone() if target.node.is_mutated_later and isinstance(value, Tensor) else value)

@@ -13,9 +13,8 @@ from graphpatch_notebook.capture import parameter_without_values
 from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphError, UnknownPathError
-from graphpatch_notebook.execution.patch_map import entries_of, targets_of
-from graphpatch_notebook.execution.plan import Callers, Entry, Plan, make_plan
-from graphpatch_notebook.execution.splices import check_splices
+from graphpatch_notebook.execution.patch_map import check_joined, entries_of, targets_of
+from graphpatch_notebook.execution.plan import Callers, Entry, Plan
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
 from graphpatch_notebook.graphs.build import connect_records
 from graphpatch_notebook.inspection.node_map import NodeMap
@@ -62,7 +61,7 @@ class CapturedModel:
         if patch_map is not None:
             plan = self.plan(self.entries_of(patch_map))
             before = self.permanent_plan
-            check_splices((plan if before is None else before.with_more(plan.entries)).unjoined)
+            check_joined((plan if before is None else before.with_more(plan.entries)).unjoined)
             listed = {path: [p] if isinstance(p, Patch) else list(p) for path, p in patch_map.items()}
             permanent = (*permanent, listed)
         result = self._with_records(self.module, self.root, permanent)
@@ -93,7 +92,6 @@ class CapturedModel:
 
     def check_weights(self) -> None:
         """Raises a `GraphError` if the model cannot run, since its weights are on the meta device."""
-        __tracebackhide__ = True
         if self._lacks_weights:
             name = parameter_without_values(self.module)
             if name:
@@ -141,7 +139,6 @@ class CapturedModel:
 
     def entries_of(self, patch_map: Any) -> list[Entry]:
         """Returns the patches of a patch map with their targets: see `patch_map.entries_of`."""
-        __tracebackhide__ = True
         derived = self._current()
         return entries_of(derived.nodes, patch_map, derived.targets)
 
@@ -225,4 +222,4 @@ class _Derived:
         return self.plan(())
 
     def plan(self, entries: Sequence[Entry]) -> Plan:
-        return make_plan(self._root, entries, self.callers, self._own_graphs)
+        return Plan(self._root, entries, self.callers, self._own_graphs)

@@ -25,19 +25,19 @@ from graphpatch_notebook.errors import (
     PatchNotFiredError,
 )
 from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.patch_map import refuse_with_cache
-from graphpatch_notebook.execution.plan import Entry, FramePlan, Plan
-from graphpatch_notebook.execution.run import Run, WatchedRun, was_in_checkpoint, watch
-from graphpatch_notebook.execution.splices import check_splices
+from graphpatch_notebook.execution.patch_map import check_joined, refuse_with_cache
+from graphpatch_notebook.execution.plan import Entry, Plan
+from graphpatch_notebook.execution.run import Run
 from graphpatch_notebook.execution.stand_in import original_of
 from graphpatch_notebook.execution.steps import GenerationSteps, StepCount, Unreached
-from graphpatch_notebook.execution.tracebacks import explain
+from graphpatch_notebook.execution.tracebacks import explain, hide_frames
 from graphpatch_notebook.patches.kinds import Patch, RunStopped
-from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import (
     eager_code,
     function_mode_depth,
+    has_compiled_parts,
     is_in_backward,
+    may_compile,
     runs_hooks,
     visible_flex_attention,
 )
@@ -79,13 +79,16 @@ class PatchContext:
         return self
 
     def __enter__(self) -> None:
-        __tracebackhide__ = True
         self._was_entered = True
-        if self._own_plan is None or not self.captured.is_current(self._own_plan):
-            self._own_plan = self.captured.plan(self.captured.entries_of(self._patch_map))
-        block = object.__new__(type(self))
-        block.__dict__ |= self.__dict__
-        block._begin(self, self._own_plan)
+        try:
+            if self._own_plan is None or not self.captured.is_current(self._own_plan):
+                self._own_plan = self.captured.plan(self.captured.entries_of(self._patch_map))
+            block = object.__new__(type(self))
+            block.__dict__ |= self.__dict__
+            block._begin(self, self._own_plan)
+        except GraphPatchError as error:
+            hide_frames(error)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -116,35 +119,32 @@ class PatchContext:
     _after_calls: tuple[Callable[[], None], ...] = ()  # what to call after each call, outer blocks first
 
     def _begin(self, origin: PatchContext, own: Plan) -> None:
-        __tracebackhide__ = True
         outer = innermost(self.captured)
         before = self.captured.permanent_plan if outer is None else outer.plan
         self.origin, self.own = origin, own.entries
         self.plan = own if before is None else before.with_more(own.entries)
-        check_splices(self.plan.unjoined)
-        self.has_compiled_parts = self.plan.has_compiled_parts  # compiled code does not see what is swapped
+        check_joined(self.plan.unjoined)
         self.is_over = False
-        self.is_strict = self.is_strict or (outer is not None and outer.is_strict)
-        self.step_count: StepCount = StepCount() if outer is None else outer.step_count
-        after_outer_calls = () if outer is None else outer._after_calls
-        self._after_calls = after_outer_calls if self.after_call is None else (*after_outer_calls, self.after_call)
-        self.has_runs = False  # whether the `PatchableGraph` was called in it
-        self.is_used = False  # the same, or in a block inside it
+        self.step_count = StepCount() if outer is None else outer.step_count
+        after_calls = () if self.after_call is None else (self.after_call,)
+        if outer is not None:
+            self.is_strict |= outer.is_strict
+            after_calls = outer._after_calls + after_calls
+        self._after_calls = after_calls
+        self.is_used = False  # whether the `PatchableGraph` was called in it, or in a block inside it
         self._direct: Module | None = None  # the module of the model that was called directly, without patches, first
         self._has_direct_with_gradients = False  # whether one was called directly while gradients were enabled
         self._awaits_backward = False  # whether backward will compute a patched call again (activation checkpointing)
-        self._reported: set[Any] = set()  # what was reported, once
-        self._swaps = Swaps(_recomputing)
-        self._handles: list[Any] = []
+        self._reported: set[str] = set()
+        self._swaps, self._handles = Swaps(_recomputing), []
         try:
-            plan = self.plan
-            # What is only kept is changed by no hook but those that are there.
-            called = [*plan.with_outputs, *filter(runs_hooks, plan.with_kept_outputs)]
-            self._swaps.hold(plan.watched.values(), called)
+            # A module without hooks returns to its caller what its forward returns.
+            self._swaps.hold(self.plan.watched.values(), filter(runs_hooks, self.plan.with_outputs.values()))
             # Now, since the model may register hooks in a run (transformers does, to collect hidden states), which must
             # see patched inputs.
-            for module in [*plan.with_inputs, *filter(runs_hooks, plan.with_kept_inputs)]:
-                self._handles.append(module.register_forward_pre_hook(self._on_inputs, with_kwargs=True))
+            for module, is_patched in self.plan.with_inputs.values():
+                if is_patched or runs_hooks(module):
+                    self._handles.append(module.register_forward_pre_hook(self._on_inputs, with_kwargs=True))
             _blocks.append(self)
             _active.set((*_active.get(), self))
         except BaseException:
@@ -153,7 +153,6 @@ class PatchContext:
 
     def _on_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """The forward pre-hook of this block on modules whose inputs are patched."""
-        __tracebackhide__ = True
         run = observer.get()
         # No keyword arguments: another thread adds the hook, or takes it away, at this moment.
         if kwargs is None or not isinstance(run, Run) or run.context is not self:
@@ -176,20 +175,21 @@ class PatchContext:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `function`, which runs the model, with the patches of this block; reports those that never fired."""
-        __tracebackhide__ = True
-        plan, outer = self.plan, observer.get()
+        plan, outer, is_direct = self.plan, observer.get(), function is self.captured.module
         if plan.skips and kwargs.get("use_cache") is not False:
             refuse_with_cache(plan, function, args, kwargs)
-        run = self._new_run(function)
-        self.has_runs = self.is_used = True
-        needed = plan.entries
+        steps = None
+        if plan.restricted:
+            steps = GenerationSteps(
+                plan.root.frame, plan.restricted, self.step_count, is_direct, is_outside=self._is_of_one_call
+            )
+        run, needed = Run(self, plan, steps), plan.entries
+        self.is_used = True
         try:
             result = self._observed(run, function, args, kwargs)
         except RunStopped as stop:
-            if torch.is_grad_enabled() and was_in_checkpoint(stop):
-                raise GraphPatchError(_STOPPED_IN_CHECKPOINT) from None
-            result, run.has_stopped = stop.value, True
-            needed = self._entries_until(stop.patch)
+            # What ends a run for its own sake, as `pg.record` does, need not come to the patches of blocks around it.
+            result, run.has_stopped, needed = stop.value, True, self.own
         if self.is_over:
             raise GraphPatchError(
                 "the patch context ended while this call ran in it, in another thread: some of its patches may be "
@@ -197,30 +197,21 @@ class PatchContext:
             )
         if run.ended_at and not run.has_stopped:
             raise GraphPatchError(_STOP_HANDLED.format(path=run.ended_at))
-        self._awaits_backward |= run.is_checkpointed and run.has_changed and torch.is_grad_enabled()
-        if run.with_other_uses:
-            _warn_of_other_uses(run.with_other_uses)
-        self._report_call(run, function, needed)
+        if run.is_checkpointed and torch.is_grad_enabled():
+            if run.has_stopped:
+                raise GraphPatchError(_STOPPED_IN_CHECKPOINT)
+            self._awaits_backward |= run.has_changed
+        self._report_call(run, is_direct, needed)
         if not (isinstance(outer, Run) and outer.root is run.root):  # inside of another call of the same object
             for callback in self._after_calls:
                 callback()
         return result
 
-    def _new_run(self, function: Callable[..., Any]) -> Run:
-        steps, plan, frame_watch = None, self.plan, watch.get()
-        if plan.restricted:
-            is_direct = function is self.captured.module
-            steps = GenerationSteps(
-                plan.root.frame, plan.restricted, self.step_count, is_direct, is_outside=self._is_of_one_call
-            )
-        return Run(self, plan, steps) if frame_watch is None else WatchedRun(frame_watch, self, plan, steps)
-
     def _observed(self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        __tracebackhide__ = True
-        if self.has_compiled_parts and not eager_code.is_possible:
-            raise GraphError(eager_code.reason)
         # Methods may compile the model themselves, as `generate` does with a static cache.
-        is_eager = self.has_compiled_parts or function is not run.root
+        is_eager = function is not run.root or may_compile()
+        if is_eager and not eager_code.is_possible and has_compiled_parts(run.root):
+            raise GraphError(eager_code.reason)
         token = observer.set(run)
         try:
             if not (is_eager or run.plan.sees_ops or function_mode_depth()):
@@ -236,56 +227,19 @@ class PatchContext:
         finally:
             observer.reset(token)
 
-    def _entries_until(self, stopping: Patch[Any]) -> list[Entry]:
-        """Returns the patches of the block in which `stopping` ended the run, and of those inside it.
-
-        What ends a run for its own sake, as `pg.record` does, need not come to the patches of blocks around it, nor to
-        permanent ones.
-        """
-        entries: list[Entry] = []
-        for block in reversed(_active_blocks()):
-            if block.captured is self.captured:
-                entries += block.own
-                if any(patch is stopping for entry in block.own for patch in entry.patches):
-                    break
-        return entries
-
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def _report(self, message: str, entries: Sequence[Entry]) -> None:
-        """Reports patches, each message once; as an error if the context is strict."""
-        if self.is_quiet or (message in self._reported and not self.is_strict):
-            return
-        self._reported.add(message)
-        if self.is_strict:
-            error = PatchNotFiredError(message)
-            error.paths = tuple(entry.target.text for entry in entries)
-            raise error
-        warn_each_time(message, "not fired")
-
-    def _report_call(self, run: Run, function: Callable[..., Any], needed: Sequence[Entry]) -> None:
+    def _report_call(self, run: Run, is_direct: bool, needed: Sequence[Entry]) -> None:
         """Reports the patches that never fired in a call."""
-        is_direct, unfired = function is run.root, run.unfired(needed)
+        unfired = run.unfired(needed)
         if run.steps is not None:
             unfired = run.steps.settle(unfired, run.fired)
         # Methods that do not run the model (`get_input_embeddings`) are called on edited graphs, too.
-        if unfired and (is_direct or run.reached or not self._is_of_one_call):
-            self._report_unfired(unfired, "during this call")
+        if not (is_direct or run.reached or not self._is_of_one_call):
+            unfired = []
         if run.steps is not None and (not is_direct or self._is_of_one_call):
-            self._report_unreached(*self.step_count.take(self.plan.restricted), "during this call")
-
-    def _report_unfired(self, unfired: Sequence[tuple[Entry, str]], where: str) -> None:
-        reasons = "; ".join(f"{entry.target.text!r}: {why}" for entry, why in unfired)
-        self._report(f"{_count_of_patches(unfired)} never fired {where}: {reasons}", [entry for entry, _ in unfired])
-
-    def _report_unreached(self, idle: Unreached, missed: Unreached, where: str) -> None:
-        """Reports patches whose steps or positions were not reached, all or some of them."""
-        if idle:
-            self._report_unfired(idle, where)
-        if missed:
-            listed = "; ".join(f"{entry.target.text!r}: {what}" for entry, what in missed)
-            only = f"fired only at some of the listed steps or positions {where}"
-            self._report(f"{_count_of_patches(missed)} {only}: {listed}", [entry for entry, _ in missed])
+            unfired += self.step_count.take(self.plan.restricted)
+        self._report(unfired, "during this call")
 
     def _report_idle(self, *, is_by_user: bool) -> None:
         """Reports the patches of a block that ended: those for steps or positions that no direct call reached.
@@ -294,71 +248,32 @@ class PatchContext:
         comparison, but calling the model only is taken for a mistake.
         """
         # With `after_call`, the caller has seen that no call was made.
-        if self._direct is not None and self.own and not self.is_used and not self._after_calls:
-            self._report(
-                f"{_count_of_patches(self.own)} never fired in this context: the {type(self._direct).__name__} itself "
-                "was called in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method "
-                "of it",
-                self.own,
-            )
+        if self._direct is not None and not self.is_used and not self._after_calls:
+            why = f"only the {type(self._direct).__name__} itself was called, without patches: call pg(...)"
+            self._report([(entry, why) for entry in self.own], "in this context")
         elif not self._is_of_one_call:  # else the next call may be the next step
             # Permanent patches are reported by blocks of the user, not by each cell of a sweep.
             is_outermost = is_by_user and innermost(self.captured) is None
-            entries = self.plan.entries if is_outermost else self.own
-            self._report_unreached(*self.step_count.take(entries), "in this context")
+            self._report(self.step_count.take(self.plan.entries if is_outermost else self.own), "in this context")
 
-    def report_repeated_call(self, index: int, by_index: Mapping[int, FramePlan] | None) -> None:
-        """Warns once of a call of a module beyond those of the example, if these all have patches."""
-        call = by_index[min(by_index)].frame.call if by_index else None
-        if not by_index or call is None or index < call.call_count:
+    def _report(self, unfired: Unreached, where: str) -> None:
+        """Reports patches, each message once; as an error if the context is strict."""
+        if not unfired or self.is_quiet:
             return
-        is_needed = [plan.frame.is_edited or any(below.entries for below in _walk(plan)) for plan in by_index.values()]
-        if sum(is_needed) == call.call_count:
-            paths = [format_path(by_index[i].frame.path) for i in sorted(by_index)]
-            self._report_repeated(paths, f"this {type(by_index[0].frame.module).__name__}", "called", call.call_count)
+        count = "a patch" if len(unfired) == 1 else f"{len(unfired)} patches"
+        reasons = "; ".join(f"{entry.target.text!r}: {why}" for entry, why in unfired)
+        message = f"{count} never fired {where}: {reasons}"
+        if self.is_strict:
+            error = PatchNotFiredError(message)
+            error.paths = tuple(entry.target.text for entry, _ in unfired)
+            raise error
+        self.warn_once(message, "not fired")
 
-    def report_repeated_op(self, occurrence: int, by_occurrence: Mapping[int, Sequence[Entry]]) -> None:
-        """Warns once of an op beyond those of the example at its call site, if these all have patches."""
-        if not all(by_occurrence.values()):  # some only of the steps inside
-            return
-        target = by_occurrence[min(by_occurrence)][0].target
-        count = 1 + max(n.occurrence for n in target.frame.nodes if n.site is target.node.site)
-        if occurrence >= count and len(by_occurrence) >= count:
-            paths = [entries[0].target.path for _, entries in sorted(by_occurrence.items())]
-            self._report_repeated(paths, f"this {target.node.op}", "reached", count)
-
-    def _report_repeated(self, paths: list[str], what: str, verb: str, count: int) -> None:
-        if paths[0] not in self._reported:
-            self._reported.add(paths[0])
-            listed = ", ".join(map(repr, paths)) if len(paths) <= 3 else f"{paths[0]!r} to {paths[-1]!r}"
-            times = "once" if count == 1 else f"{count} times"
-            warn_each_time(
-                f"{listed}: {what} was {verb} {times} when it was captured, but is {verb} more often in this run: the "
-                "calls after that are not patched; to patch each call, make the PatchableGraph with inputs that need "
-                "as many calls",
-                "repeated call",
-            )
-
-
-def _walk(plan: FramePlan) -> list[FramePlan]:
-    found = [plan]
-    for each in found:
-        found += each.below()
-    return found
-
-
-def _count_of_patches(unfired: Sequence[object]) -> str:
-    return "a patch" if len(unfired) == 1 else f"{len(unfired)} patches"
-
-
-def _warn_of_other_uses(paths: Sequence[str]) -> None:
-    shown = ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-    warn(
-        f"the gradients of probed inputs include those of other uses of the same tensors: {shown}. Their modules are "
-        "given one tensor as several inputs, or in a list or dict, or run without gradients; probe what they compute",
-        "shared gradient",
-        stacklevel=level_of_caller(),
-    )
+    def warn_once(self, message: str, kind: str) -> None:
+        """Gives a warning, once in the block."""
+        if message not in self._reported:
+            self._reported.add(message)
+            warn_each_time(message, kind)
 
 
 _AWAITS_BACKWARD = (
@@ -371,8 +286,8 @@ _STOP_HANDLED = (
     "BaseException:`), so that it returned another value: probe the value, or write `except Exception:` in the model"
 )
 _STOPPED_IN_CHECKPOINT = (
-    "the run was stopped inside of a function under activation checkpointing, which runs again in backward: run "
-    "without gradients (torch.no_grad), switch checkpointing off, or stop outside of that function"
+    "the run was stopped inside of a model under activation checkpointing, which runs again in backward: run without "
+    "gradients (torch.no_grad), or switch checkpointing off"
 )
 
 
@@ -410,31 +325,29 @@ def active_patches(captured: CapturedModel) -> list[tuple[str, Patch[Any]]]:
 
 def _recomputing(module: Module) -> Run | None:
     """Returns a run for an unobserved `forward`, if it recomputes a patched forward during backward."""
-    blocks = [block for block in _active_blocks() if id(module) in block.plan.watched]
+    here = _active_blocks()
     if not is_in_backward():
-        for block in blocks:
-            block._direct = block._direct or module
-            block._has_direct_with_gradients |= torch.is_grad_enabled()
+        for block in here:
+            if id(module) in block.plan.watched:
+                block._direct = block._direct or module
+                block._has_direct_with_gradients |= torch.is_grad_enabled()
         return None
     # Backward may run in a thread of the autograd engine, which does not have the context variable.
-    here = bool(_active_blocks())
-    mine = blocks if here else [block for block in _blocks if id(module) in block.plan.watched]
-    mine = [block for block in mine if block.has_runs]
+    mine = [block for block in here or _blocks if id(module) in block.plan.watched and block.is_used]
     if not mine:
         return None
     block = mine[-1]
-    is_ambiguous = any(b.captured is not block.captured for b in mine) or (not here and len(mine) > 1)
-    if block._has_direct_with_gradients or is_ambiguous:
+    frames = block.plan.callers.frames_of(module)
+    if (
+        block._has_direct_with_gradients
+        or any(other.captured is not block.captured for other in mine)
+        or (len(mine) > 1 and not here)
+        or (len(frames) > 1 and any(id(frame) in block.plan.by_frame for frame in frames))
+    ):
         raise GraphPatchError(
-            f"{type(module).__name__} is recomputed in backward (activation checkpointing), and it is ambiguous "
-            "whether for a patched call or for another one: run backward inside the one context of its forward, and do "
-            "not call the original model in that context"
+            f"{type(module).__name__} is recomputed in backward (activation checkpointing), and it is ambiguous for "
+            "which call: run backward inside the one context of its forward, do not call the original model in that "
+            "context, and switch checkpointing off to patch a module that is called several times"
         )
     block._awaits_backward = False
-    frames = block.plan.callers.frames_of(module)
-    if len(frames) > 1 and any(id(frame) in block.plan.by_frame for frame in frames):
-        raise GraphPatchError(
-            f"{type(module).__name__} is called several times and recomputed in backward (activation checkpointing): "
-            "which call is recomputed is not known; switch checkpointing off to patch it"
-        )
     return Run(block, block.plan)

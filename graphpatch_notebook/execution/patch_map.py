@@ -9,26 +9,28 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
-import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame
+from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.checks.dimensions import dimensions_of, shape_problem
-from graphpatch_notebook.checks.sharding import ShardedModel, sharding_of
+from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import GraphPatchError, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry, Plan
 from graphpatch_notebook.execution.positions import restriction_of
-from graphpatch_notebook.execution.splices import inside_splice, no_such_part
+from graphpatch_notebook.execution.splices import InsidePatch, inside_splice
 from graphpatch_notebook.execution.steps import CACHES, caches_of
 from graphpatch_notebook.inspection.aliases import answer_to_alias
 from graphpatch_notebook.inspection.node_map import NodeMap
-from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, parse, resolve, resolve_all
+from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all
 from graphpatch_notebook.patches.kinds import Patch, declares, has_plain_fields
 from graphpatch_notebook.paths import format_path, is_pattern, nearest
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, leaves
+from graphpatch_notebook.values import ScalarSpec, TensorSpec, all_leaves, leaves
 from graphpatch_notebook.warning_places import level_of_caller, warn
+
+_Meant: TypeAlias = "list[tuple[str, Sequence[Patch[Any]], list[Target]]]"
+"""The keys of a patch map, with the patches and what the key means."""
 
 
 def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -> list[Entry]:
@@ -36,45 +38,47 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
 
     `known` are targets that were resolved before, by path: read and filled.
     """
-    __tracebackhide__ = True
     if type(patch_map) is not dict and not isinstance(patch_map, Mapping):
         raise PatchMapError(f"a patch map is a dict from paths to patches, not {type(patch_map).__name__}")
     root = nodes.root
     problems: list[str] = []
-    has_all_paths = True
-    meant: list[tuple[str, Any, list[Target]]] = []
-    splices: dict[str, Entry] = {}
+    kind = PatchMapError
+    meant: _Meant = []
+    entries: list[Entry] = []
     for path, patches in patch_map.items():
         text = path if type(path) is str else str(path)
-        targets = known.get(text)
-        if targets is None:
-            try:
-                targets = targets_of(nodes, text, patches)
-                if not are_for_calls(patches):
-                    known[text] = targets
-            except Unresolvable as error:
-                inside = inside_splice(root, text, patches, error.message)
-                if inside is None:
-                    problems.append(error.message + no_such_part(root, text))
-                    has_all_paths = False
-                    continue
-                problems += _problems_inside(text, inside[1].patches)
-                splices[text] = Entry(inside[0], (inside[1],))
-                targets = []
-        meant.append((text, patches, targets))
-    entries: list[Entry] = []
-    for text, patches, targets in _without_replaced(meant, problems):
-        entries += [splices[text]] if text in splices else []
+        listed = [patches] if isinstance(patches, Patch) else patches
+        try:
+            meant.append((text, listed, known.get(text) or targets_of(nodes, text, listed)))
+            if not _are_for_calls(listed):
+                known[text] = meant[-1][2]
+        except Unresolvable as error:
+            inside = inside_splice(root, text, listed, error.message)
+            if inside is not None:
+                problems += _problems_of(text, listed, _check_inside)
+                entries.append(Entry(inside[0], (inside[1],)))
+            else:
+                problems.append(error.message)
+                kind = UnknownPathError
+    for _, patches, targets in _without_replaced(meant, problems):
         for target in targets:
             entries += _entries(root, target, patches, problems)
     entries += _sources_of(nodes, entries, problems)
-    if not problems:
-        _warn_of_doubts(entries)
     if (sharding := sharding_of(root)) is not None:
         entries = [_placed(sharding, entry, problems) for entry in entries]
     if problems:
-        raise _error(problems, PatchMapError if has_all_paths else UnknownPathError)
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise kind(f"{len(problems)} problems in this patch map:{listed}" if len(problems) > 1 else problems[0])
+    for component in [entry.target.component for entry in entries]:
+        if component is not None and component.doubt:  # it may not be what its name says
+            warn(f"{component.name!r} is in doubt: {component.doubt}", "component", stacklevel=level_of_caller())
     return entries
+
+
+def check_joined(unjoined: Sequence[InsidePatch]) -> None:
+    """Raises an `UnknownPathError` for patches on parts of splices that were not joined with one."""
+    if unjoined:
+        raise UnknownPathError("\n".join(patch.problem_without for patch in unjoined))
 
 
 def targets_of(nodes: NodeMap, text: str, patches: Any = None) -> list[Target]:
@@ -86,7 +90,7 @@ def targets_of(nodes: NodeMap, text: str, patches: Any = None) -> list[Target]:
         try:
             return resolve_all(nodes.root, text)
         except Unresolvable:
-            call = target_of_call(nodes.root, text) if are_for_calls(patches) else None
+            call = target_of_call(nodes.root, text) if _are_for_calls(patches) else None
             if call is not None:
                 return [call]
             bare = text.rpartition("[")[0]
@@ -102,6 +106,54 @@ def targets_of(nodes: NodeMap, text: str, patches: Any = None) -> list[Target]:
         deeper = nodes.matching(f"{text}|**") or nodes.matching(f"**.{text}")
         answer = f"nearest: {', '.join(map(repr, deeper[:3] or nearest(text, list(nodes))))}"
     raise Unresolvable(f"the pattern {text!r} matches no value; {answer}", is_unknown=True)
+
+
+# -- keys that mean several values -------------------------------------------------------------------------------------
+
+
+def _without_replaced(meant: _Meant, problems: list[str]) -> _Meant:
+    """Returns the keys; those that may mean several values, without values that another key changes by a path."""
+    several = [_may_mean_several(text) and [target.path for target in targets] != [text] for text, _, targets in meant]
+    if not any(several):
+        return meant
+    own = {
+        _identity(target)
+        for (_, patches, targets), may in zip(meant, several, strict=True)
+        if not may and not (len(patches) and all(isinstance(patch, Patch) and patch.observes_only for patch in patches))
+        for target in targets
+    }
+    found: _Meant = []
+    for (text, patches, targets), may in zip(meant, several, strict=True):
+        left = [target for target in targets if _identity(target) not in own] if may else targets
+        keeping = next((patch for patch in patches if isinstance(patch, Patch) and patch.only_keeps), None)
+        if keeping is not None and len(left) > 1:
+            name = type(keeping).__name__
+            problems.append(
+                f"{text!r} means {len(left)} values, which one {name} would keep in one place: use pg.record({text!r}, "
+                f"*inputs), or give each path a {name} of its own"
+            )
+            left = []
+        found.append((text, patches, left))
+    return found
+
+
+def _identity(target: Target) -> tuple[str, str]:
+    return target.path, repr(target.index)  # slices have no hash before Python 3.12
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_mean_several(text: str) -> bool:
+    """Whether a text is a pattern, or the name of components with lists or slices of layers, heads or experts."""
+    if is_pattern(text) or not is_component_name(text):
+        return is_pattern(text)
+    try:
+        name = parse_name(text)
+    except ValueError:  # a path that has an @
+        return False
+    return not all(numbers is None or isinstance(numbers, int) for numbers in (name.layers, name.members))
+
+
+# -- values that other patches read ------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -121,24 +173,20 @@ def _sources_of(nodes: NodeMap, entries: Sequence[Entry], problems: list[str]) -
     """Records in entries which values their patches read, and returns entries that keep these values."""
     found: dict[str, Entry] = {}
     for entry in [one for one in entries if type(one.patches[0]).sources is not Patch.sources]:
+        own, entry.plain_shape = entry.target, None
         for text in entry.patches[0].sources:
             try:
-                targets = targets_of(nodes, text)
-            except Unresolvable as error:
-                problems.append(f"{entry.target.text!r}: {type(entry.patches[0]).__name__}: {error.message}")
-                continue
-            (source, *more), own = targets, entry.target
-            if not more and (source.node, source.dig, source.index) == (own.node, own.dig, own.index):
-                continue  # it reads the value that it is given
-            problem = None
-            if more:
-                problem = f"the source {text!r} means {len(targets)} values: name one"
-            elif not _order_in_forward(source) < _order_in_forward(own):
-                problem = f"it reads {text!r}, which does not come before {own.text!r} in the forward"
-            if problem is not None:
-                problems.append(f"{own.text!r}: {type(entry.patches[0]).__name__}: {problem}")
-            entry.sources = (*entry.sources, source.text)
-            found[source.text] = Entry(source, (_READ,), is_source=True)
+                source, *more = targets_of(nodes, text)
+                if more:
+                    raise ValueError(f"the source {text!r} means several values: name one")
+                if (source.node, source.dig, source.index) == (own.node, own.dig, own.index):
+                    continue  # it reads the value that it is given
+                if not _order_in_forward(source) < _order_in_forward(own):
+                    raise ValueError(f"it reads {text!r}, which does not come before {own.text!r} in the forward")
+                entry.sources = (*entry.sources, source.text)
+                found[source.text] = Entry(source, (_READ,), is_source=True)
+            except (Unresolvable, ValueError) as error:
+                problems.append(f"{own.text!r}: {type(entry.patches[0]).__name__}: {error}")
     return list(found.values())
 
 
@@ -152,83 +200,7 @@ def _order_in_forward(target: Target) -> tuple[int, ...]:
     return (*calls, -1 if node.kind in HELD_KINDS else target.frame.nodes.index(node.whole))
 
 
-_ONE_FOR_SEVERAL = (
-    "{text!r} means {count} values, which one {kind} would keep in one place: use pg.record({text!r}, *inputs), or "
-    "give each path a {kind} of its own"
-)
-
-
-_Meant: TypeAlias = "list[tuple[str, Any, list[Target]]]"
-"""The keys of a patch map, with the patches and what the key means."""
-
-
-def _without_replaced(meant: _Meant, problems: list[str]) -> _Meant:
-    """Returns the keys; those that may mean several values, without values that another key changes by a path."""
-    several = [_may_mean_several(text) and [target.path for target in targets] != [text] for text, _, targets in meant]
-    if not any(several):
-        return meant
-    own = {
-        _identity(target)
-        for (_, patches, targets), may in zip(meant, several, strict=True)
-        if not may and not _only_observe(_listed(patches))
-        for target in targets
-    }
-    found: _Meant = []
-    for (text, patches, targets), may in zip(meant, several, strict=True):
-        left = [target for target in targets if _identity(target) not in own] if may else targets
-        keeping = next((patch for patch in _listed(patches) if isinstance(patch, Patch) and patch.only_keeps), None)
-        if keeping is not None and len(left) > 1:
-            problems.append(_ONE_FOR_SEVERAL.format(text=text, count=len(left), kind=type(keeping).__name__))
-            left = []
-        found.append((text, patches, left))
-    return found
-
-
-def _listed(patches: Any) -> Sequence[Any]:
-    return patches if isinstance(patches, (list, tuple)) else [patches]
-
-
-def _only_observe(patches: Sequence[Any]) -> bool:
-    """Whether all are patches that only observe; false for an empty list."""
-    return len(patches) > 0 and all(isinstance(patch, Patch) and patch.observes_only for patch in patches)
-
-
-def _identity(target: Target) -> tuple[str, str]:
-    return target.path, repr(target.index)  # slices have no hash before Python 3.12
-
-
-@functools.lru_cache(maxsize=4096)
-def _may_mean_several(text: str) -> bool:
-    """Whether a text is a pattern, or the name of components with lists or slices of layers, heads or experts."""
-    if is_pattern(text) or not is_component_name(text):
-        return is_pattern(text)
-    try:
-        name = parse_name(text)
-    except ValueError:  # a path that has an @
-        return False
-    return not all(numbers is None or isinstance(numbers, int) for numbers in (name.layers, name.members))
-
-
-def _warn_of_doubts(entries: Sequence[Entry]) -> None:
-    """Warns about components that may not be what their name says."""
-    for entry in entries:
-        component = entry.target.component
-        if component is not None and component.doubt:
-            warn(f"{component.name!r} is in doubt: {component.doubt}", "component", stacklevel=level_of_caller())
-
-
-def _problems_inside(text: str, patches: Any) -> list[str]:
-    """Returns what is wrong with patches on a part of a splice, whose shape is not known."""
-    problems = _problems_of(text, patches, lambda patch: patch.problem(None))
-    for patch in [] if problems else [patches] if isinstance(patches, Patch) else patches:
-        if patch.steps is not None or patch.positions is not None:
-            problems.append(f"{text!r}: steps= and positions= are for the SplicePatch; use slice= for patches on parts")
-        elif patch.sources or patch.replaces_call:
-            problems.append(f"{text!r}: a part of a splice is not a node of the model, as {type(patch).__name__} needs")
-    return problems
-
-
-def _placed(sharding: ShardedModel, entry: Entry, problems: list[str]) -> Entry:
+def _placed(sharding: Any, entry: Entry, problems: list[str]) -> Entry:
     """Returns an entry of a model that is sharded over processes, with the placement of its value."""
     target, placement = entry.target, sharding.placement(entry.target)
     problem = sharding.problem(target)
@@ -236,45 +208,38 @@ def _placed(sharding: ShardedModel, entry: Entry, problems: list[str]) -> Entry:
         problem = f"{type(entry.patches[0]).__name__} cannot replace a call that returns a part of a value"
     if problem is not None:
         problems.append(f"{target.text!r}: the model is sharded over processes, and {problem}")
-    return replace(
-        entry,
-        target=sharding.run_target(target),
-        placement=placement,
-        is_early=sharding.is_leaf(target),
-        plain_shape=None,
-        keep=(),
-    )
+    return replace(entry, target=sharding.run_target(target), placement=placement, is_early=sharding.is_leaf(target))
 
 
-def _entries(root: Frame, target: Target, given: Any, problems: list[str]) -> list[Entry]:
+# -- the patches on one value ------------------------------------------------------------------------------------------
+
+
+def _entries(root: Frame, target: Target, patches: Sequence[Patch[Any]], problems: list[str]) -> list[Entry]:
     """Returns one entry for all the patches on a value, or one for each if some are restricted, or end the run."""
-    if isinstance(given, Patch) and declares(given, "only_keeps") and has_plain_fields(given):
-        return [Entry(target, (given,))]
-    patches = [given] if isinstance(given, Patch) else given
+    one = patches[0] if type(patches) is list and len(patches) == 1 else None
+    if isinstance(one, Patch) and declares(one, "only_keeps") and has_plain_fields(one):
+        return [Entry(target, (one,))]
     if found := problems_of(target, patches):
         problems += found
         return []
-    if not patches:
-        return []  # an empty list has no patch for this value, as an empty patch map has none at all
     if not any(map(_stands_alone, patches)):
-        return [Entry(target, tuple(patches))]
-    entries = [_entry(root, target, patch, problems) for patch in patches]
-    return [entry for entry in entries if entry.restriction is None or not entry.restriction.is_empty]
+        return [Entry(target, tuple(patches))] if patches else []
+    entries = []
+    for patch in patches:
+        try:
+            _check_fields(type(patch))
+            restriction = restriction_of(root, target, patch)
+            if restriction is None or not restriction.is_empty:
+                entries.append(Entry(target, (patch,), restriction))
+        except ValueError as problem:
+            problems.append(f"{target.text!r}: {type(patch).__name__}: {problem}")
+    return entries
 
 
 def _stands_alone(patch: Patch[Any]) -> bool:
     """Whether a patch has an entry of its own."""
     is_restricted = patch.__dict__.get("steps") is not None or patch.__dict__.get("positions") is not None
     return is_restricted or patch.stops_run or patch.replaces_call or bool(patch.sources)
-
-
-def _entry(root: Frame, target: Target, patch: Patch[Any], problems: list[str]) -> Entry:
-    try:
-        _check_fields(type(patch))
-        return Entry(target, (patch,), restriction_of(root, target, patch))
-    except ValueError as problem:
-        problems.append(f"{target.text!r}: {type(patch).__name__}: {problem}")
-        return Entry(target, (patch,))
 
 
 def _check_fields(kind: type[Patch[Any]]) -> None:
@@ -290,38 +255,57 @@ def problems_of(target: Target, patches: Any) -> list[str]:
     """Returns messages about a list of patches on a value, each with its path."""
     spec = target.whole if target.component is None else target.spec
     shape = spec.shape if isinstance(spec, TensorSpec) else None
-    return _problems_of(target.text, patches, lambda patch: _problem(target, patch, None if patch.any_shape else shape))
+
+    def check(patch: Patch[Any]) -> None:
+        sizes = None if patch.any_shape else shape
+        if (problem := patch.problem(sizes)) is not None:
+            raise ValueError(problem)
+        if patch.replaces_call:
+            check_call(target, patch)
+            return
+        problem = patch.selection_problem(sizes, "")
+        if problem is not None and sizes is not None:
+            # Runs of the model find out which sizes depend on the inputs: only if the answer depends on it.
+            shown = f"the value recorded here, of shape {tuple(sizes)},"
+            problem = patch.selection_problem(fixed_sizes_of(target), shown)
+        if problem is not None:
+            raise ValueError(problem)
+
+    return _problems_of(target.text, patches, check)
 
 
-def _problems_of(path: str, patches: Any, problem_of: Callable[[Patch[Any]], str | None]) -> list[str]:
+def _check_inside(patch: Patch[Any]) -> None:
+    """Raises a `ValueError` for a patch on a part of a splice, whose shape is not known."""
+    if (problem := patch.problem(None)) is not None:
+        raise ValueError(problem)
+    if _stands_alone(patch):
+        raise ValueError(
+            "a part of a splice is not a node of the model: steps= and positions= are for the SplicePatch; use slice= "
+            "for patches on parts, which cannot read other values or replace calls"
+        )
+
+
+def _problems_of(path: str, patches: Any, check: Callable[[Patch[Any]], None]) -> list[str]:
     if isinstance(patches, type) and issubclass(patches, Patch):
         patches = [patches]
-    if not isinstance(patches, (list, tuple, Sequence)) or isinstance(patches, (str, bytes)):
-        return [f"{path!r}: give a patch or a list of patches, not {type(patches).__name__}{_meant(patches)}"]
+    if not isinstance(patches, Sequence) or isinstance(patches, (str, bytes)):
+        return [f"{path!r}: give a patch or a list of patches, not {type(patches).__name__}{_repair(patches)}"]
     found = []
     for patch in patches:
-        if isinstance(patch, type) and issubclass(patch, Patch):
+        if isinstance(patch, Patch):
+            try:
+                check(patch)
+            except ValueError as problem:
+                found.append(f"{path!r}: {type(patch).__name__}: {problem}")
+        elif isinstance(patch, type):
             found.append(f"{path!r}: {patch.__name__} is a class; write {patch.__name__}(...)")
-        elif not isinstance(patch, Patch):
-            found.append(f"{path!r}: {_given_text(patch)} is not a Patch{_meant(patch)}")
-        elif problem := problem_of(patch):
-            found.append(f"{path!r}: {type(patch).__name__}: {problem}")
+        else:
+            shown = f"a Tensor of shape {tuple(patch.shape)}" if isinstance(patch, Tensor) else repr(patch)
+            found.append(f"{path!r}: {shown} is not a Patch{_repair(patch)}")
     return found
 
 
-def _problem(target: Target, patch: Patch[Any], shape: torch.Size | None) -> str | None:
-    if (problem := patch.problem(shape)) is not None:
-        return problem
-    if patch.replaces_call:
-        return call_problem(target, patch)
-    problem = patch.selection_problem(shape, "")
-    if problem is None or shape is None:
-        return problem
-    # Runs of the model find out which sizes depend on the inputs: only if the answer depends on it.
-    return patch.selection_problem(fixed_sizes_of(target), f"the value recorded here, of shape {tuple(shape)},")
-
-
-def _meant(given: Any) -> str:
+def _repair(given: Any) -> str:
     """Returns how to write a patch with the object that was given instead of one."""
     if isinstance(given, (Tensor, bool, int, float, complex)):
         return "; write ReplacePatch(value) to put it there"
@@ -330,17 +314,13 @@ def _meant(given: Any) -> str:
     return "; write CustomPatch(function) to apply it" if callable(given) else ""
 
 
-def _given_text(given: Any) -> str:
-    return f"a Tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
-
-
-def _error(problems: list[str], kind: type[PatchMapError]) -> PatchMapError:
-    if len(problems) == 1:
-        return kind(problems[0])
-    return kind("\n".join([f"{len(problems)} problems in this patch map:", *(f"  - {p}" for p in problems)]))
-
-
 # -- calls of modules that a patch replaces ----------------------------------------------------------------------------
+
+
+def _are_for_calls(patches: Any) -> bool:
+    """Whether all patches replace calls: then a path may be that of a module."""
+    is_list = isinstance(patches, (list, tuple)) and len(patches) > 0
+    return is_list and all(isinstance(patch, Patch) and patch.replaces_call for patch in patches)
 
 
 def target_of_call(root: Frame, text: str) -> Target | None:
@@ -348,67 +328,48 @@ def target_of_call(root: Frame, text: str) -> Target | None:
 
     A module that returns several tensors, or none, is `Unresolvable`.
     """
-    frame = _frame_at(root, text)
+    frame = next((frame for frame in root.walk() if text in (format_path(frame.path), _output_path(frame))), None)
     if frame is None:
         return None
-    node = frame.output_node
-    digs = [dig for dig, spec in leaves(node.spec) if isinstance(spec, TensorSpec)]
+    spec = frame.output_node.spec
+    digs = [dig for dig, leaf in leaves(spec) if isinstance(leaf, TensorSpec)]
     if len(digs) != 1:
         raise Unresolvable(
-            f"{text!r} returns {len(digs)} tensors ({node.spec}), and a patch that replaces its call makes one: patch "
-            "the modules in it, or what follows"
+            f"{text!r} returns {len(digs)} tensors ({spec}), and a patch that replaces its call makes one: patch the "
+            "modules in it, or what follows"
         )
-    return resolve(root, format_path((*frame.path, node.name), digs[0]))
+    return resolve(root, format_path((*frame.path, frame.output_node.name), digs[0]))
 
 
-def are_for_calls(given: Any) -> bool:
-    """Whether a patch, or all in a sequence of patches, replace calls: then a path may be that of a module."""
-    patches = given if isinstance(given, (list, tuple)) else [given]
-    return bool(patches) and all(isinstance(patch, Patch) and patch.replaces_call for patch in patches)
+def _output_path(frame: Frame) -> str:
+    return format_path((*frame.path, frame.output_node.name))
 
 
-def _frame_at(root: Frame, text: str) -> Frame | None:
-    frame, parsed = root, parse(text)
-    if parsed.dig:
-        return None
-    for name in parsed.names:
-        node = frame.names.get(name)
-        if node is frame.output_node:
-            return frame
-        if not isinstance(node, CallNode):
-            return None
-        frame = node.frame
-    return frame
-
-
-def call_problem(target: Target, patch: Patch[Any]) -> str | None:
-    """Returns why a patch cannot replace the call that returns a value, or `None` if it can."""
+def check_call(target: Target, patch: Patch[Any]) -> None:
+    """Raises a `ValueError` if a patch cannot replace the call that returns a value."""
     frame, whole = target.frame, target.frame.output_node.spec
     if target.node.kind != "output" or target.index:
-        return "it replaces a call of a module: give the path of the module, or of its output"
+        raise ValueError("it replaces a call of a module: give the path of the module, or of its output")
     if frame.parent is None:
-        return "the model itself cannot be skipped"
-    others = [spec for spec in _leaves(whole) if spec is not target.whole]
+        raise ValueError("the model itself cannot be skipped")
+    others = [spec for _, spec in all_leaves(whole) if spec is not target.whole]
     if not isinstance(target.whole, TensorSpec) or any(
         not isinstance(spec, ScalarSpec) or spec.value is not None for spec in others
     ):
-        return f"the module returns {whole}, of which more than one tensor would be needed: patch the modules in it"
+        raise ValueError(
+            f"the module returns {whole}, of which more than one tensor would be needed: patch the modules in it"
+        )
     value = getattr(patch, "value", None)
     if not isinstance(value, Tensor):
-        return None if passing_input(target) is not None else (
-            "its first input does not have the shape and dtype of its output at all sizes, so it cannot pass through: "
-            "give value="
-        )  # fmt: skip
-    if value.dtype != target.whole.dtype:
-        return f"the module returns {target.whole.dtype}, and value is {value.dtype}: use value.to(...)"
-    problem = None if patch.any_shape else shape_problem(frame, target.whole, value.shape)
-    return None if problem is None else f"value, of shape {tuple(value.shape)}, cannot be its output: {problem}"
-
-
-def _leaves(spec: ValueSpec) -> Sequence[ValueSpec]:
-    if isinstance(spec, ContainerSpec):
-        return [leaf for _, _, child in spec.children for leaf in _leaves(child)]
-    return [spec]
+        if passing_input(target) is None:
+            raise ValueError(
+                "its first input does not have the shape and dtype of its output at all sizes, so it cannot pass "
+                "through: give value="
+            )
+    elif value.dtype != target.whole.dtype:
+        raise ValueError(f"the module returns {target.whole.dtype}, and value is {value.dtype}: use value.to(...)")
+    elif not patch.any_shape and (problem := shape_problem(frame, target.whole, value.shape)) is not None:
+        raise ValueError(f"value, of shape {tuple(value.shape)}, cannot be its output: {problem}")
 
 
 def passing_input(target: Target) -> str | None:

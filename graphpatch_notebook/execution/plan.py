@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture import call_sites, held_by
+from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
 from graphpatch_notebook.checks.sharding import ShardedValue
 from graphpatch_notebook.errors import PatchMapError
@@ -28,8 +26,7 @@ from graphpatch_notebook.execution.splices import InsidePatch, joined_with_splic
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
-from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import has_compiled_parts, is_any_compiled, may_compile, takes_hooks
+from graphpatch_notebook.torch_compat import takes_hooks
 from graphpatch_notebook.values import TensorSpec
 
 FUSED_MODULES = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
@@ -37,7 +34,6 @@ FUSED_MODULES = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, 
 
 # Without gradients, in eval mode, these do not call the modules in them, unless a function mode is on.
 _FUSED = FUSED_MODULES[:2]
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,28 +50,24 @@ class Entry:
     placement: ShardedValue | None = None
     is_early: bool = False  # whether it comes before the other entries on the value: it is for the op that made it
     # The sort key of entries on one value: what others read comes late, and patches that end the run last.
-    rank: int = 0
+    rank: int = field(default=0, init=False)
     # The recorded shape, if the patches apply to all of such a tensor, and nothing else matters: a fast path.
-    plain_shape: torch.Size | None = None
+    plain_shape: torch.Size | None = field(default=None, init=False)
     # The operations of the patches, if they only keep such a tensor: a faster path, since all values may be probed.
-    keep: Sequence[Callable[[Any], Any]] = ()
+    keep: Sequence[Callable[[Any], Any]] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        target, patches = self.target, self.patches
-        node, spec = target.node, target.whole
-        self.rank = (1 if self.is_source else 2 if patches[0].stops_run else 0) - 3 * self.is_early
-        if self.restriction is not None or self.is_source or self.placement is not None:
-            return
+        target, node, spec = self.target, self.target.node, self.target.whole
+        self.rank = (1 if self.is_source else 2 if self.patches[0].stops_run else 0) - 3 * self.is_early
+        is_limited = self.restriction is not None or self.is_source or self.placement is not None or self.sources
         is_part = target.dig or (target.component and target.index)
-        if is_part or not isinstance(spec, TensorSpec) or node.is_mutated_later or node.is_view_filled_later:
+        if is_limited or is_part or node.is_mutated_later or node.is_view_filled_later:
             return
-        self.plain_shape = spec.shape
-        if not declares(patches[0], "only_keeps") or (
-            node.kind == "op" and (node.is_in_place or node.position is not None)
-        ):
-            return
-        if len(patches) == 1 or all(declares(patch, "only_keeps") for patch in patches):
-            self.keep = [patch.op for patch in patches]
+        if isinstance(spec, TensorSpec):
+            self.plain_shape = spec.shape
+            is_result = node.kind != "op" or not (node.is_in_place or node.position is not None)
+            if is_result and all(declares(patch, "only_keeps") for patch in self.patches):
+                self.keep = [patch.op for patch in self.patches]
 
     @property
     def observes_only(self) -> bool:
@@ -121,63 +113,61 @@ class PatchedCode(dict[int, "EntriesByChain | None"]):
         return found
 
 
-@dataclass(slots=True, eq=False)
 class FramePlan:
-    """What is patched in one frame, and which frames below it hold patches."""
+    """What is patched in one frame, and which frames below it hold patches.
 
-    frame: Frame
-    # For each submodule (by id) and each of its calls in this frame (from zero), the plan of that frame.
-    calls: dict[int, dict[int, FramePlan]] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)  # all entries of this frame
-    inputs: dict[str, list[Entry]] = field(default_factory=dict)  # entries by parameter of `forward`
-    # The entries on inputs that keep a tensor, whose gradient is to be that of this use of it.
-    probed: list[Entry] = field(default_factory=list)
-    # Entries on parameters, buffers and attributes, by attribute path.
-    tensors: dict[str, list[Entry]] = field(default_factory=dict)
-    output: list[Entry] = field(default_factory=list)  # entries on the output
-    skips: list[Entry] = field(default_factory=list)  # the entries that replace the call
-    # Entries on ops, by the id of the code object of the innermost step of their call site (and code without any that
-    # a run reached); `None` if there are none.
-    sites: dict[int, PatchedCode] | None = None
-    graph: CompiledGraphModule | None = None  # the graph that runs in place of the module's code, if there is one
-    in_graph: dict[str, list[Entry]] = field(default_factory=dict)  # entries on its nodes, by name
-    positions: dict[str, int] = field(default_factory=dict)  # the positions in a call of `inputs`; -1 if by name
-    packed: set[str] = field(default_factory=set)  # those of `tensors` that hold a quantized weight
-    changes_inputs: bool = False  # whether a patch may change an input
-    changes_output: bool = False
-    # Whether nothing is patched in this frame but its output, so that the module runs as it is.
-    is_bare: bool = False
-    # Whether it runs under the function mode: its ops are patched, or what its fused kernel skips.
-    needs_mode: bool = False
+    Attributes:
+        calls: For each submodule (by id) and each of its calls in this frame (from zero), the plan of that frame.
+        entries: All entries of this frame.
+        inputs: Those on parameters of `forward`, by name.
+        probed: Those that keep a tensor of an input, whose gradient is to be that of this use of it.
+        tensors: Those on parameters, buffers and attributes, by attribute path.
+        output: Those on the output.
+        skips: Those that replace the call.
+        sites: Those on ops, by the id of the code object of the innermost step of their call site (and code without
+            any that a run reached); `None` if there are none.
+        graph: The graph that runs in place of the module's code, if there is one.
+        in_graph: The entries on its nodes, by name.
+        changes_inputs: Whether a patch may change an input.
+        is_bare: Whether nothing is patched in this frame but its output, so that the module runs as it is.
+        needs_mode: Whether it runs under the function mode: its ops are patched, or what its fused kernel skips.
+    """
+
+    def __init__(self, frame: Frame, graph: CompiledGraphModule | None = None) -> None:
+        self.frame, self.graph = frame, graph
+        self.calls: dict[int, dict[int, FramePlan]] = {}
+        self.entries: list[Entry] = []
+        self.inputs: dict[str, list[Entry]] = {}
+        self.probed: list[Entry] = []
+        self.tensors: dict[str, list[Entry]] = {}
+        self.output: list[Entry] = []
+        self.skips: list[Entry] = []
+        self.sites: dict[int, PatchedCode] | None = None
+        self.in_graph: dict[str, list[Entry]] = {}
+        self.changes_inputs = self.is_bare = self.needs_mode = False
 
     def below(self) -> list[FramePlan]:
         """Returns the plans of the frames that are called from here."""
         return [plan for by_index in self.calls.values() for plan in by_index.values()]
 
-    def add_call(self, plan: FramePlan) -> None:
-        """Adds the plan of a frame that is called from here."""
-        assert plan.frame.call is not None
-        self.calls.setdefault(id(plan.frame.module), {})[plan.frame.call.call_index] = plan
-
     def add(self, entry: Entry) -> None:
         """Adds an entry of this frame."""
         self.entries.append(entry)
         node = entry.target.node
+        changes_input = node.kind == "input" and not entry.observes_only
         if node.kind == "input" and entry.keeps_whole:
             self.probed.append(entry)
         if entry.patches[0].replaces_call:
             self.skips.append(entry)
         elif node.kind == "output":
             self.output.append(entry)
-            self.changes_output = self.changes_output or not entry.observes_only
         elif self.graph is not None:
-            is_changed_input = node.kind == "input" and not entry.observes_only
-            if is_changed_input and (problem := self.graph.input_problem(node)) is not None:
+            if changes_input and (problem := self.graph.input_problem(node)) is not None:
                 raise PatchMapError(f"{entry.target.path!r} {problem}; patch the nodes in the graph that use its value")
             self.in_graph.setdefault(node.name, []).append(entry)
         elif node.kind == "input":
             self.inputs.setdefault(node.target, []).append(entry)
-            self.changes_inputs = self.changes_inputs or not entry.observes_only
+            self.changes_inputs = self.changes_inputs or changes_input
         elif node.kind == "op":
             assert node.site is not None
             self._inside(node.composite, entry)._at(node.site, node.occurrence).append(entry)
@@ -189,8 +179,7 @@ class FramePlan:
         if call is None:
             return self
         at_call = self._inside(call.outer, entry)._at(call.site, call.occurrence)
-        if at_call.inside is None:
-            at_call.inside = FramePlan(self.frame)
+        at_call.inside = at_call.inside or FramePlan(self.frame)
         at_call.inside.entries.append(entry)
         return at_call.inside
 
@@ -198,167 +187,107 @@ class FramePlan:
         """Returns the entries at one call site and occurrence, for new ones to be added."""
         (code, offset), *above = reversed(site.steps)
         chain = tuple(number for outer, at in above for number in (id(outer), at))
-        if self.sites is None:
-            self.sites = {}
+        self.sites = {} if self.sites is None else self.sites
         patched = self.sites.setdefault(id(code), PatchedCode(code))
         by_occurrence = patched.by_offset.setdefault(offset, {}).setdefault(chain, {})
         return by_occurrence.setdefault(occurrence, SiteEntries())
 
-    def _runs_unfused(self) -> bool:
-        below = self.below()
-        if isinstance(self.frame.module, torch.nn.TransformerEncoder):  # its layers themselves are called
-            below = [plan for plan in below if plan.sites is not None or plan.calls]
-        return bool(below)
-
     def settle(self) -> None:
         """Derives the rest, when all entries are added to this plan and to those below it."""
-        if self.inputs:
-            for position, parameter in enumerate(self.frame.parameters):
-                self.positions[parameter.name] = position if parameter.kind in _POSITIONAL else -1
-        if self.tensors:
-            self.packed = {path for path in self.tensors if held_by(self.frame.module, path) is not None}
-        self.needs_mode = self.sites is not None or (isinstance(self.frame.module, _FUSED) and self._runs_unfused())
+        module, below = self.frame.module, self.below()
+        if isinstance(module, torch.nn.TransformerEncoder):  # its layers themselves are called
+            below = [plan for plan in below if plan.sites is not None or plan.calls]
+        self.needs_mode = self.sites is not None or (isinstance(module, _FUSED) and bool(below))
         self.is_bare = not (self.inputs or self.tensors or self.graph or self.skips or self.needs_mode)
 
 
-@dataclass(frozen=True)
 class Plan:
-    """What a patched run needs: made once, and used each time that a context with the same patches is entered."""
+    """What a patched run needs: made once, and used each time that a context with the same patches is entered.
 
-    frames: Sequence[FramePlan]  # the frames that a run must recognize, the root first
-    by_frame: dict[int, FramePlan]  # the same by the id of the frame
-    entries: Sequence[Entry]
-    callers: Callers  # which frames call which module
-    own_graphs: Sequence[CompiledGraphModule]  # the graph modules whose graph runs in place of the module
-    custom: dict[int, FramePlan]  # custom graphs by the id of the module that each replaces, in all its calls
-    watched: dict[int, Module]  # the modules whose forwards must be seen, by id
-    # The modules whose outputs, or inputs, are changed; and those where they are only kept (inputs with gradients).
-    with_outputs: Sequence[Module]
-    with_inputs: Sequence[Module]
-    with_kept_outputs: Sequence[Module]
-    with_kept_inputs: Sequence[Module]
-    restricted: Sequence[Entry]  # those of the entries that are for some steps or positions only
-    skips: Sequence[Entry]  # those of the entries that replace calls of modules
-    unjoined: Sequence[Entry]  # patches on parts of a splice that is not among the patches
+    Attributes:
+        root: The plan of the model's own frame.
+        by_frame: The plans of all frames that a run must recognize, by the id of the frame, the root first.
+        entries: The patches, each with its target, in order.
+        callers: Which frames call which module.
+        own_graphs: The graph modules whose graph runs in place of the module.
+        custom: Custom graphs by the id of the module that each replaces, in all its calls.
+        watched: The modules whose forwards must be seen, by id.
+        with_outputs: The modules whose outputs are patched.
+        with_inputs: The modules whose inputs are patched, or kept with gradients; and whether they are patched.
+        restricted: Those of the entries that are for some steps or positions only.
+        skips: Those of the entries that replace calls of modules.
+        unjoined: Patches on parts of a splice that is not among the patches.
+        sees_ops: Whether some frame runs under the function mode.
+    """
 
-    @property
-    def root(self) -> FramePlan:
-        """The plan of the model's own frame."""
-        return self.frames[0]
-
-    @property
-    def has_compiled_parts(self) -> bool:
-        """Whether `torch.compile` compiled a module that a watched one is in, or one that runs under the mode.
-
-        Others run as without patches. This is asked on each entry, so it does not look at all modules.
-        """
-        if not may_compile():
-            return False
-        root = self.root.frame.module
-        for parent, name, child in self._links:
-            if name not in parent._modules or parent._modules[name] is not child:
-                return has_compiled_parts(root)  # it was replaced: by a compiled one, perhaps
-        return is_any_compiled([root, *(child for _, _, child in self._links)])
-
-    @functools.cached_property
-    def _links(self) -> Sequence[tuple[Module, str, Module]]:
-        """The modules on the way to the watched ones, and those under the mode, with their names in their parents."""
-        found: dict[int, tuple[Module, str, Module]] = {}
-        waiting = list(self.watched.values())
-        waiting += [module for plan in self.frames if plan.needs_mode for module in plan.frame.module.modules()]
-        for module in waiting:
-            link = self.callers.parents.get(id(module))
-            if link is not None and id(module) not in found:
-                found[id(module)] = link
-                waiting.append(link[0])
-        return list(found.values())
-
-    @functools.cached_property
-    def sees_ops(self) -> bool:
-        """Whether some frame runs under the function mode."""
-        return any(plan.needs_mode for plan in self.frames)
+    def __init__(
+        self, root: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule] = ()
+    ) -> None:
+        self.entries, self.callers, self.own_graphs = joined_with_splices(entries), callers, own_graphs
+        wanted = [*(graph.frame for graph in own_graphs), *(entry.target.frame for entry in self.entries)]
+        plans = {id(frame): FramePlan(frame) for frame in callers.frames_to_recognize(root, wanted)}
+        self.by_frame, self.root = plans, plans[id(root)]
+        for graph in own_graphs:
+            plans[id(graph.frame)].graph = graph
+        for plan in plans.values():
+            if plan is not self.root:
+                _nearest_above(plan.frame, plans).calls.setdefault(id(plan.frame.module), {})[_number_of(plan)] = plan
+        self.restricted: list[Entry] = []
+        self.skips: list[Entry] = []
+        self.unjoined: list[InsidePatch] = []
+        for entry in sorted(self.entries, key=operator.attrgetter("rank")):
+            plan = plans[id(entry.target.frame)]
+            if own_graphs:
+                _refuse_before_hooks(entry, plans)
+            plan.add(entry)
+            if entry.restriction is not None:
+                self.restricted.append(entry)
+            if entry.patches[0].replaces_call:
+                self.skips.append(entry)
+            if isinstance(entry.patches[0], InsidePatch):
+                self.unjoined.append(entry.patches[0])
+        self.watched: dict[int, Module] = {}
+        self.with_outputs: dict[int, Module] = {}
+        self.with_inputs: dict[int, tuple[Module, bool]] = {}
+        for plan in plans.values():
+            plan.settle()
+            module = self.watched[id(plan.frame.module)] = plan.frame.module
+            if plan.output and takes_hooks(module):
+                self.with_outputs[id(module)] = module
+            if (plan.changes_inputs or plan.probed) and takes_hooks(module):
+                _, has_changes = self.with_inputs.get(id(module), (module, False))
+                self.with_inputs[id(module)] = module, has_changes or plan.changes_inputs
+        self.sees_ops = any(plan.needs_mode for plan in plans.values())
+        self.custom = {
+            id(graph.frame.module): FramePlan(graph.frame, graph)
+            for graph in reversed(own_graphs)
+            if graph.frame.custom_graph is not None
+        }
 
     def with_more(self, entries: Sequence[Entry]) -> Plan:
         """Returns the plan for `entries` after the patches of this one."""
-        if not entries:
-            return self
-        return make_plan(self.root.frame, [*self.entries, *entries], self.callers, self.own_graphs)
+        together = [*self.entries, *entries]
+        return Plan(self.root.frame, together, self.callers, self.own_graphs) if entries else self
 
 
-def make_plan(
-    root: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule] = ()
-) -> Plan:
-    """Returns the plan of a run with `entries`, in their order, and with `own_graphs`."""
-    entries = joined_with_splices(entries)
-    found = callers.frames_to_recognize(root, [*(g.frame for g in own_graphs), *(e.target.frame for e in entries)])
-    plans = {id(frame): FramePlan(frame) for frame in found}
-    for graph in own_graphs:
-        plans[id(graph.frame)].graph = graph
-    for plan in list(plans.values())[1:]:
-        _nearest_above(plan.frame, plans).add_call(plan)
-    for entry in sorted(entries, key=operator.attrgetter("rank")):
-        if own_graphs:
-            _refuse_before_hooks(entry, plans)
-        plans[id(entry.target.frame)].add(entry)
-    for plan in plans.values():
-        plan.settle()
-    outputs, inputs, kept_outputs, kept_inputs = [dict[int, Module]() for _ in range(4)]
-    for plan in plans.values():
-        module = plan.frame.module
-        if not (plan.output or plan.inputs or plan.probed) or not takes_hooks(module):
-            continue
-        if plan.output:
-            (outputs if plan.changes_output else kept_outputs)[id(module)] = module
-        if plan.changes_inputs:
-            inputs[id(module)] = module
-        elif plan.probed:
-            kept_inputs[id(module)] = module
-    custom = {
-        id(graph.frame.module): FramePlan(graph.frame, graph=graph)
-        for graph in reversed(own_graphs)
-        if graph.frame.custom_graph is not None
-    }
-    return Plan(
-        list(plans.values()),
-        plans,
-        entries,
-        callers,
-        own_graphs,
-        custom,
-        {id(frame.module): frame.module for frame in found},
-        list(outputs.values()),
-        list(inputs.values()),
-        list(kept_outputs.values()),
-        [module for key, module in kept_inputs.items() if key not in inputs],
-        [entry for entry in entries if entry.restriction is not None],
-        [entry for entry in entries if entry.patches[0].replaces_call],
-        [entry for entry in entries if isinstance(entry.patches[0], InsidePatch)],
-    )
+def _number_of(plan: FramePlan) -> int:
+    assert plan.frame.call is not None
+    return plan.frame.call.call_index
 
 
 def _nearest_above(frame: Frame, plans: dict[int, FramePlan]) -> FramePlan:
     """Returns the plan of the innermost frame around `frame` that has one; the root has one."""
-    above = frame.parent
-    while above is not None and id(above) not in plans:
-        above = above.parent
-    return plans[id(above)]
+    return next(plans[id(above)] for above in frame.frames_above() if above is not frame and id(above) in plans)
 
 
 def _refuse_before_hooks(entry: Entry, plans: dict[int, FramePlan]) -> None:
-    """Raises if hooks change a module's output, and the graph that calls it has these operations as its own."""
-    frame, call = entry.target.frame, entry.target.frame.call
+    """Raises if hooks change a module's output, and the graph that calls it may have their operations as its own."""
+    frame = entry.target.frame
     above = plans.get(id(frame.parent))
-    if entry.target.node.kind != "output" or not frame.conditions.hooks or above is None or above.graph is None:
-        return
-    if call is None or call.site is None or call not in above.frame.nodes:
-        return
-    steps = call.site.steps
-    after = above.frame.nodes[above.frame.nodes.index(call) + 1 :]
-    made = [n for n in after if n.site is not None and n.site != call.site and n.site.steps[: len(steps)] == steps]
-    if made:
+    if entry.target.node.kind == "output" and frame.conditions.hooks and above is not None and above.graph is not None:
         raise PatchMapError(
-            f"{entry.target.path!r} is what forward hooks of the module returned, and their operations are part of the "
-            f"graph that calls it, which was edited: patch {format_path((*above.frame.path, made[-1].name))!r}"
+            f"{entry.target.path!r} is what forward hooks of the module returned, and the graph that calls the module "
+            "was edited: patch the operations of the hooks in that graph"
         )
 
 
@@ -366,17 +295,10 @@ class Callers:
     """The frames that call each module, in a whole capture."""
 
     def __init__(self, root: Frame) -> None:
-        self._root = root.module
         self._frames: dict[int, list[Frame]] = {}
         for frame in root.walk():
             self._frames.setdefault(id(frame.module), []).append(frame)
         self._has_fused = any(isinstance(frames[0].module, _FUSED) for frames in self._frames.values())
-
-    @functools.cached_property
-    def parents(self) -> dict[int, tuple[Module, str, Module]]:
-        """The parent of each submodule (by id), its name there, and the submodule."""
-        modules = self._root.modules()
-        return {id(child): (m, name, child) for m in modules for name, child in m._modules.items() if child is not None}
 
     def frames_of(self, module: Module) -> list[Frame]:
         """Returns the frames of `module`, in order of execution."""

@@ -8,7 +8,6 @@ patched ops run: it patches an op when its call site is reached.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,19 +25,29 @@ from graphpatch_notebook.capture import INVOKE, call_sites, decomposition_of
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
 from graphpatch_notebook.capture.observers import Swaps, apply_observer, invoke
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.dimensions import CallInputs
 from graphpatch_notebook.checks.sharding import is_parallel_machinery
-from graphpatch_notebook.errors import GraphPatchError, PatchValueError
+from graphpatch_notebook.errors import (
+    GraphPatchError,
+    PatchValueError,
+)
 from graphpatch_notebook.execution.apply import MissingChildError, apply_at, apply_patch, value_at, write_back
 from graphpatch_notebook.execution.patch_map import passing_input
-from graphpatch_notebook.execution.plan import EntriesByChain, Entry, FramePlan, PatchedCode, Plan, SiteEntries
+from graphpatch_notebook.execution.plan import (
+    EntriesByChain,
+    Entry,
+    FramePlan,
+    OpEntries,
+    PatchedCode,
+    Plan,
+    SiteEntries,
+)
 from graphpatch_notebook.execution.stand_in import bound_with, held_value, holding_tensors
 from graphpatch_notebook.execution.steps import GenerationSteps, HeldBackError
 from graphpatch_notebook.patches.kinds import RunStopped
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import function_mode_depth, takes_hooks, without_torch_functions
 from graphpatch_notebook.values import ContainerSpec, Key, ValueSpec, rebuilt, replaced, take
-from graphpatch_notebook.warning_places import warn
+from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
     from graphpatch_notebook.execution.context import PatchContext
@@ -49,7 +58,7 @@ class _Frame:
 
     __slots__ = ("counts", "inputs", "plan", "sites")
 
-    def __init__(self, plan: FramePlan | None, inputs: CallInputs = ((), {})) -> None:
+    def __init__(self, plan: FramePlan | None, inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})) -> None:
         self.plan = plan
         self.sites = None if plan is None else plan.sites
         # How often each submodule was called, and each patched call site was reached, so far (by id).
@@ -66,6 +75,7 @@ class Run(TorchFunctionMode):
         self.plan = plan
         self.root = plan.root.frame.module
         self.steps = steps  # of a generation; `None` if no patch is for some of them only
+        self.frame_watch = watch.get()
         # Whether gradients were enabled at the start: reentrant checkpointing itself disables them.
         self.has_gradients = torch.is_grad_enabled()
         self.stack = [_Frame(plan.root)]  # the frames that are running; the first is outside of all module calls
@@ -79,8 +89,6 @@ class Run(TorchFunctionMode):
         self.missing: dict[int, str] = {}  # why entries did not find a value to patch (by id)
         self.reached: set[int] = set()  # the frames that ran (by id)
         self.skipped: set[int] = set()  # the frames that were skipped (by id)
-        # The paths of probed inputs whose gradients include those of other uses of the tensor.
-        self.with_other_uses: list[str] = []
         self.has_changed = False  # whether a patch changed a value
         self.is_checkpointed = False  # whether a patched frame ran under activation checkpointing
         self.has_stopped = False  # whether a patch ended the run
@@ -94,13 +102,12 @@ class Run(TorchFunctionMode):
     @property
     def has_edited_graphs(self) -> bool:
         """Whether an edited graph runs in it."""
-        return any(plan.frame.is_edited for plan in self.plan.frames)
+        return any(plan.frame.is_edited for plan in self.plan.by_frame.values())
 
     # -- frames --------------------------------------------------------------------------------------------------------
 
     def on_call(self, module: Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a module with its hooks, and patches its output: the value that its caller gets."""
-        __tracebackhide__ = True
         plan, _ = self._next_plan(module)
         if plan is None or not plan.output:
             return call(*args, **kwargs)
@@ -113,7 +120,6 @@ class Run(TorchFunctionMode):
 
     def on_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Patches the inputs of a module after its own pre-hooks, and before its own hooks see them."""
-        __tracebackhide__ = True
         plan, _ = self._next_plan(module)
         self._with_inputs.discard(id(module))  # of a call that another hook ended early
         if plan is None or not plan.inputs or plan.graph is not None:
@@ -128,25 +134,41 @@ class Run(TorchFunctionMode):
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs one frame, with its patches."""
-        __tracebackhide__ = True
+        if self.frame_watch is None:
+            return self._run_frame(module, forward, args, kwargs)
+        forward = self.frame_watch.begin(module, forward, args, kwargs) or forward
+        try:
+            output = self._run_frame(module, forward, args, kwargs)
+            self.frame_watch.returned(output)
+            return output
+        finally:
+            self.frame_watch.end()
+
+    def _run_frame(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if id(module) not in self.plan.watched:  # swapped for another context
             return forward(*args, **kwargs)
-        stack, is_called = self.stack, False
-        if len(stack) == 1:
+        if len(self.stack) == 1:
             self._begin(module, args, kwargs)
         plan = self._plan_of(module)
-        if self._calls and (is_called := id(plan) in self._calls):
-            self._calls.remove(id(plan))
-        stack.append(_Frame(plan, (args, kwargs)))  # `tracebacks` finds it here
+        is_called = id(plan) in self._calls
+        self._calls.discard(id(plan))
+        self.stack.append(_Frame(plan, (args, kwargs)))
         try:
             if plan is None:
                 return invoke(forward, args, kwargs)
             self.reached.add(id(plan.frame))
             if self.has_gradients and not self.is_checkpointed:
                 self.is_checkpointed = is_in_checkpoint()
-            output = self.run_frame(module, plan, forward, args, kwargs)
+            if plan.is_bare:
+                output = invoke(forward, args, kwargs)
+            else:
+                output = self._run_patched(module, plan, forward, args, kwargs)
+            if self.frame_watch is not None:
+                self.frame_watch.returned(output)  # before the patches on the output
         finally:
-            stack.pop()
+            self.stack.pop()
         return output if is_called or not plan.output else self.at_boundary(plan.output, output)
 
     def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -178,13 +200,23 @@ class Run(TorchFunctionMode):
         plan, index = self._next_plan(module)
         caller = self.stack[-1]
         caller.counts[id(module)] = index + 1
-        if plan is not None:
-            return plan
-        if index > 0 and caller.plan is not None:
-            self.context.report_repeated_call(index, caller.plan.calls.get(id(module)))
-        return self.plan.custom.get(id(module))
+        if plan is None and index > 0 and caller.plan is not None:
+            patched = [one for _, one in sorted(caller.plan.calls.get(id(module), {}).items()) if _is_patched(one)]
+            if patched and patched[0].frame.call is not None and len(patched) == patched[0].frame.call.call_count:
+                paths = [format_path(one.frame.path) for one in patched]
+                self._report_repeated(paths, f"this {type(module).__name__} was called")
+        return plan or self.plan.custom.get(id(module))
 
-    def run_frame(
+    def _report_repeated(self, paths: Sequence[str], what: str) -> None:
+        times = "once" if len(paths) == 1 else f"{len(paths)} times"
+        self.context.warn_once(
+            f"{', '.join(map(repr, paths[:3]))}{', ...' * (len(paths) > 3)}: {what} {times} when it was captured, and "
+            "more often in this run: what comes after that is not patched; to patch it, make the PatchableGraph with "
+            "inputs that need as many calls",
+            "repeated call",
+        )
+
+    def _run_patched(
         self,
         module: Module,
         plan: FramePlan,
@@ -193,10 +225,7 @@ class Run(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs one frame with all its patches except those on the output."""
-        __tracebackhide__ = True
-        if plan.is_bare:
-            return invoke(forward, args, kwargs)
-        skip = next(filter(self._may_apply, reversed(plan.skips)), None) if plan.skips else None
+        skip = next(filter(self._may_apply, reversed(plan.skips)), None)
         if plan.graph is not None and skip is None:
             args, kwargs = self._with_aliases(plan, args, kwargs)
             patched = partial(self._in_graph, plan.in_graph)
@@ -207,46 +236,34 @@ class Run(TorchFunctionMode):
             args, kwargs = self._patched_inputs(plan, args, kwargs)
         if skip is not None:
             return self._skipped_output(skip, args, kwargs)
-        if plan.tensors:
-            return self._run_with_tensors(module, plan, forward, args, kwargs)
-        return self._invoke(plan, forward, args, kwargs)
-
-    def _run_with_tensors(
-        self,
-        module: Module,
-        plan: FramePlan,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Runs `forward` with patched parameters, buffers and attributes, on a stand-in if any is replaced."""
-        __tracebackhide__ = True
         bound_to = getattr(forward, "__self__", None)  # a stand-in itself, if the calling frame runs on one
-        module = bound_to if isinstance(bound_to, Module) else module
-        changed: dict[str, Tensor] = {}
-        for path, entries in plan.tensors.items():
-            value = module._parameters.get(path) if path not in plan.packed else None
-            if value is None:
-                with without_torch_functions():
-                    value = held_value(module, path)
-            if (patched := self.at_boundary(entries, value)) is not value:
-                changed[path] = patched
+        holder = bound_to if isinstance(bound_to, Module) else module
+        changed = self._changed_tensors(plan, holder)
         if not changed:
             return self._invoke(plan, forward, args, kwargs)
         if is_parallel_machinery(forward):
-            with holding_tensors(module, changed):
+            with holding_tensors(holder, changed):
                 return self._invoke(plan, forward, args, kwargs)
-        stand_in, bound = bound_with(module, changed, forward)
+        stand_in, bound = bound_with(holder, changed, forward)
         try:
             return self._invoke(plan, bound, args, kwargs)
         finally:
             stand_in.copy_changes_back()
 
+    def _changed_tensors(self, plan: FramePlan, module: Module) -> dict[str, Tensor]:
+        """Returns the patched parameters, buffers and attributes that are other tensors now, by path."""
+        changed: dict[str, Tensor] = {}
+        for path, entries in plan.tensors.items():
+            with without_torch_functions():
+                value = held_value(module, path)
+            if (patched := self.at_boundary(entries, value)) is not value:
+                changed[path] = patched
+        return changed
+
     def _invoke(
         self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls `forward`: under this mode, and all that it calls too, if it needs that."""
-        __tracebackhide__ = True
         if self.is_under_mode or not plan.needs_mode:
             return invoke(forward, args, kwargs)
         token = apply_observer.set(self)
@@ -264,13 +281,9 @@ class Run(TorchFunctionMode):
         self, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns a call with the entries on inputs applied."""
-        __tracebackhide__ = True
         args, kwargs = self._with_aliases(plan, args, kwargs)
         for name, entries in plan.inputs.items():
-            if 0 <= plan.positions[name] < len(args):
-                given = args[plan.positions[name]]
-            else:
-                given = given_input(plan.frame.parameters, name, args, kwargs)
+            given = given_input(plan.frame.parameters, name, args, kwargs)
             value = self.at_boundary(entries, given)
             if value is not given:
                 args, kwargs = with_input(plan.frame.parameters, name, value, args, kwargs)
@@ -292,27 +305,23 @@ class Run(TorchFunctionMode):
                     value = take(value, key)
             except (LookupError, AttributeError, TypeError):  # reported when the patch is applied
                 continue
+            count = 0
             with without_torch_functions():
                 if not isinstance(value, Tensor) or not value.requires_grad or id(value) in aliases:
                     continue
-                if not torch.is_grad_enabled():  # an alias would not have a gradient, and the module might read it
-                    self.with_other_uses.append(entry.target.path)
-                    continue
-                alias = value.view_as(value)
-            # A module may check whether two of its inputs are one tensor, so they stay one.
-            args, count = with_other_tensor(args, value, alias)
-            named = {name: with_other_tensor(given, value, alias) for name, given in kwargs.items()}
-            kwargs = {name: given for name, (given, _) in named.items()}
-            count += sum(each for _, each in named.values())
-            if count:
-                aliases.add(id(alias))
+                if torch.is_grad_enabled():  # else an alias would not have a gradient, and the module might read it
+                    alias = value.view_as(value)
+                    # A module may check whether two of its inputs are one tensor, so they stay one.
+                    (args, named), count = with_other_tensor((args, tuple(kwargs.values())), value, alias)
+                    kwargs = dict(zip(kwargs, named, strict=True))
+                    aliases.add(id(alias))
             if count != 1:
-                self.with_other_uses.append(entry.target.path)
+                message = _OTHER_USES.format(path=entry.target.path)
+                warn(message, "shared gradient", stacklevel=level_of_caller())
         return args, kwargs
 
     def _skipped_output(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of a call that `entry` replaces."""
-        __tracebackhide__ = True
         target, patch = entry.target, entry.patches[-1]
         self.fired.add(id(entry))
         self.skipped.add(id(target.frame))
@@ -328,35 +337,23 @@ class Run(TorchFunctionMode):
 
     def at_boundary(self, entries: Sequence[Entry], value: Any) -> Any:
         """Applies entries to a value of a frame."""
-        __tracebackhide__ = True
         for entry in entries:
             if entry.keep and not self.is_under_mode and isinstance(value, Tensor) and value.shape == entry.plain_shape:
                 self.fired.add(id(entry))  # before: the last patch of `pg.record` ends the run
                 for keep in entry.keep:
                     keep(value)
-            elif not (entry.keep and self.is_under_mode and self._is_kept(entry, value)):
+            else:
                 value = self.apply(entry, value)
         return value
 
-    def _is_kept(self, entry: Entry, value: Any) -> bool:
-        """The same for patches that only keep a tensor, if there is one, hidden from this mode."""
-        with without_torch_functions():
-            if not isinstance(value, Tensor) or value.shape != entry.plain_shape:
-                return False
-            self.fired.add(id(entry))
-            for keep in entry.keep:
-                keep(value)
-            return True
-
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry, and keeps that it fired, or why it could not."""
-        __tracebackhide__ = True
         caller = self.stack[-1]
         # What is called here is not the model's: neither if a patch calls the model or a module of it, nor at a call
         # site that calls modules and ops (`for f in (self.linear, torch.tanh)`).
         self.stack.append(_Frame(None))
         try:
-            if isinstance(value, Tensor) and value.shape == entry.plain_shape and not entry.sources:
+            if isinstance(value, Tensor) and value.shape == entry.plain_shape:
                 patched = value
                 for patch in entry.patches:
                     patched = apply_patch(patch, entry.target, patched)
@@ -381,7 +378,6 @@ class Run(TorchFunctionMode):
         return patched
 
     def _applied(self, entry: Entry, value: Any, caller: _Frame) -> Any:
-        __tracebackhide__ = True
         target, indices_in = entry.target, None
         if entry.restriction is not None:
             if self.steps is None:  # not a call of the `PatchableGraph`, but backward
@@ -416,7 +412,6 @@ class Run(TorchFunctionMode):
 
     def _in_graph(self, entries_by_name: dict[str, list[Entry]], name: str, value: Any) -> Any:
         """Applies the entries on a node of a graph that is running."""
-        __tracebackhide__ = True
         entries = entries_by_name[name]
         patched = self.at_boundary(entries, value)
         if entries[0].target.node.is_in_place:
@@ -442,7 +437,6 @@ class Run(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        __tracebackhide__ = True
         frame = self.stack[-1]
         if frame.sites is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -457,14 +451,13 @@ class Run(TorchFunctionMode):
         if entries is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         if entries.inside is not None:
-            result = self.open_call(entries.inside, func, args, kwargs or {})
+            result = self._open_call(entries.inside, func, args, kwargs or {})
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
         return self._patched_result(entries, result, args, kwargs or {})
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies patches on the call of an `autograd.Function`: one node, without nodes for the code inside it."""
-        __tracebackhide__ = True
         if function_mode_depth() < self._depth:  # an operator's own autograd function
             return apply(*args, **kwargs)
         entries = self._entries_at(sys._getframe(1))
@@ -473,12 +466,11 @@ class Run(TorchFunctionMode):
             result = apply(*args, **kwargs)
             return result if entries is None else self._patched_result(entries, result, args, kwargs)
 
-    def open_call(
+    def _open_call(
         self, inside: FramePlan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs a composite function step by step, with the patches `inside` it."""
         decomposition = decomposition_of(func)
-        is_fused = any(entry.target.node.is_inner for entry in inside.entries)
         # Without one, the model calls another function here this time.
         if decomposition is None or not any(map(self._may_apply, inside.entries)):
             return func(*args, **kwargs)
@@ -487,6 +479,7 @@ class Run(TorchFunctionMode):
             why = f"{decomposition.name} cannot be decomposed in this call: {refusal}"
             self.missing.update((id(entry), why) for entry in inside.entries)
             return func(*args, **kwargs)
+        is_fused = any(entry.target.node.is_inner for entry in inside.entries)
         with self._inside_one_node(inside), self:  # the mode is off in its own handler
             return decomposition.steps(is_fused=is_fused)(*args, **kwargs)
 
@@ -517,11 +510,19 @@ class Run(TorchFunctionMode):
         frame.counts[id(by_occurrence)] = occurrence + 1
         entries = by_occurrence.get(occurrence)
         if entries is None and occurrence >= len(by_occurrence):
-            self.context.report_repeated_op(occurrence, by_occurrence)
+            self._check_repeated_op(by_occurrence)
         return entries
 
+    def _check_repeated_op(self, by_occurrence: OpEntries) -> None:
+        """Reports an op beyond those of the example at its call site, if these all have patches."""
+        paths = [entries[0].target.path for _, entries in sorted(by_occurrence.items()) if entries]
+        target = next((entries[0].target for entries in by_occurrence.values() if entries), None)
+        if target is not None and len(paths) > max(
+            n.occurrence for n in target.frame.nodes if n.site is target.node.site
+        ):
+            self._report_repeated(paths, f"this {target.node.op} was reached")
+
     def _patched_result(self, entries: list[Entry], result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        __tracebackhide__ = True
         for entry in entries:
             # The fast path of `at_boundary`, inlined: this runs for every op of a model that is probed whole.
             if entry.keep and isinstance(result, Tensor) and result.shape == entry.plain_shape:
@@ -547,16 +548,6 @@ class Run(TorchFunctionMode):
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
-    def changes(self) -> list[str]:
-        """Returns descriptions of the patches that were applied so far, except for those that only observe."""
-        return [
-            f"{entry.target.path!r} ({type(patch).__name__})"
-            for entry in self.plan.entries
-            if id(entry) in self.fired
-            for patch in entry.patches
-            if not patch.observes_only
-        ]
-
     def unfired(self, needed: Sequence[Entry]) -> list[tuple[Entry, str]]:
         """Returns the needed entries that never fired, with the reasons."""
         if len(self.fired) == len(self.plan.entries):
@@ -575,9 +566,10 @@ class Run(TorchFunctionMode):
             return f"{format_path(skipped.path)!r} was skipped"
         if id(frame) in self.reached:
             return "its module ran, but did not come to this operation"
-        outermost = above = frame
-        while above.parent is not None and id(above.parent) not in self.reached:
-            above = above.parent
+        outermost = frame
+        for above in frame.frames_above():
+            if id(above) in self.reached:
+                break
             outermost = above if id(above) in self.plan.by_frame else outermost
         return f"{format_path(outermost.path) or 'the model'!r} was not called"
 
@@ -585,6 +577,10 @@ class Run(TorchFunctionMode):
 _RECOMPUTED_STEP = (
     "{path!r} is recomputed in backward (activation checkpointing), where the step of a generation that it belongs to "
     "is not known: switch checkpointing off, or drop steps= and positions="
+)
+_OTHER_USES = (
+    "the gradient of the probed input {path!r} includes that of other uses of the same tensor: the module is given one "
+    "tensor as several inputs, or in a list or dict, or runs without gradients; probe what it computes"
 )
 _LOST_WRITES = (
     "{path!r} is a view through which the model later writes into another tensor. The patch replaces the view, so "
@@ -600,6 +596,10 @@ _UNPATCHED = PatchedCode()
 """Stands for all code without a patched op."""
 
 
+def _is_patched(plan: FramePlan) -> bool:
+    return bool(plan.entries) or plan.frame.is_edited or any(map(_is_patched, plan.below()))
+
+
 def _container(spec: ValueSpec, dig: Sequence[Key], value: Any) -> Any:
     """Returns a container as recorded with `value` where `dig` leads, and `None` elsewhere."""
     if not dig:
@@ -608,8 +608,6 @@ def _container(spec: ValueSpec, dig: Sequence[Key], value: Any) -> Any:
     items = [_container(child, dig[1:], value) if key == dig[0] else None for _, key, child in spec.children]
     return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
 
-
-# -- activation checkpointing ------------------------------------------------------------------------------------------
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
@@ -624,11 +622,6 @@ def is_in_checkpoint() -> bool:
     return False
 
 
-def was_in_checkpoint(error: BaseException) -> bool:
-    """Whether activation checkpointing lies between the frame that handles an error and the one that raised it."""
-    return any(frame.f_code.co_filename == _CHECKPOINT_FILE for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
 # -- runs whose frames are seen ----------------------------------------------------------------------------------------
 
 
@@ -641,7 +634,7 @@ class FrameWatch(Protocol):
         """Called when a frame begins; returns the function that replaces its `forward`, if there is one."""
 
     def returned(self, output: Any) -> None:
-        """Called when the `forward` of the innermost frame returned, before patches on its output."""
+        """Called when the `forward` of the innermost frame returned, before patches on its output; maybe after, too."""
 
     def end(self) -> None:
         """Called when the innermost frame has ended, also by an error."""
@@ -661,31 +654,3 @@ def frames_seen(frame_watch: FrameWatch, modules: Iterable[Module]) -> Iterator[
     finally:
         swaps.let_go()
         watch.reset(token)
-
-
-class WatchedRun(Run):
-    """A patched run with a `FrameWatch` that sees all its frames."""
-
-    def __init__(self, frame_watch: FrameWatch, *args: Any) -> None:
-        super().__init__(*args)
-        self.frame_watch = frame_watch
-
-    def on_forward(
-        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        __tracebackhide__ = True
-        instead = self.frame_watch.begin(module, forward, args, kwargs)
-        try:
-            output = super().on_forward(module, instead or forward, args, kwargs)
-            self.frame_watch.returned(output)
-            return output
-        finally:
-            self.frame_watch.end()
-
-    def run_frame(
-        self, module: Module, plan: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        __tracebackhide__ = True
-        output = super().run_frame(module, plan, forward, args, kwargs)
-        self.frame_watch.returned(output)  # before the patches on the output
-        return output

@@ -47,20 +47,17 @@ class StepCount:
     # Entries whose value is known to have a dimension as long as the sequence.
     fitting: set[Entry] = field(default_factory=set)
 
-    def take(self, entries: Sequence[Entry]) -> tuple[Unreached, Unreached]:
-        """Returns those of `entries` that had no effect, and those that had it at some of their numbers only.
-
-        They are forgotten.
-        """
-        idle, missed = [], []
+    def take(self, entries: Sequence[Entry]) -> Unreached:
+        """Returns those of `entries` that had no effect, at all or at some of their numbers, and forgets them."""
+        found: Unreached = []
         for entry in entries if self.idle or self.missed else ():
             if (why := self.idle.pop(entry, None)) is not None and entry not in self.fired:
-                idle.append((entry, why))
+                found.append((entry, why))
             for what in ("steps", "positions"):
                 if (numbers := self.missed.pop((entry, what), None)) and entry in self.fired:
                     listed = f"{what} {', '.join(map(str, numbers))} (of {getattr(entry.restriction, what)})"
-                    missed.append((entry, f"not at {listed}"))
-        return idle, missed
+                    found.append((entry, f"at {listed}"))
+        return found
 
     def note_missed(self, entry: Entry, what: str, outside: list[int]) -> None:
         """Keeps which of the numbers that an entry lists a call does not have."""
@@ -213,14 +210,10 @@ class GenerationSteps:
         if not restriction.is_encoder and length is not None and not restriction.positions.within(0, past + length):
             self._held_back.add(entry)
             raise HeldBackError
-        given = (
-            f"the encoder has {length} positions"
-            if restriction.is_encoder
-            else (f"the model is given {length} tokens after {past} others")
-        )
         raise PatchValueError(
             f"{entry.target.path!r} has {size} entries in dimension {restriction.dim} at step {step.number}, where "
-            f"{given}: their positions are not known; choose with steps= and slice="
+            f"there are {length} tokens after {past} others: their positions are not known; choose with steps= and "
+            "slice="
         )
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
@@ -243,28 +236,20 @@ class GenerationSteps:
         restriction = entry.restriction
         if restriction is None or not self._begun:
             return None
+        call = "the last call" if self.is_direct and not self.is_outside else "this call"
         if restriction.steps is not None and not any(step.number in restriction.steps for step in self._begun):
-            return f"its steps ({restriction.steps}) were not reached: {self._came_steps()}"
+            first, last = self._begun[0].number, self._begun[-1].number
+            return f"its steps ({restriction.steps}) were not reached: {call} had steps {first} to {last}"
         if entry in self._held_back:
             where = "" if restriction.steps is None else " at its steps"
-            return f"its positions ({restriction.positions}) were not reached{where}: {self._came_positions(entry)}"
+            lengths = [
+                s.encoder_length if restriction.is_encoder else (s.past or 0) + (s.length or 0) for s in self._begun
+            ]
+            last = max(length or 0 for length in lengths) - 1
+            return f"its positions ({restriction.positions}) were not reached{where}: {call} had 0 to {last}"
         if entry in self._skipped:
             return f"its value was computed, but not at its steps ({restriction.steps})"
         return None
-
-    def _came_steps(self) -> str:
-        numbers = [step.number for step in self._begun] or [0]
-        came = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
-        return f"{self._call} had {came}"
-
-    def _came_positions(self, entry: Entry) -> str:
-        of_encoder = entry.restriction is not None and entry.restriction.is_encoder
-        counts = [s.encoder_length if of_encoder else (s.past or 0) + (s.length or 0) for s in self._begun]
-        return f"{self._call} had 0 to {max(count or 0 for count in counts) - 1}"
-
-    @property
-    def _call(self) -> str:
-        return "the last call" if self.is_direct and not self.is_outside else "this call"
 
 
 def caches_of(root: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,9 +135,9 @@ def test_steps_are_counted_over_direct_calls_in_a_block(pg: PatchableGraph) -> N
     ("where", "why"),
     [
         ({"positions": 60}, "its positions (60) were not reached"),
-        ({"positions": [2, 60]}, "not at positions 60 (of 2, 60)"),
+        ({"positions": [2, 60]}, "at positions 60 (of 2, 60)"),
         ({"steps": "decoding"}, "its steps ('decoding') were not reached"),
-        ({"steps": [0, 7]}, "not at steps 7 (of 0, 7)"),
+        ({"steps": [0, 7]}, "at steps 7 (of 0, 7)"),
     ],
     ids=str,
 )

@@ -134,7 +134,7 @@ def test_a_path_of_a_module_stays_refused_for_other_patches(gpt2: PatchableGraph
         (MLP, SkipPatch("x"), "value must be a tensor or a number"),
         (MLP, FromPatch("transformer.h_1.output"), "'transformer.h_1.output', which does not come before"),
         (MLP, FromPatch("transformer.h_1.nothing"), "no node 'nothing'"),
-        (MLP, FromPatch("transformer.h_*.output"), "means 3 values: name one"),
+        (MLP, FromPatch("transformer.h_*.output"), "means several values: name one"),
         (MLP, FromPatch("transformer.h_0.output", rows=[0.5]), "one whole number for each row"),
         (MLP, FromPatch("transformer.h_0.output", transform=3), "transform must be callable"),
     ],
@@ -252,7 +252,7 @@ def test_a_transform_cannot_write_into_the_source(gpt2: PatchableGraph) -> None:
     ("positions", "why"),
     [
         ([4], r"its positions \(4\) were not reached: the last call had 0 to 3"),
-        ([3, 9], r"not at positions 9 \(of 3, 9\)"),
+        ([3, 9], r"at positions 9 \(of 3, 9\)"),
     ],
 )
 def test_positions_that_a_reading_patch_did_not_reach_are_reported(

@@ -22,7 +22,7 @@ import torch
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchWarning, SessionError, StaleEditError
-from graphpatch_notebook.execution import call_problem, is_part_of_splice, target_of_call
+from graphpatch_notebook.execution import check_call, is_part_of_splice, target_of_call
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, UntrustedFile, names_used
@@ -360,8 +360,11 @@ def _target(root: Frame, patch: ChosenPatch) -> Target:
         if call is None:
             raise
         target = call
-    if replaces_call and patch.value is None and (problem := call_problem(target, patch.definition.patch())):
-        raise Unresolvable(f"{target.text!r}: {problem}")
+    if replaces_call and patch.value is None:
+        try:
+            check_call(target, patch.definition.patch())
+        except ValueError as problem:
+            raise Unresolvable(f"{target.text!r}: {problem}") from None
     return target
 
 
