@@ -27,7 +27,6 @@ from graphpatch_notebook.errors import GraphError, add_note
 from graphpatch_notebook.execution import (
     GENERATION_CONFIG,
     CapturedModel,
-    Entry,
     PatchContext,
     Recording,
     copied_config,
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
     from graphpatch_notebook.components import Components, ProofRun, Weights
-    from graphpatch_notebook.execution import CompiledModel, CompiledSteps
+    from graphpatch_notebook.execution import CompiledModel
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.graphs.verification import VerificationReport
     from graphpatch_notebook.notebook.browser.widget import Browser
@@ -514,8 +513,7 @@ class PatchableGraph(_LikeItsModel):
         active now are part of it, too.
 
         The graph is made by `to_fx`, which compares it with the patched model on `inputs`, bit for bit; what is said
-        there holds for it, too. It is compiled at the first call. `CompiledModel.generate` generates text, with graphs
-        of its own.
+        there holds for it, too. It is compiled at the first call.
 
         Args:
             patches: The patch map, of `ZeroPatch`, `AddPatch` and `ReplacePatch` (or other classes with
@@ -557,45 +555,7 @@ class PatchableGraph(_LikeItsModel):
             assert context is not None
             check_compilable(context.plan.entries)
             graph = self.to_fx(inputs, input_kwargs, allow_doubts=allow_doubts, any_size=any_size)
-        steps = self._compiled_steps(patches, entries, allow_doubts=allow_doubts, backend=backend, mode=mode)
-        return CompiledModel(graph, copies, self._captured.module, steps, backend, mode)
-
-    def _compiled_steps(
-        self,
-        patches: Mapping[str | NodePath, Patch[Any] | Sequence[Patch[Any]]],
-        entries: Sequence[Entry],
-        **options: Any,
-    ) -> CompiledSteps:
-        """Returns the compiled steps of generations with these patches only."""
-        from graphpatch_notebook.execution import CompiledSteps, check_no_counts, patches_in_steps
-        from graphpatch_notebook.graphs.plain_fx import plain_values_in
-
-        model, alone = self._captured, copy.copy(self)
-        has_others = model.has_patched_calls or innermost(model) is not None
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if has_others:
-                raise GraphError(
-                    "generations are compiled with the patches given to compile only: give it all patches, outside of "
-                    "pg.patch(), and of a PatchableGraph that is not edited"
-                )
-            with alone.patch(patches, strict=True):
-                return alone(*args, **kwargs)
-
-        def compiled(*args: Any, **kwargs: Any) -> CompiledModel:
-            own_args, own_kwargs = copied((args, kwargs))
-            plain = plain_values_in(own_kwargs)
-            with preserved(model.module):
-                step = PatchableGraph(model.module, model.options, *own_args, **own_kwargs)
-            check_no_counts(plain, plain_values_in(own_kwargs))
-            return step.compile(patches_in_steps(entries, step._captured), *args, **options, **kwargs)
-
-        def generating(call: Callable[..., Any]) -> Callable[..., Any]:
-            method: Any = model.module.generate
-            generate = generating_with(self.__dict__["_generation_config"], method, call)
-            return functools.partial(generate, **no_compile_arguments(model.module))
-
-        return CompiledSteps(run, compiled, generating)
+        return CompiledModel(graph, copies, self._captured.module, backend, mode)
 
     def _code_of(self, frame: Frame) -> str:
         found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)

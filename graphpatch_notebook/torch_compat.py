@@ -179,23 +179,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return is_any_compiled((module,))
 
 
-def called_by(call: Callable[..., Any]) -> dict[str, Any]:
-    """Returns attributes that make a module run `call` in its calls, hooks included, as compiled modules do.
-
-    `Module._compiled_call_impl`: torch 2.2 to 2.13. Tested by: tests/execution/test_compiled_model.py.
-    """
-    return {"_compiled_call_impl": call}
-
-
-def own_call(module: torch.nn.Module) -> Callable[..., Any]:
-    """Returns what calls the forward of a module with its hooks, whatever attribute of the module replaces it.
-
-    `Module._call_impl`: torch 2.0 to 2.13. Tested by: tests/execution/test_contexts.py.
-    """
-    call: Callable[..., Any] = type(module)._call_impl.__get__(module)
-    return call
-
-
 def called_attribute(module: torch.nn.Module) -> str:
     """Returns the attribute that `Module.__call__` calls, which a module may have of its own: its forward with hooks.
 

@@ -48,10 +48,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.execution.compiled_model import (
         CompiledModel,
         CompiledPatches,
-        CompiledSteps,
         check_compilable,
-        check_no_counts,
-        patches_in_steps,
         verified_fx_module,
     )
     from graphpatch_notebook.execution.replay import (
@@ -75,7 +72,6 @@ __all__ = [
     "CapturedModel",
     "CompiledModel",
     "CompiledPatches",
-    "CompiledSteps",
     "Entry",
     "FrameNode",
     "FrameRecording",
@@ -96,7 +92,6 @@ __all__ = [
     "caches_of",
     "check_call",
     "check_compilable",
-    "check_no_counts",
     "copied_config",
     "does_nothing",
     "frames_seen",
@@ -108,7 +103,6 @@ __all__ = [
     "leaves_of",
     "no_compile_arguments",
     "own_tensors",
-    "patches_in_steps",
     "record",
     "restriction_of",
     "results_of",

@@ -2,12 +2,10 @@
 
 pg.to_fx(args, kwargs)        ->  fx modules, compared with the patched model before they are returned
 pg.compile(patches, *inputs)  ->  CompiledModel: one graph, for calls like the one with `inputs`
-                                  └── generate: CompiledSteps, with a CompiledModel for each form of its steps
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,15 +17,13 @@ from torch.nn import Module
 from graphpatch_notebook.capture.inputs import ExampleInputs, inputs_of_call
 from graphpatch_notebook.checks.comparison import compared
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError
-from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.patch_map import problems_of
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.graphs import GraphModule
 from graphpatch_notebook.graphs.plain_fx import InputCheck, PatchedPart, listed_doubts, plain_fx_module
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch, declares
-from graphpatch_notebook.values import TensorSpec, is_same_plain
+from graphpatch_notebook.values import TensorSpec
 
 
 def verified_fx_module(
@@ -78,26 +74,13 @@ def verified_fx_module(
 @contextmanager
 def _unchanged(patches: Iterable[Patch[Any]]) -> Iterator[None]:
     """Restores the values that patches keep to those from before the block."""
-    saved = [(patch, {name: _contents(value) for name, value in vars(patch).items()}) for patch in patches]
-
-    def put_back() -> None:
-        for patch, attributes in saved:
-            for name in vars(patch).keys() - attributes.keys():
-                delattr(patch, name)
-            for name, (value, contents) in attributes.items():
-                if isinstance(value, list):
-                    value[:] = contents
-                elif isinstance(value, dict):
-                    value.clear()
-                    value.update(contents)
-                patch.__dict__[name] = value
-
-    with afterwards(put_back):
+    saved = [(patch, {k: list(v) if isinstance(v, list) else v for k, v in vars(patch).items()}) for patch in patches]
+    try:
         yield
-
-
-def _contents(value: Any) -> tuple[Any, Any]:
-    return value, value.copy() if isinstance(value, (list, dict)) else None
+    finally:
+        for patch, fields in saved:
+            vars(patch).clear()
+            vars(patch).update(fields)
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
@@ -130,12 +113,10 @@ class CompiledModel:
         graph: fx.GraphModule,
         patches: CompiledPatches,
         model: Module,
-        steps: CompiledSteps,
         backend: Any,
         mode: str | None,
     ) -> None:
         self.graph = graph
-        self._steps = steps
         self._patches = patches
         self._model, self._was_training = model, model.training
         check = graph.get_submodule("check_inputs")
@@ -152,7 +133,6 @@ class CompiledModel:
             PatchMapError: A patch is not valid any more.
             PatchValueError: The value of a patch does not fit, or is neither a tensor nor a number.
         """
-        __tracebackhide__ = True
         if self._model.training is not self._was_training:
             mode = "train" if self._was_training else "eval"
             raise GraphError(f"the model was compiled in {mode} mode: call pg.{mode}(), or pg.compile again")
@@ -175,47 +155,9 @@ class CompiledModel:
                 f"({str(error).splitlines()[0]}); run the patches without pg.compile"
             ) from error
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generates text as the model's own `generate` does, with the patches, at compiled speed.
-
-        Needs a static cache: `cache_implementation="static"`, or one of transformers as `cache` (of older ones, as
-        `past_key_values`). The first step, over the prompt, runs the model with the patches as it is, since each length
-        of a prompt would be compiled anew. The later ones are one compiled graph: other prompts, other values of
-        patches and other caches do not compile again, another batch size or length of the cache does.
-
-        Args:
-            args: As for the model's own `generate`.
-            kwargs: Likewise.
-
-        Raises:
-            GraphError: The cache is not static, or the steps cannot be compiled with these patches.
-
-        Example:
-            >>> from transformers import GPT2Config, GPT2LMHeadModel
-            >>> from graphpatch_notebook import PatchableGraph, ZeroPatch
-            >>> config = GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=8, bos_token_id=0, eos_token_id=None)
-            >>> model, ids = GPT2LMHeadModel(config).eval(), torch.ones(1, 3, dtype=torch.long)
-            >>> pg = PatchableGraph(model, ids, use_cache=False)
-            >>> patches = {"output|logits": ZeroPatch()}
-            >>> compiled = pg.compile(patches, ids, use_cache=False, allow_doubts=True, backend="eager")
-            >>> compiled.generate(ids, max_new_tokens=3, do_sample=False, cache_implementation="static")
-            tensor([[1, 1, 1, 0, 0, 0]])
-        """
-        return self._steps.generate(*args, **kwargs)
-
-    def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call has inputs like those that the graph is for."""
-        check = self.graph.get_submodule("check_inputs")
-        assert isinstance(check, InputCheck)
-        return check.accepts(args, kwargs)
-
 
 _TOO_MANY = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
 """Errors of torch 2.6 and later, and before it."""
-
-
-def _are_same(before: list[Any], now: list[Any]) -> bool:
-    return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
 class CompiledPatches:
@@ -257,7 +199,7 @@ class _CopiedPatch:
     def read(self) -> None:
         """Reads the fields of the user's patch."""
         fields = vars(self._given)
-        if _are_same(self._read, [*fields.values()]):
+        if list(map(id, self._read)) == list(map(id, fields.values())):
             return
         problems = [problem for target in self.targets for problem in problems_of(target, [self._given])]
         if problems:
@@ -284,123 +226,6 @@ class _CopiedPatch:
                 f"{type(self._given).__name__} on {self.targets[0].text!r}: the patch's value is {value!r}, and the "
                 f"value here has the dtype {dtype}: {error}"
             ) from None
-
-
-class CompiledSteps:
-    """The calls of a model in generations with a static cache: the first one of each runs as it is, others compiled.
-
-    `run` runs the model with the patches, `compiled` returns the compiled model for calls with such inputs, and
-    `generating` the `generate` of the model, with a function that runs the calls of the model.
-    """
-
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        compiled: Callable[..., CompiledModel],
-        generating: Callable[[Callable[..., Any]], Callable[..., Any]],
-    ) -> None:
-        self.run = run
-        self._compiled = compiled
-        self._generating = generating
-        self._known: list[CompiledModel] = []
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self._generating(_Generation(self))(*args, **kwargs)
-
-    def compiled_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledModel:
-        found = next((known for known in self._known if known.accepts(args, kwargs)), None)
-        if found is None:
-            if len(self._known) == _MOST_FORMS:
-                raise GraphError(
-                    f"the steps of these generations had {_MOST_FORMS} forms (sizes of inputs and caches, plain "
-                    "arguments), and each was compiled; call pg.compile again for others"
-                )
-            found = self._compiled(*args, **kwargs)
-            self._known.append(found)
-        return found
-
-
-_MOST_FORMS = 16
-
-
-class _Generation:
-    """The calls of the model in one generation."""
-
-    def __init__(self, steps: CompiledSteps) -> None:
-        self._steps = steps
-        self._is_first = True
-        self._current: tuple[dict[str, Any], CompiledModel] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if self._is_first:
-            if not any(getattr(value, "is_compileable", False) for value in (*args, *kwargs.values())):
-                raise GraphError(
-                    "compiled generations need a cache whose tensors keep their sizes and places: give "
-                    'cache_implementation="static", or a StaticCache as cache= (past_key_values= of older transformers)'
-                )
-            self._is_first = False
-            return self._steps.run(*args, **kwargs)
-        forms = {name: value.shape if isinstance(value, Tensor) else value for name, value in kwargs.items()}
-        if self._current is None or args or not _are_same_forms(self._current[0], forms):
-            self._current = forms, self._steps.compiled_for(args, kwargs)
-        return self._current[1](*args, **kwargs)
-
-
-def _are_same_forms(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    return before.keys() == now.keys() and all(
-        now[name] is form or (isinstance(form, torch.Size) and now[name] == form) for name, form in before.items()
-    )
-
-
-def patches_in_steps(entries: Sequence[Entry], step: CapturedModel) -> dict[Any, list[Patch[Any]]]:
-    """Returns the patch map for the same patches on `step`, which is the model as captured on the inputs of a step.
-
-    A `GraphError` names all that are not on the same values there.
-    """
-    patch_map: dict[Any, list[Patch[Any]]] = {}
-    places: dict[str, Any] = {}
-    for entry in entries:
-        target = entry.target
-        text = target.text if target.index else target.path  # without the encoder, layers have other names
-        places[text] = _place(target)
-        patch_map.setdefault(text, []).extend(entry.patches)
-    try:
-        found = [entry.target for entry in step.entries_of(patch_map)]
-    except PatchMapError as error:
-        raise GraphError(f"the steps after the prompt cannot have these patches: {error}") from None
-    texts = [text for text, place in places.items() if place not in map(_place, found)]
-    if texts:
-        raise GraphError(
-            f"the steps after the prompt cannot have these patches: {', '.join(map(repr, texts))} is another value "
-            "there, as the code takes another way with a cache; patch another value, such as the output of the module"
-        )
-    return patch_map
-
-
-def check_no_counts(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raises a `GraphError` if the run of a step has changed plain values in its inputs, which no graph does."""
-    changed = [name for name, value in after.items() if name in before and not is_same_plain(before[name], value)]
-    if changed:
-        raise GraphError(
-            f"each step changes {changed[0]!r}, which is not in a tensor, so that the steps cannot be one compiled "
-            "graph: caches of transformers count so for layers with a sliding window. The numbers are the same with a "
-            f"cache that keeps all positions, so give one:\n{_FULL_CACHE.format(changed[0].partition('|')[0])}"
-        )
-
-
-_FULL_CACHE = """\
-    full = copy.deepcopy(model.config)
-    full.sliding_window, full.layer_types = None, ["full_attention"] * full.num_hidden_layers
-    compiled.generate(..., {}=StaticCache(config=full, max_cache_len=256))"""
-
-
-def _place(target: Target) -> Any:
-    """Returns the place in the model's code that computes a value."""
-    node, calls = target.node, [frame.call for frame in (target.frame, *target.frame.frames_above())]
-    frames = [(id(call.frame.module), call.call_index) for call in calls if call is not None]
-    made = (node.site and node.site.steps, node.occurrence, node.position) if node.kind == "op" else node.target
-    return frames, node.kind, made, target.dig, target.index
 
 
 def check_compilable(entries: Sequence[Entry]) -> None:

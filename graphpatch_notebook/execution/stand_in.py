@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture import Packing, held_by
-from graphpatch_notebook.capture.observers import innermost_forward, is_swapped, observer, original_forward
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import PatchValueError
-from graphpatch_notebook.torch_compat import called_by, own_call
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _ORIGINAL = "_graphpatch_original"
@@ -63,107 +61,67 @@ class StandIn:
         self._original = module
         self._inner: list[StandIn] = []
         self.module: Module = object.__new__(type(module))
-        # A separate dict first: some models override `__setattr__`.
-        state = dict(module.__dict__)
-        if (swapped := state.get("_call_impl")) is not None:  # calls the module itself
-            observed = swapped.func if isinstance(swapped, functools.partial) else swapped.observed
-            state["_call_impl"] = functools.partial(observed, own_call(self.module))
+        state = self.module.__dict__  # some models override `__setattr__`
+        state.update(module.__dict__)
         for registry in _REGISTRIES:
             state[registry] = type(state[registry])(state[registry])
-        self.module.__dict__.update(state)
-        self.module.__dict__.update(attributes or {})
-        self.module.__dict__[_ORIGINAL] = module
-        self._put(replacements)
-        self._remember()
-
-    def _remember(self) -> None:
-        """Notes the state after which changes are the forward's own."""
-        self._before = dict(self.module.__dict__)
-        self._registered_before = {name: dict(self.module.__dict__[name]) for name in _REGISTRIES}
-
-    def _put(self, replacements: dict[str, Tensor]) -> None:
-        state = self.module.__dict__
+        state.update({**(attributes or {}), _ORIGINAL: module})
         below: dict[str, dict[str, Tensor]] = {}
-        swapped: dict[int, Tensor] = {}
-        for path, new in replacements.items():
+        new: dict[int, Tensor] = {}
+        for path, tensor in replacements.items():
             name, _, rest = path.partition(".")
             if rest:
-                below.setdefault(name, {})[rest] = new
-                continue
-            for holder in (state["_parameters"], state["_buffers"], state):
-                if name in holder and holder[name] is not None:
-                    swapped[id(holder[name])] = new
-        self._exchange(state, swapped)
+                below.setdefault(name, {})[rest] = tensor
+            else:
+                new[id(tensor_at(module, path))] = tensor
+        # Wherever the module holds the old ones: under each name, and in lists (as `nn.LSTM`).
+        for holder in (state["_parameters"], state["_buffers"], state):
+            for name, value in [item for item in holder.items() if item[0] not in _REGISTRIES]:
+                if id(value) in new:
+                    holder[name] = new[id(value)]
+                elif type(value) in (list, tuple) and any(id(item) in new for item in value):
+                    holder[name] = type(value)(new.get(id(item), item) for item in value)
         for name, inside in below.items():
-            child = state["_modules"].get(name)
-            if child is not None:
+            if (child := state["_modules"].get(name)) is not None:
                 inner = StandIn(child, inside)
-                inner.forget_in_calls(inside)
+                # Calls are separate frames, with separate nodes: they see the module's own tensors.
+                inner.module.__dict__.update({"_call_impl": child.__call__, "forward": child.forward})
+                inner.remember()
                 self._inner.append(inner)
                 state["_modules"][name] = inner.module
+        self.remember()
 
-    @staticmethod
-    def _exchange(state: dict[str, Any], swapped: dict[int, Tensor]) -> None:
-        """Puts new tensors wherever the module holds the old ones: under each name, and in lists (as `nn.LSTM`)."""
-        for holder in (state["_parameters"], state["_buffers"], state):
-            for name, value in list(holder.items()):
-                if name in _REGISTRIES:
-                    continue
-                if id(value) in swapped:
-                    holder[name] = swapped[id(value)]
-                elif type(value) in (list, tuple) and any(id(item) in swapped for item in value):
-                    holder[name] = type(value)(swapped.get(id(item), item) for item in value)
+    def remember(self) -> None:
+        """Notes the state after which changes are the forward's own."""
+        state = self.module.__dict__
+        self._before = [dict(state), *(dict(state[name]) for name in _REGISTRIES)]
 
-    def bind(self, forward: Callable[..., Any], original: Module | None = None) -> Callable[..., Any]:
-        """Returns `forward` of the module (of `original`, if the module is a stand-in itself), bound to the stand-in.
+    def bind(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `forward` of the module, bound to the stand-in.
 
         A function that cannot be bound to another module is a `PatchValueError`.
         """
-        original = original or self._original
-        if getattr(forward, "__self__", None) is original and hasattr(forward, "__func__"):
+        if getattr(forward, "__self__", None) is self._original and hasattr(forward, "__func__"):
             return forward.__func__.__get__(self.module)  # type: ignore[no-any-return]
-        if isinstance(forward, functools.partial) and forward.args and forward.args[0] is original:
+        if isinstance(forward, functools.partial) and forward.args and forward.args[0] is self._original:
             return functools.partial(forward.func, self.module, *forward.args[1:], **forward.keywords)
         raise PatchValueError(
             f"the parameters of this {type(self._original).__name__} cannot be patched: its forward was replaced by "
             f"{forward!r}, which is not a method of it; patch its inputs, its output, or the op that uses the parameter"
         )
 
-    def forget_in_calls(self, replacements: dict[str, Tensor]) -> None:
-        """Makes calls of the stand-in see the module's own tensors again.
-
-        Calls are separate frames, with separate nodes. What the module's hooks did to the stand-in before the call (as
-        pruning does) is kept.
-        """
-        original = self._original
-        own = {id(new): tensor_at(original, path) for path, new in replacements.items()}
-        forward = original_forward(original)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            restored = StandIn(self.module, {})
-            self._exchange(restored.module.__dict__, own)
-            restored._remember()
-            bound = restored.bind(forward, original)
-            watching = observer.get()
-            try:
-                if watching is None or not is_swapped(original):
-                    return bound(*args, **kwargs)
-                return watching.on_forward(original, bound, args, kwargs)
-            finally:
-                restored.copy_changes_back()
-
-        self.module.__dict__[innermost_forward(original)] = call
-        self._remember()
-
     def copy_changes_back(self, but: Sequence[str] = ()) -> None:
         """Copies to the module what the forward changed in the stand-in, except the attributes named in `but`."""
         for inner in self._inner:
             inner.copy_changes_back()
-        after = {name: value for name, value in self.module.__dict__.items() if name not in but}
-        before = {name: value for name, value in self._before.items() if name not in but}
-        _copy_changes(before, after, self._original.__dict__)
-        for name, registered in self._registered_before.items():
-            _copy_changes(registered, self.module.__dict__[name], self._original.__dict__[name])
+        now, own = self.module.__dict__, self._original.__dict__
+        places = [(now, own), *((now[name], own[name]) for name in _REGISTRIES)]
+        for before, (after, to) in zip(self._before, places, strict=True):
+            for name in [name for name in {**before, **after} if name not in but]:
+                if name not in after:
+                    to.pop(name, None)
+                elif name not in before or before[name] is not after[name]:
+                    to[name] = after[name]
 
 
 def original_of(module: Module) -> Module:
@@ -213,13 +171,6 @@ def bound_with(
     return stand_in, unpacked[0].bound(stand_in.module, unpacked[1], forward)
 
 
-def _copy_changes(before: dict[str, Any], after: dict[str, Any], to: dict[str, Any]) -> None:
-    to.update({name: value for name, value in after.items() if name not in before or before[name] is not value})
-    for name in before:
-        if name not in after:
-            to.pop(name, None)
-
-
 # -- a generation config of its own, for models of transformers (which need not be installed) --------------------------
 
 GENERATION_CONFIG = "generation_config"
@@ -233,24 +184,12 @@ def copied_config(module: Module) -> Any:
     return copy.deepcopy(config) if callable(getattr(module, "generate", None)) else None
 
 
-def generating_with(
-    config: Any, generate: Callable[..., Any], call: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """Returns the method `generate` of a model, run as if `config` were the model's generation config.
-
-    The model never sees `config`: if it differs from the model's, the method runs on a stand-in. `call`, if given, runs
-    the calls of the model that the method makes.
-    """
-    attributes = {} if config is None else {GENERATION_CONFIG: config}
-    if call is not None:
-        attributes |= called_by(call)
+def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method `generate` of a model, run on a stand-in as if `config` were the model's generation config."""
 
     @functools.wraps(generate)
     def generate_with(*args: Any, **kwargs: Any) -> Any:
-        module: Module = generate.__self__  # type: ignore[attr-defined]  # a bound method
-        if call is None and _are_equal(config, module.__dict__.get(GENERATION_CONFIG)):
-            return generate(*args, **kwargs)
-        stand_in = StandIn(module, {}, attributes)
+        stand_in = StandIn(generate.__self__, {}, {GENERATION_CONFIG: config})  # type: ignore[attr-defined]
         try:
             return stand_in.bind(generate)(*args, **kwargs)
         finally:
@@ -266,10 +205,3 @@ def no_compile_arguments(module: Module) -> dict[str, Any]:
     """
     is_known = hasattr(getattr(module, GENERATION_CONFIG, None), "disable_compile")
     return {"disable_compile": True} if is_known else {}
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    try:
-        return one is other or (type(one) is type(other) and bool(vars(one) == vars(other)))
-    except (RuntimeError, TypeError, ValueError):  # tensors among the values
-        return False

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture.inputs import given_input, passed_on
+from graphpatch_notebook.capture.inputs import passed_on
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, at_keys
 from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, Difference, has_child
 from graphpatch_notebook.errors import GraphError, GraphPatchError, PatchValueError
@@ -393,13 +393,6 @@ Reads: TypeAlias = "tuple[tuple[bool, Key], ...]"
 """What leads from an object to what it holds: whether each step is an attribute (or an item), and its key."""
 
 
-def plain_values_in(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers and other plain values in objects among the inputs, by name (`cache|layers.sub_0.size`)."""
-    objects = {name: value for name, value in inputs.items() if _is_object(value)}
-    held = ((name, *each) for name, value in objects.items() for each in _held_in(value, (), ()))
-    return {_read_name(name, reads): value for name, reads, value in held if not isinstance(value, Tensor)}
-
-
 def _read_name(parameter: str, reads: Reads) -> str:
     return format_path((parameter,), tuple(key_text(key) for _, key in reads))
 
@@ -468,17 +461,8 @@ class InputCheck(Module):
         # Compilers see this module, but not the module whose graph calls it; `train()` and `eval()` reach both.
         self.training = self.was_training = frame.conditions.training
         self.modules_below: list[tuple[str, Module, bool]] = []
-        self._frame_inputs = frame.parameters
         self.objects: dict[str, list[tuple[Reads, ValueSpec]]] = {}
         self.maker = "pg.to_fx"
-
-    def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call with the arguments of the model has the form of the recorded one."""
-        try:
-            self(*(given_input(self._frame_inputs, name, args, dict(kwargs)) for name, _ in self.signature.inputs))
-        except GraphError:
-            return False
-        return True
 
     def add_module_below(self, path: str, module: Module) -> None:
         """Accepts calls only while `module` stays in its current mode."""

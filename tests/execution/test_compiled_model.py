@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import textwrap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,13 +10,10 @@ import torch
 import torch._dynamo.testing
 import torch._inductor.config
 from torch import Tensor, nn
-from transformers import MistralConfig, MistralForCausalLM, StaticCache
+from transformers import StaticCache
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, RecordPatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError, UnknownPathError
-from graphpatch_notebook.patches.kinds import Patch
-from tests.experiments.hooked import GPT2_OUTPUT
-from tests.hooks import registered
 from tests.integrations.test_torch_compile import MASKED_BY_VMAP, gpt2
 from tests.zoo import installed
 from tests.zoo.transformers_models import with_cache
@@ -221,179 +215,6 @@ def test_numbers_of_the_model_are_refused() -> None:
         pg.compile({"size_count": ReplacePatch(value=2)}, X)
     with pytest.raises(GraphError, match="to_fx"):  # inputs of another size than the graph is for
         PatchableGraph(Mlp(), X).compile({"hidden": ZeroPatch()}, X[:1])
-
-
-@pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")
-def test_another_mode_is_refused() -> None:
-    model = Shifted().eval()
-    compiled = PatchableGraph(model, X).compile({"hidden": ZeroPatch()}, X, backend="eager")
-    assert torch.equal(compiled(X), model.down(torch.zeros(2, 4)) + model.shift)
-    model.train()
-    with pytest.raises(GraphError, match="compile again"):
-        compiled(X)
-
-
-def test_errors_of_the_graph_are_not_hidden_by_those_of_the_compiler() -> None:
-    model = WithDropout().eval()
-    compiled = PatchableGraph(model, X).compile({"output": AddPatch(value=1.0)}, X, backend="eager")
-    assert torch.equal(compiled(X), X + 1)
-    with pytest.raises(GraphError, match="dimension 0 of 'x' is 5"):
-        compiled(torch.ones(5, 3))
-
-
-@contextmanager
-def hooked(model: Any, steer: AddPatch, position: int) -> Iterator[None]:
-    """Adds to the stream after the first layer at a position, and zeroes the second head of the other layer."""
-
-    def steered(_module: nn.Module, _args: Any, output: Any) -> Any:
-        hidden = (output[0] if isinstance(output, tuple) else output).clone()
-        hidden[:, position] += steer.value
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-    def without_head(_module: nn.Module, args: Any) -> Any:
-        heads = args[0].clone()
-        heads[..., 8:] = 0
-        return (heads,)
-
-    handles = [
-        model.transformer.h[0].register_forward_hook(steered),
-        model.transformer.h[1].attn.c_proj.register_forward_pre_hook(without_head),
-    ]
-    with registered(handles):
-        yield
-
-
-def test_language_models() -> None:
-    model, ids = gpt2()
-    pg = PatchableGraph(model, ids)
-    steer = AddPatch(value=torch.zeros(16), slice=(slice(None), 2))
-    patches: dict[str, Patch[Any]] = {
-        f"transformer.h_0.{GPT2_OUTPUT}": steer,
-        "layers[1].attn.heads[1].z": ZeroPatch(),
-    }
-    backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
-    compiled = pg.compile(patches, ids, allow_doubts=True, backend=backend)
-
-    with torch.no_grad():
-        expected = []
-        for value in (steer.value, torch.randn(16), torch.randn(16)):
-            steer.value = value
-            with hooked(model, steer, 2):
-                expected.append((value, model(ids).logits))
-        for steer.value, logits in expected:
-            torch.testing.assert_close(compiled(ids).logits, logits)
-    assert backend.frame_count == 1
-
-
-@pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")
-@pytest.mark.skipif(installed.TRANSFORMERS < (5, 0), reason="its static caches count tokens in Python")
-@torch.no_grad()
-def test_generations_with_static_caches_compile_once() -> None:
-    model, ids = gpt2()
-    pg = PatchableGraph(model, ids)
-    steer = AddPatch(value=torch.zeros(16), slice=(slice(None), -1))
-    patches: dict[str, Patch[Any]] = {f"transformer.h_0.{GPT2_OUTPUT}": steer, "layers[1].attn.heads[1].z": ZeroPatch()}
-    backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
-    compiled = pg.compile(patches, ids, allow_doubts=True, backend=backend)
-    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
-    options |= {"return_dict_in_generate": True, "output_logits": True}
-
-    def check(prompt: Tensor, **cache: Any) -> None:
-        steer.value = torch.randn(16)
-        with hooked(model, steer, -1):
-            expected = model.generate(prompt, **options)
-        found = compiled.generate(prompt, **options, **cache)
-        assert torch.equal(found.sequences, expected.sequences)
-        torch.testing.assert_close(found.logits, expected.logits)
-
-    for _ in range(3):  # other values of the patch, and other caches of the same length
-        check(ids, cache_implementation="static")
-    assert backend.frame_count == 1
-    cache = StaticCache(config=model.config, max_cache_len=8)
-    for prompt in (ids, ids[:, :3], ids + 1 - 2 * (ids == 31)):  # other prompts
-        cache.reset()
-        check(prompt, **with_cache(model, cache))
-    assert backend.frame_count == 1
-    check(ids, **with_cache(model, StaticCache(config=model.config, max_cache_len=12)))
-    assert backend.frame_count == 2
-
-    runs: list[int] = []
-    with model.register_forward_pre_hook(lambda *_: runs.append(1)):
-        with pytest.raises(GraphError, match='cache_implementation="static"'):
-            compiled.generate(ids, **options)
-        with pg.patch({}):
-            in_context = pg.compile(patches, ids, allow_doubts=True, backend="eager")
-        runs.clear()
-        with pytest.raises(GraphError, match=r"outside of pg.patch\(\)"):
-            in_context.generate(ids, **options, cache_implementation="static")
-        assert not runs
-
-
-@pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")
-@pytest.mark.skipif(installed.TRANSFORMERS < (5, 0), reason="its static caches count tokens in Python")
-@torch.no_grad()
-def test_sliding_windows_need_a_cache_of_all_positions() -> None:
-    """The code in the error is what helps, also beyond the window."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": None}
-    model = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=3, initializer_range=0.5)).eval()
-    ids = torch.arange(5)[None]
-    pg = PatchableGraph(model, ids, use_cache=False)
-    patches = {"layers[1].resid_post": AddPatch(value=2.0, slice=(slice(None), -1))}
-    compiled = pg.compile(patches, ids, use_cache=False, allow_doubts=True, backend="eager")
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    with pytest.raises(GraphError, match="sliding window") as caught:
-        compiled.generate(ids, **options, cache_implementation="static")
-    code = textwrap.dedent(str(caught.value).partition("\n")[2]).replace("...", "ids, **options")
-    code = code.replace("compiled.generate", "found = compiled.generate")
-    names: dict[str, Any] = {"copy": copy, "StaticCache": StaticCache, **locals()}
-    exec(code, names)
-    with pg.patch(patches):
-        assert torch.equal(names["found"], pg.generate(ids, **options))
-
-
-class Total:
-    """A static cache, as far as `CompiledModel.generate` is concerned."""
-
-    is_compileable = True
-
-    def __init__(self) -> None:
-        self.values = {"total": torch.zeros(())}
-        self.number = 0
-
-
-class Adding(nn.Module):
-    def __init__(self, step: int = 0) -> None:
-        super().__init__()
-        self.step = step
-
-    def forward(self, x: Tensor, cache: Total | None = None) -> Tensor:
-        shifted = x + 1 if cache is None or x.shape[0] > 1 else x + cache.values["total"]
-        doubled = shifted * 2
-        if cache is not None:
-            cache.values["total"].add_(doubled.sum())
-            cache.number += self.step
-        return doubled
-
-    def generate(self, x: Tensor, cache: Total) -> list[Tensor]:
-        return [self(x, cache=cache), *(self(x[:1], cache=cache) for _ in range(3))]
-
-
-def test_steps_are_compiled_only_if_a_graph_does_what_they_do() -> None:
-    pg = PatchableGraph(Adding(), X)
-    one, other = Total(), Total()
-    compiled = pg.compile({"doubled": AddPatch(value=1.0)}, X, backend="aot_eager")
-    with pg.patch({"doubled": AddPatch(value=1.0)}):
-        expected = pg.generate(X, cache=one)
-    assert all(map(torch.equal, compiled.generate(X, cache=other), expected))
-    assert torch.equal(one.values["total"], other.values["total"])
-    elsewhere = pg.compile({"shifted": ZeroPatch()}, X, backend="eager")
-    with pytest.raises(GraphError, match="cannot have these patches: 'shifted' is another value there"):
-        elsewhere.generate(X, cache=Total())
-    counting = PatchableGraph(Adding(step=1), X).compile({"doubled": ZeroPatch()}, X, backend="eager")
-    with pytest.raises(GraphError, match=r"each step changes 'cache\|number', which is not in a tensor"):
-        counting.generate(X, cache=Total())
 
 
 @pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")

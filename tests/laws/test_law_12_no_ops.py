@@ -301,7 +301,7 @@ def test_a_head_that_does_not_exist_fails_a_sweep_before_its_cells_run() -> None
 
 def test_a_value_is_not_replaced_by_itself() -> None:
     pg = PatchableGraph(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(2, 3))
-    with pytest.raises(PatchMapError, match=r"the source 'sub_\*.output' means 2 values: name one"):
+    with pytest.raises(PatchMapError, match=r"the source 'sub_\*.output' means several values: name one"):
         pg.patch({"sub_0.output": FromPatch("sub_*.output")}).__enter__()
     with pg.patch({"sub_0.output": FromPatch("sub_0.output")}), pytest.raises(PatchValueError, match="give another"):
         pg(torch.ones(2, 3))
