@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -46,7 +46,6 @@ class Aspect(enum.Enum):
     SPLIT = "split"
     """Two inputs were one tensor, and are two."""
     GRAD_MODE = "grad mode"
-    INFERENCE_MODE = "inference mode"
     DEFAULT_DTYPE = "default dtype"
     AUTOCAST = "autocast"
 
@@ -89,15 +88,13 @@ Settings: TypeAlias = "tuple[tuple[Aspect, Any], ...]"
 """The settings of torch that code may read."""
 
 
-def current_settings() -> Settings:
-    """Returns the current settings."""
+def _current_settings() -> dict[Aspect, Any]:
     autocast = [(name, torch.get_autocast_dtype(name)) for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
-    return (
-        (Aspect.GRAD_MODE, torch.is_grad_enabled()),
-        (Aspect.INFERENCE_MODE, torch.is_inference_mode_enabled()),
-        (Aspect.DEFAULT_DTYPE, torch.get_default_dtype()),
-        (Aspect.AUTOCAST, tuple(autocast) or None),
-    )
+    return {
+        Aspect.GRAD_MODE: torch.is_grad_enabled(),
+        Aspect.DEFAULT_DTYPE: torch.get_default_dtype(),
+        Aspect.AUTOCAST: tuple(autocast) or None,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The form of a call, without the numbers in its tensors. Signatures can be compared and hashed.
+    """The form of a call, without the numbers in its tensors.
 
     Attributes:
         inputs: The inputs by name: structure and plain values.
@@ -120,29 +117,18 @@ class CallSignature:
         ignored: In what calls may differ: with `Aspect.SIZE` tensors may have any size.
 
     Example:
-        >>> one = CallSignature.of({"x": torch.ones(2), "scale": 3})
-        >>> one == CallSignature.of({"x": torch.zeros(2), "scale": 3})
-        True
-        >>> print(*one.differences([torch.ones(4), 3]))
-        dimension 0 of 'x' is 4, and was 2 in the example
+        >>> from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+        >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
+        >>> print(*CallSignature.of_frame(captured(pg).root).differences([torch.ones(4)]))
+        dimension 0 of 'input' is 4, and was 2 in the example
     """
 
     inputs: tuple[tuple[str, ValueSpec], ...]
     tensors: tuple[TensorForm, ...]
     same: tuple[int, ...]
     settings: Settings = ()
-    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     ignored: frozenset[Aspect] = frozenset()
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> CallSignature:
-        """Returns the signature of a call with these inputs under the current settings."""
-        inputs = tuple((name, describe(value)) for name, value in values.items())
-        tensors: list[tuple[str, Tensor]] = []
-        for (name, spec), value in zip(inputs, values.values(), strict=True):
-            _compare_values(name, spec, value, tensors, [])
-        forms = tuple(TensorForm(tuple(tensor.shape), tensor.device) for _, tensor in tensors)
-        return cls(inputs, forms, _first_same(tensors), current_settings())
 
     @classmethod
     def of_frame(cls, frame: Frame) -> CallSignature:
@@ -162,8 +148,7 @@ class CallSignature:
     @property
     def objects(self) -> list[str]:
         """The classes of the objects among the inputs; the signature has no other data about them."""
-        leaves = (leaf for _, spec in self.inputs for _, leaf in all_leaves(spec))
-        return [str(leaf) for leaf in leaves if isinstance(leaf, (ObjectSpec, UnknownSpec))]
+        return object_classes(spec for _, spec in self.inputs)
 
     def differences(self, values: Sequence[Any]) -> list[Difference]:
         """Returns how a call with these inputs differs from the signature. `torch.compile` can trace this.
@@ -186,7 +171,7 @@ class CallSignature:
             if (was := self.same[number]) != now and now == number:
                 found.append(Difference(Aspect.SPLIT, tensors[was][0], None, tensors[number][0]))
         if self.settings:
-            settings = dict(current_settings())
+            settings = _current_settings()
             found += [Difference(key, was, settings[key]) for key, was in self.settings if settings[key] != was]
         return [difference for difference in found if difference.aspect not in self.ignored]
 
@@ -202,6 +187,12 @@ class CallSignature:
                         found.append(Difference(Aspect.SIZE, range(least, most), size, name, position))
                 if size != was:
                     found.append(Difference(Aspect.SIZE, was, size, name, position))
+
+
+def object_classes(specs: Iterable[ValueSpec]) -> list[str]:
+    """Returns the classes of the objects in these values."""
+    leaves = (leaf for spec in specs for _, leaf in all_leaves(spec))
+    return [str(leaf) for leaf in leaves if isinstance(leaf, (ObjectSpec, UnknownSpec))]
 
 
 def tensor_leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, TensorSpec]]:

@@ -11,21 +11,18 @@ from torch.nn import Module
 from graphpatch_notebook.values import IMMUTABLE, children, is_same_plain, key_text
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}
 
 
 class IncomparableError(Exception):
     """Two values are of a kind that cannot be compared (caught inside the package)."""
 
 
-def difference(a: Any, b: Any, where: str, *, within_rounding: bool = False) -> str | None:
+def difference(a: Any, b: Any, where: str, above: tuple[int, ...] = ()) -> str | None:
     """Returns a description of the first difference between two values, or `None` if they are equal bit for bit.
 
     Two values are equal if classes of containers, keys and their order match, and for tensors class, dtype, shape,
     strides, device, `requires_grad` and every bit (of two NaNs the payloads may differ). Objects are equal if their
-    attributes are.
-
-    The message calls them `where`. `within_rounding`, floats may differ as `ExtractionOptions` says of attention.
+    attributes are. The message calls them `where`; `above` are the ids of the objects that they are in.
 
     Raises:
         IncomparableError: Before any difference there are two objects without attributes.
@@ -34,15 +31,10 @@ def difference(a: Any, b: Any, where: str, *, within_rounding: bool = False) -> 
         >>> difference((torch.zeros(1), None), (-torch.zeros(1), None), "output")
         'output|sub_0: 1 of 1 values differ'
     """
-    return _difference(a, b, where, within_rounding, ())
-
-
-def _difference(a: Any, b: Any, where: str, within_rounding: bool, above: tuple[int, ...]) -> str | None:
     if a is b or id(a) in above:  # an object may hold itself
         return None
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        is_rounded = within_rounding and a.is_floating_point() and a.dtype == b.dtype and a.shape == b.shape
-        return _rounded_difference(a, b, where) if is_rounded else _tensor_difference(a, b, where)
+        return _tensor_difference(a, b, where)
     if type(a) is not type(b):
         return f"{where}: {type(a).__name__} is not {type(b).__name__}"
     if type(a) in IMMUTABLE or isinstance(a, (float, complex)):
@@ -53,11 +45,9 @@ def _difference(a: Any, b: Any, where: str, within_rounding: bool, above: tuple[
     if [key for key, _ in inside_a] != [key for key, _ in inside_b]:
         return f"{where}: the keys differ"
     inner = f"{where}." if "|" in where else f"{where}|"
-    for (key, x), (_, y) in zip(inside_a, inside_b, strict=True):
-        text = _difference(x, y, inner + key_text(key), within_rounding, (*above, id(a)))
-        if text is not None:
-            return text
-    return None
+    pairs = zip(inside_a, inside_b, strict=True)
+    texts = (difference(x, y, inner + key_text(key), (*above, id(a))) for (key, x), (_, y) in pairs)
+    return next((text for text in texts if text is not None), None)
 
 
 def _inside(value: Any) -> list[tuple[Any, Any]] | None:
@@ -70,47 +60,38 @@ def _inside(value: Any) -> list[tuple[Any, Any]] | None:
     return None if attributes is None else list(attributes.items())
 
 
-def _rounded_difference(a: Tensor, b: Tensor, where: str) -> str | None:
-    tolerance = _ROUNDING.get(a.dtype, 3e-2)
-    is_close = torch.allclose(a, b, tolerance, tolerance, equal_nan=True)
-    return None if is_close else f"{where}: the values differ by more than rounding"
-
-
 def _tensor_difference(a: Tensor, b: Tensor, where: str) -> str | None:
-    if _plain_class(a) is not _plain_class(b):
-        return f"{where}: {type(a).__name__} is not {type(b).__name__}"
-    for name in ("dtype", "shape", "device", "layout", "requires_grad"):
-        if getattr(a, name) != getattr(b, name):
-            one, other = (tuple(t.shape) if name == "shape" else getattr(t, name) for t in (a, b))
-            return f"{where}: {name} {one} is not {other}"
-    if a.layout is torch.strided and a.stride() != b.stride():
-        return f"{where}: strides {a.stride()} are not {b.stride()}"
+    for name, one, other in zip(_FACTS, _facts(a), _facts(b), strict=True):
+        if one != other:
+            return f"{where}: {name}{one} is not {other}"
     if a.device.type == "meta":
         return None
     with torch.no_grad():
-        # Dynamo of torch 2.8, which may trace this, fails on a strict `zip`; equal layouts have as many parts.
-        parts = list(zip(map(_plain, _parts(a)), map(_plain, _parts(b))))  # noqa: B905
+        x, y = _plain(a), _plain(b)
         # One answer, not two, has to come back from the device where all is well.
-        if all(x.shape == y.shape and torch.equal(_bits(x), _bits(y)) for x, y in parts):
+        if torch.equal(_bits(x), _bits(y)):
             return None
-        wrong = sum(_count_different(x, y) for x, y in parts)
+        different = _bits(x) != _bits(y)
+        if x.is_floating_point():
+            different &= ~(x.isnan() & y.isnan())
+        wrong = int(different.sum())
         return f"{where}: {wrong} of {a.numel()} values differ" if wrong else None
 
 
-def _plain_class(tensor: Tensor) -> type:
-    return Tensor if type(tensor) is torch.nn.Parameter else type(tensor)
+_FACTS = ("", "dtype ", "shape ", "device ", "layout ", "requires_grad ", "strides ")
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
-    if tensor.layout is torch.sparse_coo:
-        coalesced = tensor.coalesce()
-        return [coalesced.indices(), coalesced.values()]
-    return [tensor] if tensor.layout is torch.strided else [tensor.to_dense()]
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    kind = Tensor if type(tensor) is torch.nn.Parameter else type(tensor)
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    facts = (tensor.dtype, tuple(tensor.shape), tensor.device, tensor.layout, tensor.requires_grad)
+    return kind.__name__, *facts, strides
 
 
 def _plain(tensor: Tensor) -> Tensor:
     """Returns a plain, real tensor with the same bits."""
-    tensor = tensor.detach().as_subclass(Tensor)
+    tensor = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    tensor = tensor.as_subclass(Tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.resolve_neg()
@@ -120,12 +101,3 @@ def _bits(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.contiguous().view(_INTEGER_OF_SIZE[tensor.element_size()])
-
-
-def _count_different(a: Tensor, b: Tensor) -> int:
-    if a.shape != b.shape:
-        return max(a.numel(), b.numel())
-    different = _bits(a) != _bits(b)
-    if a.is_floating_point():
-        different &= ~(a.isnan() & b.isnan())
-    return int(different.sum())

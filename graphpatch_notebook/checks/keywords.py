@@ -28,42 +28,31 @@ def check_input_names(
         ExperimentError: A name is similar to that of an option, or it is that of a field of patches, and no module of
             the model has a parameter of that name.
     """
-    close = _similar_options(tuple(names), like or function)
-    of_patches = _FIELDS_OF_PATCHES.intersection(names).difference(option_names(function))
-    if not close and not of_patches:
-        return
-    known = {parameter.name for frame in root.walk() for parameter in frame.parameters}
-    for node in root.inputs():
-        if isinstance(node.spec, ContainerSpec):  # **kwargs of the example inputs
-            known |= {str(name) for name, *_ in node.spec.children}
-    for name in sorted(of_patches - known):
-        raise ExperimentError(
-            f"{function.__name__} has no {name}=; patches have: pg.patch({{path: ZeroPatch({name}=...)}})"
-        )
-    for name, option in close.items():
-        if name not in known:
-            repair = f"did you mean {option}=?" if like is None else f"{like.__name__} has {option}="
+    options = _option_names(like or function)
+    for name in sorted(names):
+        is_of_patches = name in _FIELDS_OF_PATCHES and name not in options
+        begun = [one for one in options if (len(name) > 2 and one.startswith(name)) or name.startswith(f"{one}_")]
+        close = [] if name in _OF_MODELS else begun or get_close_matches(name, options, n=1, cutoff=0.7)
+        if not (is_of_patches or close) or name in _input_names(root):
+            continue
+        if is_of_patches:
             raise ExperimentError(
-                f"{name!r} is neither an option of {function.__name__} nor a parameter of the model's forward; {repair}"
+                f"{function.__name__} has no {name}=; patches have: pg.patch({{path: ZeroPatch({name}=...)}})"
             )
+        repair = f"did you mean {close[0]}=?" if like is None else f"{like.__name__} has {close[0]}="
+        raise ExperimentError(
+            f"{name!r} is neither an option of {function.__name__} nor a parameter of the model's forward; {repair}"
+        )
 
 
-@functools.lru_cache(maxsize=256)  # `pg.record` calls this each time
-def _similar_options(names: tuple[str, ...], function: Callable[..., Any]) -> dict[str, str]:
-    options = option_names(function)
-    return {name: found for name in names if name not in _OF_MODELS and (found := nearest_option(name, options))}
+def _input_names(root: Frame) -> set[str]:
+    known = {parameter.name for frame in root.walk() for parameter in frame.parameters}
+    kwargs = [node.spec for node in root.inputs() if isinstance(node.spec, ContainerSpec)]  # of the example inputs
+    return known.union(str(name) for spec in kwargs for name, *_ in spec.children)
 
 
 @functools.lru_cache(maxsize=256)
-def option_names(function: Callable[..., Any]) -> Sequence[str]:
+def _option_names(function: Callable[..., Any]) -> Sequence[str]:
     """Returns the names of the keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
-
-
-def nearest_option(name: str, options: Sequence[str]) -> str | None:
-    """Returns the option with the most similar name."""
-    for option in options:
-        if (len(name) > 2 and option.startswith(name)) or name.startswith(f"{option}_"):
-            return option
-    return next(iter(get_close_matches(name, options, n=1, cutoff=0.7)), None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -21,12 +22,10 @@ from graphpatch_notebook.checks.meta_runs import (
     recorded_on_meta,
 )
 from graphpatch_notebook.checks.sharding import (
-    distributed_tensors,
     holds_some_experts,
     is_distributed,
-    is_sharded,
+    is_parallel_machinery,
     processes_of,
-    runs_shards,
     sharding_of,
 )
 from graphpatch_notebook.distributed.placements import Placement, is_same_sketch, sketch
@@ -35,7 +34,7 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor, without_torch_functions
+from graphpatch_notebook.torch_compat import fully_shards_parts, is_fully_sharded, split_factor, without_torch_functions
 from graphpatch_notebook.values import TensorSpec, mapped_spec, off_meta, tensor_specs
 
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
@@ -359,3 +358,33 @@ def _split_dim(value: Any) -> int | None:
     """Returns the dimension along which a `DTensor` is split, if there is one."""
     placements = value.placements if is_distributed(value) else ()
     return next((each.dim for each in placements if "Shard" in type(each).__name__), None)
+
+
+def is_sharded(model: Module) -> bool:
+    """Whether a model computes with parts of values: some of its tensors are `DTensor`s that do not belong to FSDP.
+
+    Also with `tp_size`, which transformers sets: its tensors may be plain parts.
+    """
+    if "torch.distributed.tensor" not in sys.modules and "torch.distributed._tensor" not in sys.modules:
+        return False
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return False
+    size = getattr(model, "tp_size", None)
+    return (type(size) is int and size > 1) or next(iter(distributed_tensors(model)), None) is not None
+
+
+def distributed_tensors(model: Module) -> Iterable[Any]:
+    """Yields the `DTensor`s among the parameters and buffers of a model, without those of FSDP."""
+    gathered: set[int] = set()
+    for module in model.modules():
+        if is_fully_sharded(module):
+            gathered.update(map(id, module.modules()))
+        if id(module) not in gathered:
+            held = (*module._parameters.values(), *module._buffers.values())
+            yield from (tensor for tensor in held if is_distributed(tensor))
+
+
+def runs_shards(module: Module) -> bool:
+    """Whether a module runs on its part of a weight, with code around it that splits or joins values."""
+    around = (module.__dict__.get("forward"), *module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(map(is_parallel_machinery, around))

@@ -13,11 +13,10 @@ from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem, unp
 from graphpatch_notebook.checks.sharding import same_value
 from graphpatch_notebook.components.operations import FUSED_ATTENTION
 from graphpatch_notebook.errors import GraphPatchError, PatchValueError, add_note
-from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution.plan import Entry, part_of
 from graphpatch_notebook.execution.positions import Indices
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, WritingPatch, problem_of_value, shown_value
-from graphpatch_notebook.patches.slices import index_problem, selection_problem
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 
@@ -43,7 +42,7 @@ def value_at(entry: Entry, value: Any) -> Any:
     if isinstance(value, Tensor):
         value = _heads_apart(entry, value)
         value = value if entry.placement is None else entry.placement.whole(value)
-    value = _part(entry, value)
+    value = part_of(entry.target, value, allow_empty=entry.allows_empty)
     # The model writes into this tensor later: what was read must stay as it was.
     return value.clone() if entry.target.node.is_mutated_later and isinstance(value, Tensor) else value
 
@@ -133,7 +132,7 @@ def _apply_to_whole(entry: Entry, placement: Any, value: Tensor, apply: Callable
 def _patched(entry: Entry, value: Any, indices: Indices | None, *, is_own: bool = False) -> Any:
     """Returns the value with the patches applied to the component's part of it, and only at some positions."""
     target = entry.target
-    part = patched = _part(entry, value)
+    part = patched = part_of(target, value, allow_empty=entry.allows_empty)
     if indices is None:
         for patch in entry.patches:
             patched = apply_patch(patch, target, patched, is_own=is_own)
@@ -147,20 +146,6 @@ def _patched(entry: Entry, value: Any, indices: Indices | None, *, is_own: bool 
     whole = value.clone()
     whole[target.index] = _checked(patched, entry.patches[-1], target, part, f"on a part of {target.path!r}")
     return whole
-
-
-def _part(entry: Entry, value: Any) -> Any:
-    """Returns the component's part of a value: a view, or the value itself if the component is all of it."""
-    index = entry.target.index
-    if not index or not isinstance(value, Tensor):
-        return value
-    is_empty_meant = any(patch.allow_empty for patch in entry.patches)
-    problem = index_problem(index, value.shape) or selection_problem(
-        index, value.shape, f"the value here, of shape {tuple(value.shape)},", allow_empty=is_empty_meant
-    )
-    if problem is not None:
-        raise PatchValueError(f"{entry.target.text!r}: {problem}")
-    return value[index]
 
 
 # -- at some positions -------------------------------------------------------------------------------------------------

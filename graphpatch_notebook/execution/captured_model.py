@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch.nn import Module
@@ -37,7 +38,6 @@ class CapturedModel:
         examples: ExampleInputs | None = None,
         drawn: Sequence[str] | None = None,
         unstored: Mapping[str, str] | None = None,
-        permanent: Sequence[PatchLists] = (),
     ) -> None:
         self.module = module
         self.root = root
@@ -46,7 +46,9 @@ class CapturedModel:
         self.drawn = drawn  # the names of the random generators that the capture drew from; `None` if that is unknown
         # The paths of frames without a graph in the file it was loaded from, with the reasons.
         self.unstored = dict(unstored or {})
-        self.permanent = tuple(permanent)  # the patch maps that all calls have (`PatchableGraph.edit`), in order
+        self.permanent: tuple[
+            PatchLists, ...
+        ] = ()  # the patch maps that all calls have (`PatchableGraph.edit`), in order
         self._lacks_weights = bool(parameter_without_values(module))
         self._hierarchy: GraphModule | None = None
         self._derived: _Derived | None = None
@@ -57,38 +59,28 @@ class CapturedModel:
 
     def edited(self, patch_map: Any = None) -> CapturedModel:
         """Returns another captured model with the same graphs, and no contexts, whose calls also have these patches."""
-        permanent = self.permanent
+        result = copy.copy(self)
+        result._hierarchy = self.hierarchy
         if patch_map is not None:
             plan = self.plan(self.entries_of(patch_map))
             before = self.permanent_plan
             check_joined((plan if before is None else before.with_more(plan.entries)).unjoined)
             listed = {path: [p] if isinstance(p, Patch) else list(p) for path, p in patch_map.items()}
-            permanent = (*permanent, listed)
-        result = self._with_records(self.module, self.root, permanent)
-        result._hierarchy = self.hierarchy
+            result.permanent, result._derived = (*self.permanent, listed), None
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedModel:
+        result = copy.copy(self)
+        memo[id(self)] = result
         # The model first: the records of the capture refer to it, not the other way round.
-        module = copy.deepcopy(self.module, memo)
-        permanent = [
+        result.module = copy.deepcopy(self.module, memo)
+        result.root = copy.deepcopy(self.root, memo)
+        result.permanent = tuple(
             {str(path): copy.deepcopy(patches, memo) for path, patches in each.items()} for each in self.permanent
-        ]
-        result = self._with_records(module, copy.deepcopy(self.root, memo), permanent)
-        # Graphs that the user edited must be copied; others could be built again.
-        result._hierarchy = copy.deepcopy(self._hierarchy, memo)
-        return result
-
-    def _with_records(self, module: Module, root: Frame, permanent: Sequence[PatchLists]) -> CapturedModel:
-        return CapturedModel(
-            module,
-            root,
-            self.options,
-            examples=self.examples,
-            drawn=self.drawn,
-            unstored=self.unstored,
-            permanent=permanent,
         )
+        # Graphs that the user edited must be copied; others could be built again.
+        result._hierarchy, result._derived = copy.deepcopy(self._hierarchy, memo), None
+        return result
 
     def check_weights(self) -> None:
         """Raises a `GraphError` if the model cannot run, since its weights are on the meta device."""
@@ -194,27 +186,27 @@ class CapturedModel:
         derived = self._derived
         if derived is None or derived.edits != self.edits:
             graphs = own_graphs(self.hierarchy) if self.runs_own_graphs else ()
-            derived = self._derived = _Derived(self.root, self.edits, graphs)
+            derived = self._derived = _Derived(self.root, graphs, self.edits)
         return derived
 
 
+@dataclass(eq=False)
 class _Derived:
     """What is derived from the records of a capture, until a graph is edited: `edits` is how often that was."""
 
-    def __init__(self, root: Frame, edits: int, graphs: Sequence[CompiledGraphModule]) -> None:
-        self._root = root
-        self._own_graphs = graphs
-        self.edits = edits
-        self.targets: dict[str, list[Target]] = {}  # by the paths that were resolved so far
-        self.permanent: Plan | None = None  # of the permanent patches, when it was first needed
+    root: Frame
+    own_graphs: Sequence[CompiledGraphModule]
+    edits: int
+    targets: dict[str, list[Target]] = field(default_factory=dict)  # by the paths that were resolved so far
+    permanent: Plan | None = None  # of the permanent patches, when it was first needed
 
     @functools.cached_property
     def callers(self) -> Callers:
-        return Callers(self._root)
+        return Callers(self.root)
 
     @functools.cached_property
     def nodes(self) -> NodeMap:
-        return NodeMap(self._root)
+        return NodeMap(self.root)
 
     @functools.cached_property
     def without_patches(self) -> Plan:
@@ -222,4 +214,4 @@ class _Derived:
         return self.plan(())
 
     def plan(self, entries: Sequence[Entry]) -> Plan:
-        return Plan(self._root, entries, self.callers, self._own_graphs)
+        return Plan(self.root, entries, self.callers, self.own_graphs)

@@ -67,7 +67,7 @@ def verified_fx_module(
         comparison = compared(root.frame.module, run, result, args, kwargs)
     if not comparison.is_equal:
         because = f"; it is known that the model {doubts}" if doubts else ""
-        raise GraphError(f"the graphs do not do what the model does on these inputs: {comparison}{because}")
+        raise GraphError(f"the graphs do not do what the model does on these inputs: {comparison.reason}{because}")
     return result
 
 

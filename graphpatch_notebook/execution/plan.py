@@ -15,17 +15,18 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
-from graphpatch_notebook.checks.sharding import ShardedValue
-from graphpatch_notebook.errors import PatchMapError
+from graphpatch_notebook.errors import PatchMapError, PatchValueError
 from graphpatch_notebook.execution.positions import Restriction
 from graphpatch_notebook.execution.splices import InsidePatch, joined_with_splices
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
+from graphpatch_notebook.patches.slices import index_problem, selection_problem
 from graphpatch_notebook.torch_compat import takes_hooks
 from graphpatch_notebook.values import TensorSpec
 
@@ -47,7 +48,7 @@ class Entry:
     sources: Sequence[str] = ()  # the names of the values of the run that the patch (then the only one) reads
     is_source: bool = False  # whether the value is only kept for patches that read it
     # How the value is distributed over processes, if the model is sharded: patches see the whole value.
-    placement: ShardedValue | None = None
+    placement: Any = None
     is_early: bool = False  # whether it comes before the other entries on the value: it is for the op that made it
     # The sort key of entries on one value: what others read comes late, and patches that end the run last.
     rank: int = field(default=0, init=False)
@@ -75,10 +76,27 @@ class Entry:
         return bool(self.keep) or all(patch.observes_only for patch in self.patches)
 
     @property
+    def allows_empty(self) -> bool:
+        """Whether a patch may select nothing."""
+        return any(patch.allow_empty for patch in self.patches)
+
+    @property
     def keeps_whole(self) -> bool:
         """Whether a patch keeps the value itself: not a part of it, nor a copy from before the model writes into it."""
         is_whole = not self.target.index and (self.restriction is None or self.restriction.positions is None)
         return is_whole and not self.target.node.is_mutated_later and any(patch.only_keeps for patch in self.patches)
+
+
+def part_of(target: Target, value: Any, *, allow_empty: bool = False) -> Any:
+    """Returns the component's part of a value: a view, or the value itself if the component is all of it."""
+    index = target.index
+    if not index or not isinstance(value, Tensor):
+        return value
+    shown = f"the value here, of shape {tuple(value.shape)},"
+    problem = index_problem(index, value.shape) or selection_problem(index, value.shape, shown, allow_empty=allow_empty)
+    if problem is not None:
+        raise PatchValueError(f"{target.text!r}: {problem}")
+    return value[index]
 
 
 class SiteEntries(list[Entry]):

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import memory_of
 from graphpatch_notebook.components.names import is_component_name, parse_name
-from graphpatch_notebook.errors import ExperimentError, GraphError, PatchValueError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, GraphError, UnknownPathError
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext, innermost
+from graphpatch_notebook.execution.plan import part_of
 from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
 from graphpatch_notebook.patches.selections import PositionSelection
-from graphpatch_notebook.patches.slices import index_problem, selection_problem
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.torch_compat import version_of
 
@@ -92,33 +92,34 @@ class Recording(Mapping[str, Any]):
         return value
 
     def _by_other_name(self, text: str) -> Any:
-        if (results := self._found(results_of, text)) and len(results) == 1 and results[0] in self._kept:
+        results = list(self._found(results_of, text))
+        if len(results) == 1 and results[0] in self._kept:
             return self._value(results[0])
         targets = self._found(CapturedModel.targets_of, text)
         if len(targets) > 1:
             names = ", ".join(repr(target.text) for target in targets[:3])
             raise UnknownPathError(f"{text!r} means {len(targets)} values ({names}, ...): ask for one at a time")
         for target in targets:
-            for name, recorded in self._names_by_path.get(target.path, ()):
+            for name, recorded in self._targets.get(target.path, ()):
                 if recorded.index == target.index:
                     return self._value(name)
                 if not recorded.index and self._is_whole:
-                    return _part(self._value(name), target)
+                    return part_of(target, self._value(name))
         close = ", ".join(map(repr, nearest(text, list(self._kept))))
         raise UnknownPathError(f"{text!r} was not recorded" + (f"; nearest: {close}" if close else ""))
 
     @functools.cached_property
-    def _names_by_path(self) -> dict[str, list[tuple[str, Target]]]:
+    def _targets(self) -> dict[str, list[tuple[str, Target]]]:
         found: dict[str, list[tuple[str, Target]]] = {}
         for name in self._kept:
             for target in self._found(CapturedModel.targets_of, name):
                 found.setdefault(target.path, []).append((name, target))
         return found
 
-    def _found(self, find: Callable[[CapturedModel, str], Iterable[_T]], text: str) -> list[_T]:
+    def _found(self, find: Callable[[CapturedModel, str], _T], text: str) -> Any:
         captured = self._captured()
         try:
-            return [] if captured is None else list(find(captured, text))
+            return [] if captured is None else find(captured, text)
         except (UnknownPathError, GraphError):
             return []
 
@@ -154,31 +155,14 @@ class Recording(Mapping[str, Any]):
             raise ExperimentError(
                 "to_dataarray needs xarray: pip install 'graphpatch-notebook[experiments]'"
             ) from error
-        values = dict(self)
-        shapes = {path: tuple(value.shape) if isinstance(value, Tensor) else None for path, value in values.items()}
-        first = next(iter(shapes), None)
-        if first is None:
-            raise ExperimentError("nothing was recorded")
-        other = next((path for path, shape in shapes.items() if shape is None or shape != shapes[first]), None)
-        if other is not None:
-            raise ExperimentError(
-                f"only tensors of one shape make one array, but {first!r} is {_tensor_text(values[first])} "
-                f"and {other!r} is {_tensor_text(values[other])}: record them separately"
-            )
+        values = {path: value for path, value in self.items() if isinstance(value, Tensor)}
+        if not self or len(values) < len(self) or len({value.shape for value in values.values()}) > 1:
+            raise ExperimentError(f"only tensors of one shape make one array, record others separately:\n{self!r}")
         stacked = torch.stack([value.detach().cpu() for value in values.values()])
         if stacked.dtype == torch.bfloat16:  # which numpy does not have
             stacked = stacked.float()
         dims = ["path", *(f"dim_{dim}" for dim in range(stacked.dim() - 1))]
         return DataArray(stacked.numpy(), {"path": list(values)}, dims)
-
-
-def _part(value: Tensor, target: Target) -> Tensor:
-    """Returns the component's part of a recorded value."""
-    shown = f"the value recorded, of shape {tuple(value.shape)},"
-    problem = index_problem(target.index, value.shape) or selection_problem(target.index, value.shape, shown)
-    if problem is not None:
-        raise PatchValueError(f"{target.text!r}: {problem}")
-    return value[target.index]
 
 
 _MOST_LINES = 40
@@ -235,27 +219,23 @@ class _Recorder:
     ) -> None:
         self.kept: dict[str, _Kept] = {}  # the values of the recording that is being made, by path
         self.last = len(paths) if stop_at_last else 0  # the number of values after which the run ends; 0 if it does not
-        self._captured = captured
-        self._paths = paths
-        self._is_whole = positions is None
+        self._captured, self._paths, self._is_whole = captured, paths, positions is None
         patches: dict[str, list[_Keeping]] = {}
         for path, result in paths.items():
             converted = convert if result is None else functools.partial(_result, result.weight, convert)
             patch = _Keeping(positions=positions, recorder=self, path=path, convert=converted)
             patches.setdefault(path if result is None else result.z, []).append(patch)
-        patch_map = {path: each if len(each) > 1 else each[0] for path, each in patches.items()}
-        entries = captured.entries_of(patch_map)
-        self._context = PatchContext(captured, patch_map, entries=entries)
-        components = [entry.target.component for entry in entries]
-        has_doubts = any(each is not None and each.doubt for each in components)
+        entries = captured.entries_of(patches)
+        self._context = PatchContext(captured, patches, entries=entries)
         # Whether another recording may be made: not if it has weights, or must warn of doubts each time.
-        self.is_reusable = not has_doubts and not any(paths.values())
+        has_doubts = any(one.target.component is not None and one.target.component.doubt for one in entries)
+        self.is_reusable = self._is_whole and not has_doubts and not any(paths.values())
 
     def recording(self, run: Callable[[], Any]) -> Recording:
         """Returns the recording of a run."""
-        __tracebackhide__ = True
         with self._context:
-            self._check_weights()
+            if any(self._paths.values()):
+                self._check_weights()
             run()
         kept, self.kept = self.kept, {}
         in_order = {path: kept[path] for path in self._paths if path in kept}
@@ -264,17 +244,18 @@ class _Recorder:
     def _check_weights(self) -> None:
         """Raises an error if the weight that a result is computed with is patched."""
         weights = {memory_of(result.weight): name for name, result in self._paths.items() if result is not None}
-        context = innermost(self._captured) if weights else None
-        for entry in () if context is None else context.plan.entries:
-            node = entry.target.node
-            if node.kind != "parameter" or all(patch.observes_only for patch in entry.patches):
-                continue
-            held = functools.reduce(getattr, str(node.target).split("."), entry.target.frame.module)
+        for target in _patched_parameters(self._captured):
+            held = functools.reduce(getattr, str(target.node.target).split("."), target.frame.module)
             if (name := weights.get(memory_of(held))) is not None:
                 raise GraphError(
-                    f"{name} is computed with the weight {entry.target.text}, which is patched: record "
+                    f"{name} is computed with the weight {target.text}, which is patched: record "
                     f"{name.removesuffix('result')}z, and multiply it with the patched weight"
                 )
+
+
+def _patched_parameters(captured: CapturedModel) -> list[Target]:
+    entries = () if (block := innermost(captured)) is None else block.plan.entries
+    return [e.target for e in entries if e.target.node.kind == "parameter" and not e.observes_only]
 
 
 def _converted(value: Any, dtype: torch.dtype | None, device: torch.device | str | None) -> Any:
@@ -305,7 +286,6 @@ def record(
     stop_at_last: bool,
 ) -> Recording:
     """Returns the values that `run`, a call of the `PatchableGraph`, computes at some paths: see `pg.record`."""
-    __tracebackhide__ = True
     listed = tuple(map(str, [patterns] if isinstance(patterns, (str, NodePath)) else patterns))
     idle, key = kept_for(captured.nodes, _idle_recorders), (listed, dtype, device, stop_at_last)
     recorder = idle.pop(key, None) if positions is None else None
@@ -319,7 +299,7 @@ def record(
         convert = functools.partial(_converted, dtype=dtype, device=device) if is_converted else None
         recorder = _Recorder(captured, paths, positions, convert, stop_at_last=stop_at_last)
     recording = recorder.recording(run)
-    if recorder.is_reusable and positions is None:
+    if recorder.is_reusable:
         if len(idle) >= _MOST_IDLE:
             idle.clear()
         idle[key] = recorder

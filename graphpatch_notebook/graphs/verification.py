@@ -14,8 +14,8 @@ from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.observers import Swaps, invoke
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.call_signature import CallSignature
-from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared, run_and_compare
+from graphpatch_notebook.checks.call_signature import object_classes
+from graphpatch_notebook.checks.comparison import RunComparison, compared, run_and_compare
 from graphpatch_notebook.checks.hooks import HookOwner, owner_of
 from graphpatch_notebook.checks.model_state import copied, preserved
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
@@ -29,6 +29,7 @@ from graphpatch_notebook.graphs.running import (
 )
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.values import describe
 
 Status: TypeAlias = Literal["equal", "differing", "not comparable", "opaque", "own graph", "not reached"]
 _IN_WORDS: dict[Status, str] = {
@@ -193,11 +194,11 @@ class _Verifier:
             return run(*args, **kwargs)
         assert isinstance(graph_module, CompiledGraphModule)
         frame = graph_module.frame
-        objects = CallSignature.of(inputs_of_call(frame, args, kwargs)).objects
+        objects = object_classes(map(describe, inputs_of_call(frame, args, kwargs).values()))
         doubts = frame.doubts or [Doubt(Reason.IS_GIVEN_OBJECT, name) for name in objects[:1]]
         if doubts := doubts or [*_hooks_left_out(frame)][:1]:
             result = run(*args, **kwargs)
-            comparison = RunComparison(ComparisonOutcome.NOT_COMPARABLE, listed_doubts(doubts))
+            comparison = RunComparison("not comparable", listed_doubts(doubts))
         else:
             result, comparison = run_and_compare(module, run, _graph_of(graph_module), args, kwargs)
         self.found[graph_module] = comparison
@@ -257,7 +258,6 @@ def _report(graph_module: GraphModule, found: dict[GraphModule, RunComparison]) 
         status = "not reached"
         if frame.is_below_own_graph:
             reason = "a graph that replaces its module calls it"
-    elif not comparison.is_equal:
-        status = "differing" if comparison.is_difference else "not comparable"
-        reason = str(comparison)
+    else:
+        status, reason = comparison.status, comparison.reason or None
     return FrameReport(format_path(frame.path), type(frame.module).__name__, status, reason)
