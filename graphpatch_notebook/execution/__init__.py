@@ -19,7 +19,6 @@ from graphpatch_notebook.execution.patch_map import check_call, target_of_call
 from graphpatch_notebook.execution.plan import FUSED_MODULES, Entry
 from graphpatch_notebook.execution.positions import (
     DECODER_TOKENS,
-    PositionsError,
     Restriction,
     TokenDims,
     restriction_of,
@@ -81,7 +80,6 @@ __all__ = [
     "GenerationStep",
     "GenerationSteps",
     "PatchContext",
-    "PositionsError",
     "Recording",
     "Restriction",
     "StepCount",

@@ -247,7 +247,7 @@ def test_positions_are_not_taken_from_keys_where_queries_are_not_tokens(position
     graph = PatchableGraph(Reader().eval(), INPUTS)
     (name,) = graph.components.lookup("layers[1].cross_attn.pattern")
     for path in (name.name, name.path):
-        with pytest.raises(PatchMapError, match="its keys are; if they are meant, use position_dim=3"):
+        with pytest.raises(PatchMapError, match="if those of keys are meant, give position_dim=3"):
             graph.patch({path: ZeroPatch(positions=positions)}).__enter__()
         whole, patched = RecordPatch(), RecordPatch()
         chosen = ZeroPatch(positions=positions, position_dim=3)

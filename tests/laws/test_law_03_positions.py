@@ -198,13 +198,7 @@ def test_all_values_of_a_model_without_tokens_have_the_sequence_of_its_input(val
             np.testing.assert_allclose(scores.sel(path=PATHS[value]), one.values[0])
 
 
-BAD: list[tuple[Any, str]] = [
-    *((given, f"position_dim must be an int, not {given!r}") for given in ("1", True, 1.0)),
-    *(
-        (given, rf"position_dim={given} is out of range for the value recorded here, of shape \(4, 4, 4\)")
-        for given in (3, -4)
-    ),
-]
+BAD: list[tuple[Any, str]] = [(given, f"position_dim must be .* not {given!r}") for given in ("1", True, 1.0, 3, -4)]
 OTHERS = [(dim, rf"dimension {dim} of its shape \(4, 4, 4\) is not the example's sequence") for dim in (0, 2, -1, -3)]
 
 

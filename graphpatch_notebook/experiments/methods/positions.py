@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import PositionsError, row_dimension, sequence_dim
+from graphpatch_notebook.execution import row_dimension, sequence_dim
 from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -75,7 +75,7 @@ def found_or_problems(
         try:
             result = find(path, target)
         except ValueError as problem:
-            problems[path] = problem.reason if isinstance(problem, PositionsError) else str(problem)
+            problems[path] = str(problem)
             continue
         found[path] = result
     return found, problems

@@ -413,7 +413,7 @@ def test_scores_by_position() -> None:
     assert "has no positions" in scores.attrs["skipped"]["transformer.wte.weight"]
     # Attention scores: two dimensions run along the sequence.
     path = "transformer.h_0.attn.attn_weights"
-    assert "say which one is meant: position_dim=2 or 3" in scores.attrs["skipped"][path]
+    assert "say which: position_dim=2 or 3" in scores.attrs["skipped"][path]
     chosen = [path, "output|logits"]
     some = attribute(pg, last_logit, clean, corrupted, positions=[2, 3, 4], position_dim={path: 2}, paths=chosen)
     assert some.shape == (2, 3)
