@@ -170,31 +170,3 @@ def test_patches_that_change_nothing_at_some_positions(name: str) -> None:
 def is_filled_later(pg: PatchableGraph, path: str) -> bool:
     """Whether a patch on this node cuts a view off from the tensor that the model fills in through it."""
     return resolve(captured(pg).root, path).node.is_view_filled_later
-
-
-def test_an_example_with_labels_only() -> None:
-    """The decoder's tokens are the labels, shifted."""
-    case = next(case for case in CASES if case.name == "t5-sdpa")
-    pg = PatchableGraph(case.build(), input_ids=tokens(3, 11), labels=tokens(3, 7))
-    record = RecordPatch(positions=3)
-    with torch.no_grad(), pg.patch({"decoder.block_0.layer_0.SelfAttention.q.output": [record, RecordPatch()]}):
-        pg(input_ids=tokens(3, 10), labels=tokens(3, 5))
-    assert [value.shape for value in record.activations] == [(3, 1, 48)]
-
-
-def test_an_encoder_of_sounds() -> None:
-    """Whisper halves the length of what it hears before its encoder's layers; its example has 30 frames."""
-    case = next(case for case in CASES if case.name == "whisper-sdpa")
-    call = case.example()
-    pg = PatchableGraph(case.build(), **call.kwargs)
-    whole, record = RecordPatch(), RecordPatch(positions=[0, 14])
-    with torch.no_grad(), pg.patch({"model.encoder.layers_0.fc1.output": [whole, record]}):
-        call.run(pg)
-    assert whole.activations[0].shape[1] == 15
-    assert torch.equal(record.activations[0], whole.activations[0][:, [0, 14]])
-    message = r"no dimension of its shape \(3, 48, 30\) is the example's sequence, of length 15"
-    with (
-        pytest.raises(PatchMapError, match=message),
-        pg.patch({"model.encoder.conv1.output": RecordPatch(positions=1)}),
-    ):
-        pass

@@ -156,32 +156,6 @@ def test_the_whole_sequence_is_not_confused_with_as_many_tokens_of_several_seque
     assert [value.shape[-1] for value in record.activations] == [1, 1, 1]
 
 
-def test_ambiguous_tokens_of_several_sequences_are_refused() -> None:
-    model, pg = captured("llama-eager")
-    cache = model(tokens(3, 2), use_cache=True).past_key_values
-    with (
-        pg.patch({"model.layers_0.self_attn.attn_weights_1": ZeroPatch(positions=0, position_dim=3)}),
-        pytest.raises(PatchValueError, match="has 3 entries in dimension 3 at step 1, where there are 1 tokens"),
-    ):
-        pg(tokens(3, 1), **with_cache(model, cache))
-
-
-def test_tokens_of_several_sequences_in_one_row_are_refused() -> None:
-    """Mixtral routes all tokens at once: with one sequence in the example these are as many as it has positions."""
-    case = next(case for case in CASES if case.name == "mixtral-eager")
-    pg = PatchableGraph(case.build(), input_ids=tokens(1, LENGTH))
-    path = next(
-        path
-        for path, node in pg.nodes.items()
-        if ("mlp" in path or "moe" in path) and len(node.shape or ()) == 2 and node.shape[:1] == (LENGTH,)
-    )
-    with (
-        pytest.raises(PatchMapError, match=r"no dimension of its shape \(7, 48\) is the example's sequence"),
-        pg.patch({path: ProbePatch(positions=1)}),
-    ):
-        pass
-
-
 # -- recording ---------------------------------------------------------------------------------------------------------
 
 
@@ -348,24 +322,6 @@ def test_what_is_listed_and_not_reached_is_reported(where: dict[str, Any], misse
         pg.generate(ids, max_new_tokens=2, min_new_tokens=2, pad_token_id=0)
 
 
-def test_positions_of_an_encoder_that_are_not_reached() -> None:
-    _, pg = captured("t5-sdpa")
-    for chosen, why in (([4, 5], "at positions 5 .*"), (5, r"its positions \(5\) were not reached")):
-        patches = {"encoder.block_0.layer_0.SelfAttention.q.output": ZeroPatch(positions=chosen)}
-        with pytest.warns(GraphPatchWarning, match=why), pg.patch(patches):
-            pg(input_ids=tokens(3, 5), decoder_input_ids=tokens(3, 9))
-
-
-def test_what_another_call_of_the_block_reaches_is_not_reported() -> None:
-    _, pg = captured("llama-eager")
-    patches = {PATHS["llama-eager"][1]: ZeroPatch(positions=[2, 8])}
-    with pg.patch(patches):
-        pg(tokens(3, 7))
-        pg(tokens(3, 9))
-    with pg.patch({PATHS["llama-eager"][1]: ZeroPatch(positions=range(2, 60))}):  # may go beyond the end
-        pg(tokens(3, 7))
-
-
 # -- gradients, in-place operations, inputs ----------------------------------------------------------------------------
 
 
@@ -468,91 +424,6 @@ def test_models_without_tokens_have_no_positions() -> None:
         patches = {"linear": ZeroPatch(positions=1, position_dim=dim)}
         with pytest.raises(PatchMapError, match="that take input_ids or inputs_embeds"), pg.patch(patches):
             pass
-
-
-def test_all_problems_in_one_error() -> None:
-    _, pg = captured("gpt2-sdpa")
-    patches = {
-        "transformer.h_0.mlp.output": ZeroPatch(steps="foo"),
-        "transformer.wte.weight": ZeroPatch(positions=1),
-        "nowhere": ZeroPatch(),
-    }
-    message = "(?s)3 problems.*nowhere.*steps must be.*a parameter has no positions"
-    with pytest.raises(PatchMapError, match=message), pg.patch(patches):
-        pass
-
-
-def test_a_dimension_out_of_range_of_every_shape_is_an_error() -> None:
-    _, pg = captured("gpt2-sdpa")
-    patches = {"transformer.h_0.mlp.output": ZeroPatch(positions=1, position_dim=4, any_shape=True)}
-    with pytest.raises(PatchMapError, match="position_dim must be .* not 4"), pg.patch(patches):
-        pass
-
-
-def test_classes_with_such_fields_of_their_own_are_refused() -> None:
-    @dataclasses.dataclass(kw_only=True)
-    class AtPositions(Patch[Any]):
-        positions: list[int] = dataclasses.field(default_factory=list)
-
-        def op(self, original_output: Any) -> Any:
-            return original_output
-
-    @dataclasses.dataclass(kw_only=True)
-    class WithSteps(ZeroPatch):
-        steps: int = 3
-
-    _, pg = captured("gpt2-sdpa")
-    for patch, name in ((AtPositions(positions=[1]), "positions"), (WithSteps(), "steps")):
-        message = f"every patch has a field '{name}', which this class redefines"
-        with pytest.raises(PatchMapError, match=message), pg.patch({"transformer.h_0.mlp.output": patch}):
-            pass
-
-
-def test_threads_count_their_own_steps() -> None:
-    _, pg = captured("gpt2-sdpa")
-    path = PATHS["gpt2-sdpa"][1]
-    records: dict[int, RecordPatch] = {}
-
-    def generate(step: int) -> None:
-        records[step] = RecordPatch(steps=step)
-        for _ in range(3):
-            with pg.patch({path: records[step]}):
-                generated(pg, new=4)
-
-    threads = [threading.Thread(target=generate, args=[step]) for step in (0, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [value.shape[1] for value in records[0].activations] == [LENGTH] * 3
-    assert [value.shape[1] for value in records[2].activations] == [1] * 3
-
-
-def test_a_prefill_in_chunks() -> None:
-    """Each chunk is a step; positions are what they are."""
-    model, pg = captured("llama-eager")
-    path = PATHS["llama-eager"][1]
-    if installed.TRANSFORMERS == (5, 0):  # which makes the cache too late
-        with pytest.raises(ValueError, match="without a cache"):
-            generated(model, prefill_chunk_size=3)
-        return
-    whole, chunks, steps = RecordPatch(positions=[1, 4, 8]), RecordPatch(positions=[1, 4, 8]), RecordPatch(steps=[0, 1])
-    with pg.patch({path: whole}):
-        generated(pg)
-    with pg.patch({path: [chunks, steps]}):
-        generated(pg, prefill_chunk_size=3)
-    assert [value.shape[1] for value in steps.activations] == [3, 3]
-    torch.testing.assert_close(torch.cat(whole.activations, 1), torch.cat(chunks.activations, 1))
-
-
-def test_embeddings_instead_of_tokens() -> None:
-    _, pg = captured("llama-eager")
-    path = PATHS["llama-eager"][1]
-    embeds = pg.get_input_embeddings()(prompt()["input_ids"])
-    record = RecordPatch(positions=[2, LENGTH])
-    with torch.no_grad(), pg.patch({path: record}):
-        pg.generate(inputs_embeds=embeds, max_new_tokens=3, min_new_tokens=3, pad_token_id=0)
-    assert [value.shape[1] for value in record.activations] == [1, 1]
 
 
 def test_steps_and_positions_of_a_patch_stay() -> None:
