@@ -32,8 +32,7 @@ from graphpatch_notebook.experiments.attribution.attribute import attribute, top
 from graphpatch_notebook.experiments.attribution.direct_logits import direct_logit_attribution
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.edges import attribute_edges
-from graphpatch_notebook.experiments.circuits.runs import circuit_patches
-from graphpatch_notebook.experiments.circuits.selection import circuit, faithfulness
+from graphpatch_notebook.experiments.circuits.runs import circuit, circuit_patches, faithfulness
 from graphpatch_notebook.experiments.datasets.averages import average, mean_values
 from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to

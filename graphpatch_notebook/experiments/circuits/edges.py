@@ -2,20 +2,20 @@
 
 1. A run on the clean inputs records what components write, and what norms read.
 2. A run on the corrupted inputs records the same, and takes the gradient of the metric where components read.
-3. From each receiver, gradients go back along the linear paths of the stream (`stream`), through norms, which are run
-   again, to what the senders write. All receivers that read the same value go together.
+3. From each receiver, gradients go back along the sums of the stream (`stream`), through norms, which are run again, to
+   what the senders write. All receivers that read the same value go together.
 
 No component is run again, so the costs do not depend on the number of edges.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-import math
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import preserved
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.components.flow import Value
+from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning, UnknownPathError
 from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
 from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
 from graphpatch_notebook.experiments.attribution.rules import (
@@ -35,19 +36,13 @@ from graphpatch_notebook.experiments.attribution.rules import (
     warn_of_loss,
     widened,
 )
-from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
-from graphpatch_notebook.experiments.circuits.positions import WrittenPositions, read_ahead
-from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
-from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Summand, Writer, index_of, rows_of
+from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, WrittenPositions, nodes_of
+from graphpatch_notebook.experiments.circuits.runs import Batch, CircuitRuns, batches_of
+from graphpatch_notebook.experiments.circuits.stream import Step, Sum, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.elsewhere import map_batches
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.engine.measurements import measurement
+from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.methods.arguments import (
-    check_graph,
-    check_metric,
-    check_same_input_shapes,
-)
+from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.experiments.methods.positions import Positions, RowPositions, are_of_rows
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
@@ -63,6 +58,8 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 RestoredEnd: TypeAlias = Literal["senders", "receivers"]
+Values: TypeAlias = "Mapping[str, Tensor]"
+"""What was recorded in a run, by path."""
 
 
 @runs_where_the_model_is
@@ -166,16 +163,36 @@ def attribute_edges(
     check_method(method, (*METHODS, "exact"))
     if method == "exact" and routing != "free":
         raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
-    ends = _ends(one_sided, method)
-    points, limit = midpoints(steps), max_bytes
+    ends = get_args(RestoredEnd) if one_sided is True else () if one_sided is False else (one_sided,)
+    if not set(ends) <= set(get_args(RestoredEnd)) or (ends and method != "secant"):
+        raise ExperimentError(f'one_sided={one_sided!r} must be a bool, "senders" or "receivers", with method="secant"')
+    points = midpoints(steps)
     Choices(routing)  # checks it
-    fractions = points if method == "integrated" else [0.0]
     batches = batches_of(pg, metric, clean, corrupted)
     nodes = nodes_of(pg.nodes.root, heads=heads)
-    _warn_of_skipped(nodes)
-    columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
+    if missing := nodes.missing:
+        name, why = next(iter(missing.items()))
+        warn(
+            f"edges of {len(missing)} components cannot be followed, and have no scores: {name}: {why}"
+            f"{', ...' if len(missing) > 1 else ''} (see the attribute 'skipped')",
+            GraphPatchWarning,
+            stacklevel=level_of_caller(),
+        )
+    columns, rows = _chosen(nodes.senders, senders, "sender"), _chosen(nodes.receivers, receivers, "receiver")
     xarray = extra("xarray", "an array of scores")
-    scoring = _Scoring(method, fractions, ends, limit, routing, heads, positions, batch, rows, columns)
+    scoring = functools.partial(
+        _scores,
+        method=method,
+        points=points if method == "integrated" else [0.0],
+        ends=ends,
+        max_bytes=max_bytes,
+        routing=routing,
+        heads=heads,
+        given_positions=positions,
+        batch=batch,
+        rows=rows,
+        columns=columns,
+    )
     total = _mean(list(map_batches(pg, scoring, batches, executor=executor, recipe=recipe)))
     coords: dict[str, list[Any]] = {"receiver": nodes.receivers, "sender": nodes.senders}
     if total.positions is not None:
@@ -196,99 +213,46 @@ def attribute_edges(
         "skipped": dict(nodes.skipped),
         **({"steps": steps} if method == "integrated" else {}),
         **({"positions": "of each row"} if are_of_rows(positions) else {}),
-        **({"ahead": read_ahead(pg, batches[0].clean)} if positions is not None else {}),
+        **({"ahead": _read_ahead(pg, batches[0].clean)} if positions is not None else {}),
     }
-    if method == "secant" and (positions is None or positions is True):
-        _warn_of_loss(nodes, total)
+    # Without fallbacks, the runs differ elsewhere, too.
+    if method == "secant" and positions in (None, True) and total.losses and total.fallbacks and not nodes.missing:
+        what = max(total.losses, key=total.losses.__getitem__)
+        warn_of_loss(what, total.losses[what], total.fallbacks, is_half=total.is_half)
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
 
 
-def _ends(one_sided: bool | RestoredEnd, method: str) -> Sequence[RestoredEnd]:
-    """Returns the ends of edges whose single restorations the scores are averaged over."""
-    known: tuple[RestoredEnd, ...] = get_args(RestoredEnd)
-    ends = (known if one_sided else ()) if isinstance(one_sided, bool) else (one_sided,)
-    if not set(ends) <= set(known) or (ends and method != "secant"):
-        raise ExperimentError(f'one_sided={one_sided!r} must be a bool, "senders" or "receivers", with method="secant"')
-    return ends
-
-
-def _warn_of_skipped(nodes: Nodes) -> None:
-    """Warns if whole components are missing: then the scores cover only a part of the model."""
-    if missing := nodes.missing:
-        name, why = next(iter(missing.items()))
-        warn(
-            f"edges of {len(missing)} components cannot be followed, and have no scores: {name}: {why}"
-            f"{', ...' if len(missing) > 1 else ''} (see the attribute 'skipped')",
-            "experiment",
-            stacklevel=level_of_caller(),
-        )
-
-
-def _warn_of_loss(nodes: Nodes, scored: EdgeScores) -> None:
-    """Warns if scores of the secant do not have the expected sum, and names possible causes."""
-    if nodes.missing or not scored.fallbacks or not scored.losses:  # without fallbacks, the runs differ elsewhere, too
-        return
-    what = max(scored.losses, key=scored.losses.__getitem__)
-    warn_of_loss(what, scored.losses[what], scored.fallbacks, is_half=scored.is_half)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One pair of inputs, and the metric of its outputs."""
-
-    metric: Callable[[Any], Any]
-    clean: Inputs
-    corrupted: Inputs
-
-    def number(self, output: Any) -> float:
-        """Returns the metric of an output."""
-        found = measurement(self.metric(output)).values
-        if found.size != 1:
-            raise ExperimentError(f"the metric must return a single number, such as its .mean(), not {found.size}")
-        return float(found.reshape(()))
-
-
-def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> list[Batch]:
-    """Returns the pairs of inputs: one, or one for each item of lists.
-
-    Raises:
-        ExperimentError: They do not fit each other.
-    """
-    cleans, others = (given if isinstance(given, list) else [given] for given in (clean, corrupted))
-    metrics = list(metric) if isinstance(metric, (list, tuple)) else [metric] * len(cleans)
-    if not len(metrics) == len(cleans) == len(others) > 0 or isinstance(clean, list) != isinstance(corrupted, list):
-        raise ExperimentError(
-            f"clean and corrupted must both be lists of inputs of the same length, or neither, with one metric or as "
-            f"many; not {len(cleans)}, {len(others)} and {len(metrics)}"
-        )
-    found = []
-    for each, one, other in zip(metrics, cleans, others, strict=True):
-        check_metric(each)
-        found.append(Batch(each, inputs_of(one), inputs_of(other)))
-        check_same_input_shapes(pg, found[-1].clean, found[-1].corrupted)
-    return found
-
-
-def chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) -> list[str]:
+def _chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) -> list[str]:
     """Returns the names that match patterns, in order; `*` is any number.
 
     Raises:
         UnknownPathError: The name does not exist.
         ExperimentError: `wanted` is empty.
     """
-    if wanted is None:
-        return list(names)
-    patterns, found = [wanted] if isinstance(wanted, str) else list(wanted), set()
-    if not patterns:
-        raise ExperimentError(f"{what}s is empty: give at least one name, or leave it out for all")
-    for pattern in patterns:
+    found: dict[str, list[str]] = {}
+    for pattern in [wanted] if isinstance(wanted, str) else names if wanted is None else wanted:
         regex = re.compile(re.escape(pattern).replace(r"\*", r"[^\[\]]*"))
-        matching = {name for name in names if regex.fullmatch(name)}
-        if not matching:
+        found[pattern] = [name for name in names if regex.fullmatch(name)]
+        if not found[pattern]:
             close = ", ".join(map(repr, nearest(pattern, list(names))))
             raise UnknownPathError(f"unknown {what} {pattern!r}; nearest: {close}")
-        found |= matching
-    return [name for name in names if name in found]
+    if not found:
+        raise ExperimentError(f"{what}s is empty: give at least one name, or leave it out for all")
+    return [name for name in names if any(name in matching for matching in found.values())]
+
+
+def _read_ahead(pg: PatchableGraph, inputs: Inputs) -> list[str]:
+    """Returns the attention whose queries read later keys in a run, such as `layers[2].attn`: it is not causal."""
+    axes = {name: each.axes for name, each in pg.components.items() if name.endswith("attn.pattern")}
+    axes = {name: each for name, each in axes.items() if {"query", "key"} <= {*each}}
+    probes = {name: ProbePatch() for name in axes}
+    with preserved(captured(pg).module), torch.no_grad(), pg.patch({**probes}).quiet():
+        inputs.run(pg)
+    found = []
+    for name, probe in probes.items():
+        rows = probe.activation.movedim((axes[name].index("query"), axes[name].index("key")), (-2, -1))
+        found += [name.removesuffix(".pattern")] if rows.triu(1).any() else []
+    return found
 
 
 class EdgeScores:
@@ -304,25 +268,32 @@ class EdgeScores:
         rows, columns: The numbers of receivers and senders.
     """
 
-    def __init__(self, nodes: Nodes, positions: WrittenPositions | None = None) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        positions: WrittenPositions | None,
+        clean: float,
+        corrupted: float,
+        *,
+        is_half: bool,
+    ) -> None:
         self.positions = None if positions is None else positions.labels
         count = 1 if positions is None else len(positions.labels)
         self.values = np.full((len(nodes.receivers), len(nodes.senders), count), np.nan)
-        self.clean = self.corrupted = 0.0
-        self.is_half = False
+        self.clean, self.corrupted, self.is_half = clean, corrupted, is_half
         self.losses: dict[str, float] = {}
         self.fallbacks: dict[str, str] = {}
         self.rows = {name: row for row, name in enumerate(nodes.receivers)}
         self.columns = {name: column for column, name in enumerate(nodes.senders)}
         for reader in nodes.readers:
-            for writer in writers_in(reader.source):
+            for writer in reader.source.writers.values():
                 there = [0] if positions is None else sorted({*positions.of(writer).tolist()} - {-1})
                 senders = [self.columns[name] for name in writer.names]
                 self.values[np.ix_([self.rows[name] for name in reader.names], senders, there)] = 0.0
         self.edges = ~np.isnan(self.values)
 
-    def note_sum(self, what: str, scores: Any, change: float, rules: DerivativeRules) -> None:
-        """Notes by how much scores do not sum to a change, relative to it; `what` names the edges and the change."""
+    def compare_sum(self, what: str, scores: Any, change: float, rules: DerivativeRules) -> None:
+        """Keeps by how much scores do not sum to a change, relative to it; `what` names the edges and the change."""
         self.fallbacks |= rules.fallbacks
         size = max(abs(change), 1e-2 * abs(self.clean - self.corrupted))  # smaller effects are mostly rounding
         if size:
@@ -336,9 +307,8 @@ def _mean(batches: Sequence[EdgeScores]) -> EdgeScores:
         ExperimentError: They have different positions.
     """
     mean = batches[0]
-    other = next((each for each in batches if each.positions != mean.positions), None)
-    if other is not None:
-        raise ExperimentError(f"the batches have different positions: {mean.positions} and {other.positions}")
+    if any(each.positions != mean.positions for each in batches):
+        raise ExperimentError(f"the batches have different positions: {[each.positions for each in batches]}")
     mean.values, mean.clean, mean.corrupted = (
         sum(getattr(each, name) / len(batches) for each in batches) for name in ("values", "clean", "corrupted")
     )
@@ -348,198 +318,7 @@ def _mean(batches: Sequence[EdgeScores]) -> EdgeScores:
     return mean
 
 
-@dataclass(frozen=True)
-class _Scoring:
-    """Scores the edges on one pair of inputs. It can be pickled."""
-
-    method: Any
-    fractions: Sequence[float]
-    ends: Sequence[RestoredEnd]
-    max_bytes: int
-    routing: Routing
-    heads: bool
-    positions: Any
-    batch: int | str | None
-    rows: Sequence[str]
-    columns: Sequence[str]
-
-    def __call__(self, pg: PatchableGraph, pair: Batch) -> EdgeScores:
-        return _Runs(pg, self, pair).scores()
-
-
 _Group = TypeVar("_Group", Writer, Reader)
-
-Values: TypeAlias = "Mapping[str, Tensor]"
-"""What was recorded in a run, by path."""
-
-
-class _Runs:
-    """The runs on one pair of inputs, and the scores."""
-
-    def __init__(self, pg: PatchableGraph, scoring: _Scoring, pair: Batch) -> None:
-        self._pg = pg
-        self.scoring = scoring
-        self._pair = pair
-        self._nodes = nodes_of(pg.nodes.root, heads=scoring.heads)
-        self._choices = Choices(scoring.routing)
-        self.positions: WrittenPositions | None = None
-
-    def scores(self) -> EdgeScores:
-        """Returns the scores; the model and the random state are restored."""
-        if self.scoring.method == "exact":
-            return self._exact_effects()
-        with torch.inference_mode(False), preserved(captured(self._pg).module) as self._snapshot:
-            return self._one_sided_scores() if self.scoring.ends else self._scores()
-
-    def _empty(self, values: Values) -> EdgeScores:
-        """Returns scores of zero, at the positions of a run."""
-        given = self.scoring.positions
-        if given is not None:
-            self.positions = WrittenPositions(self._pg.nodes.root, self._nodes, values, given)
-        return EdgeScores(self._nodes, self.positions)
-
-    def _exact_effects(self) -> EdgeScores:
-        """Returns the true effects of the edges, in one run for each."""
-        pg, nodes, pair = self._pg, self._nodes, self._pair
-        runs = CircuitRuns(pg, nodes, pair.corrupted, pair.number)
-        found = self._empty(runs.values)
-        positions = self.positions
-        found.values[found.edges] = np.nan
-        clean = record(pg, pair.clean, nodes.recorded, pair.number)
-        found.clean, found.corrupted = float(clean.measurement.values), runs.metric
-        Deltas(nodes, clean.values, runs.values, 0).check(nodes)
-        with torch.no_grad():
-            changes = {id(writer): writer.change(clean.values, runs.values) for writer in nodes.writers}
-            for reader, receiver, _ in _members(nodes.readers, self.scoring.rows):
-                read = writers_in(reader.source)
-                writers = [writer for writer in nodes.writers if writer in read]
-                senders = [name for _, name, _ in _members(writers, self.scoring.columns)]
-                if not senders:
-                    continue
-                at = [found.columns[sender] for sender in senders]
-                there = found.edges[found.rows[receiver], at]
-                cells: dict[str, list[Any]] = {"sender": senders}
-                if positions is not None:
-                    cells["position"] = positions.labels
-                swept = run_sweep(
-                    pg,
-                    cells,
-                    functools.partial(runs.edge, reader, receiver, changes, positions=positions),
-                    pair.corrupted,
-                    metric=pair.metric,
-                    batch=self.scoring.batch,
-                    progress=False,
-                )
-                effects = swept.values.reshape(there.shape) - float(swept.attrs["baseline"])
-                found.values[found.rows[receiver], at] = np.where(there, effects, np.nan)
-        return found
-
-    def _one_sided_scores(self) -> EdgeScores:
-        """Returns the mean of the scores in which only one end of the edges is restored."""
-        ends = self.scoring.ends
-        with torch.no_grad():
-            clean, high = self._run(self._pair.clean, {}, self._nodes.reads)
-            corrupted, low = self._run(self._pair.corrupted, {}, self._nodes.reads)
-        found = self._empty(clean)
-        found.clean, found.corrupted = float(high), float(low)
-        deltas = self._deltas(clean, corrupted, found)
-
-        def restored(group: Writer | Reader, number: int) -> dict[str, Patch[Any]]:
-            heads = None if group.projection is None else group.projection.heads[number]
-            paths = (group.path,) if isinstance(group, Writer) else group.paths
-            return {path: _restoring(clean[path], corrupted[path], heads) for path in paths}
-
-        def add(
-            what: str, place: Any, patches: dict[str, Patch[Any]], readers: Sequence[Reader], end: Values | None = None
-        ) -> None:
-            """Adds the scores by derivatives between the corrupted run and that with patches; norms end at `end`."""
-            rules = rules_of(self.scoring.method)
-            with rules.recording(), torch.no_grad():
-                patched, effect = self._run(self._pair.corrupted, patches)
-            end = patched if end is None else end
-            base, _, gradients = self._gradient_run(rules, end, 0)
-            alone = EdgeScores(self._nodes, self.positions)
-            _Backwards(self, end, base, deltas, alone).score(readers, gradients)
-            found.values[place] += alone.values[place] / len(ends)
-            found.note_sum(
-                f"{what} differ from its effect", alone.values[place], float(effect) - found.corrupted, rules
-            )
-
-        if "senders" in ends:
-            for writer, name, number in _members(self._nodes.writers, self.scoring.columns):
-                column = (slice(None), found.columns[name])
-                add(f"out of {name!r}", column, restored(writer, number), self._nodes.readers)
-        if "receivers" in ends:
-            for reader, name, number in _members(self._nodes.readers, self.scoring.rows):
-                add(f"into {name!r}", found.rows[name], restored(reader, number), [reader], clean)
-        return found
-
-    def _scores(self) -> EdgeScores:
-        rules = rules_of(self.scoring.method)
-        with rules.recording(), torch.no_grad():
-            clean, metric = self._run(self._pair.clean, {})
-        found = self._empty(clean)
-        found.clean = float(metric)
-        deltas: Deltas | None = None
-        for fraction in self.scoring.fractions:
-            corrupted, metric, gradients = self._gradient_run(rules, clean, fraction)
-            if deltas is None:
-                base = corrupted
-                if fraction:
-                    with torch.no_grad():
-                        base, metric = self._run(self._pair.corrupted, {})
-                found.corrupted = float(metric.detach())
-                deltas = self._deltas(clean, base, found)
-            _Backwards(self, clean, corrupted, deltas, found).score(self._nodes.readers, gradients)
-        # The edges into the logits have this sum in any case, whatever is between the components.
-        begins = [f"{stream}@embed" for stream in self._nodes.streams]
-        columns = [found.columns[name] for name in begins if name in found.columns]
-        change = found.clean - found.corrupted
-        what = f"out of {' and '.join(begins)} differ from the change of the metric"
-        found.note_sum(what, found.values[:, columns], change, rules)
-        return found
-
-    def _deltas(self, clean: Values, corrupted: Values, found: EdgeScores) -> Deltas:
-        deltas = Deltas(self._nodes, clean, corrupted, self.scoring.max_bytes // 2)
-        deltas.check(self._nodes)
-        found.is_half = deltas.coarsest > 1e-6
-        return deltas
-
-    def _gradient_run(
-        self, rules: DerivativeRules, clean: Values, fraction: float
-    ) -> tuple[Values, Tensor, Mapping[str, Tensor | None]]:
-        """Returns the values, the metric and the gradients of a run at a point between the two runs."""
-
-        def begin(value: Tensor, path: str) -> Tensor:
-            with without_torch_functions():  # derivative rules would take it for a step of the model
-                start = torch.lerp(value.detach(), clean[path], fraction) if fraction else value.detach()
-                return start.clone().requires_grad_().clone()  # the model may write into it
-
-        patches: dict[str, Patch[Any]] = {
-            path: CustomPatch(custom_op=functools.partial(begin, path=path), requires_clone=False)
-            for path in self._nodes.streams.values()
-        }
-        with rules.applied(), torch.enable_grad():
-            values, metric = self._run(self._pair.corrupted, patches, self._nodes.reads)
-        wanted = {path: values[path] for path in self._nodes.reads if values[path].requires_grad}
-        if not metric.requires_grad or not wanted:
-            raise no_gradient()
-        gradients = dict(zip(wanted, gradients_of(metric, list(wanted.values())), strict=True))
-        return {path: value.detach() for path, value in values.items()}, metric, gradients
-
-    def _run(
-        self, inputs: Inputs, patches: Mapping[str, Patch[Any]], also: Sequence[str] = ()
-    ) -> tuple[Values, Tensor]:
-        self._snapshot.restore()
-        probes = {path: ProbePatch() for path in (*self._nodes.recorded, *also)}
-        merged: dict[str | NodePath, list[Patch[Any]]] = {}
-        for listed in (patches, probes):
-            for path, patch in listed.items():
-                merged.setdefault(path, []).append(patch)
-        choices = self._choices.recorded() if inputs is self._pair.clean else self._choices.held()
-        with self._pg.patch(merged, strict=True), choices:
-            output = inputs.run(self._pg)
-        return {path: probe.activation for path, probe in probes.items()}, metric_number(self._pair.metric(output))
 
 
 def _members(groups: Sequence[_Group], names: Collection[str]) -> Iterator[tuple[_Group, str, int]]:
@@ -548,19 +327,252 @@ def _members(groups: Sequence[_Group], names: Collection[str]) -> Iterator[tuple
         yield from ((group, name, number) for number, name in enumerate(group.names) if name in names)
 
 
-def _restoring(clean: Tensor, corrupted: Tensor, columns: Tensor | None) -> Patch[Any]:
-    """Returns the patch that restores a clean value, or some of its columns."""
-    if columns is None:
-        return ReplacePatch(value=clean)
-    value, at = corrupted.clone(), index_of(columns.to(corrupted.device))
-    value[..., at] = clean[..., at]
-    return ReplacePatch(value=value)
+def _scores(pg: PatchableGraph, pair: Batch, *, heads: bool, **options: Any) -> EdgeScores:
+    """Returns the scores on one pair of inputs; the model and the random state are restored."""
+    runs = _Runs(pg, pair, nodes_of(pg.nodes.root, heads=heads), **options)
+    if runs.method == "exact":
+        return runs.exact_effects()
+    with torch.inference_mode(False), preserved(captured(pg).module) as runs.snapshot:
+        return runs.one_sided_scores() if runs.ends else runs.scores()
 
 
-class Deltas:
+@dataclass
+class _Runs:
+    """The runs on one pair of inputs, and the scores."""
+
+    pg: PatchableGraph
+    pair: Batch
+    nodes: Nodes
+    method: Any
+    points: Sequence[float]
+    ends: Sequence[RestoredEnd]
+    max_bytes: int
+    routing: Routing
+    given_positions: Any
+    batch: int | str | None
+    rows: Sequence[str]
+    columns: Sequence[str]
+    positions: WrittenPositions | None = None
+    snapshot: Any = None
+
+    def __post_init__(self) -> None:
+        self._choices = Choices(self.routing)
+
+    def exact_effects(self) -> EdgeScores:
+        """Returns the true effects of the edges, in one run for each."""
+        pg, nodes, pair = self.pg, self.nodes, self.pair
+        runs = CircuitRuns(pg, nodes, pair.corrupted, pair.number)
+        clean = record(pg, pair.clean, nodes.recorded, pair.number)
+        found = self._empty(clean.values, runs.values, float(clean.measurement.values), runs.metric)
+        found.values[found.edges] = np.nan
+        with torch.no_grad():
+            changes = {writer: writer.change(clean.values, runs.values) for writer in nodes.writers}
+            for reader, receiver, _ in _members(nodes.readers, self.rows):
+                writers = [writer for writer in nodes.writers if writer.value in reader.source.writers]
+                cells: dict[str, list[Any]] = {"sender": [name for _, name, _ in _members(writers, self.columns)]}
+                if not cells["sender"]:
+                    continue
+                at = [found.columns[sender] for sender in cells["sender"]]
+                there = found.edges[found.rows[receiver], at]
+                if self.positions is not None:
+                    cells["position"] = self.positions.labels
+                swept = run_sweep(
+                    pg,
+                    cells,
+                    functools.partial(runs.edge, reader, receiver, changes, self.positions),
+                    pair.corrupted,
+                    metric=pair.metric,
+                    batch=self.batch,
+                    progress=False,
+                )
+                effects = swept.values.reshape(there.shape) - float(swept.attrs["baseline"])
+                found.values[found.rows[receiver], at] = np.where(there, effects, np.nan)
+        return found
+
+    def one_sided_scores(self) -> EdgeScores:
+        """Returns the mean of the scores in which only one end of the edges is restored."""
+        with torch.no_grad():
+            clean, high = self._run(self.pair.clean, {}, self.nodes.reads)
+            corrupted, low = self._run(self.pair.corrupted, {}, self.nodes.reads)
+        found = self._empty(clean, corrupted, float(high), float(low))
+
+        def add(group: Writer | Reader, number: int, place: Any, what: str) -> None:
+            """Adds the scores by derivatives between the corrupted run and that with one end restored."""
+            columns = slice(None) if group.projection is None else group.projection.heads[number].tolist()
+            patches: dict[str, Patch[Any]] = {
+                path: ReplacePatch(value=clean[path][..., columns], slice=(..., columns))
+                for path in ((group.path,) if isinstance(group, Writer) else group.paths)
+            }
+            rules = rules_of(self.method)
+            with rules.recording(), torch.no_grad():
+                patched, effect = self._run(self.pair.corrupted, patches)
+            end, readers = (patched, self.nodes.readers) if isinstance(group, Writer) else (clean, [group])
+            base, _, gradients = self._gradient_run(rules, end, 0)
+            alone = copy.copy(found)
+            alone.values = np.where(found.edges, 0.0, np.nan)
+            self._add_scores(alone, readers, gradients, end, base)
+            own = alone.values[place]
+            found.values[place] += own / len(self.ends)
+            found.compare_sum(f"{what} differ from its effect", own, float(effect) - found.corrupted, rules)
+
+        if "senders" in self.ends:
+            for writer, name, number in _members(self.nodes.writers, self.columns):
+                add(writer, number, (slice(None), found.columns[name]), f"out of {name!r}")
+        if "receivers" in self.ends:
+            for reader, name, number in _members(self.nodes.readers, self.rows):
+                add(reader, number, found.rows[name], f"into {name!r}")
+        return found
+
+    def scores(self) -> EdgeScores:
+        """Returns the scores by derivatives between the two runs."""
+        rules = rules_of(self.method)
+        with rules.recording(), torch.no_grad():
+            clean, high = self._run(self.pair.clean, {})
+        found: EdgeScores | None = None
+        for point in self.points:
+            base, metric, gradients = self._gradient_run(rules, clean, point)
+            if found is None:
+                corrupted, low = base, metric
+                if point:
+                    with torch.no_grad():
+                        corrupted, low = self._run(self.pair.corrupted, {})
+                found = self._empty(clean, corrupted, float(high), float(low.detach()))
+            self._add_scores(found, self.nodes.readers, gradients, clean, base)
+        assert found is not None
+        # The edges into the logits have this sum in any case, whatever is between the components.
+        begins = [f"{stream}@embed" for stream in self.nodes.streams]
+        columns = [found.columns[name] for name in begins if name in found.columns]
+        what = f"out of {' and '.join(begins)} differ from the change of the metric"
+        found.compare_sum(what, found.values[:, columns], found.clean - found.corrupted, rules)
+        return found
+
+    def _empty(self, clean: Values, corrupted: Values, high: float, low: float) -> EdgeScores:
+        """Returns scores of zero, and checks that senders explain the difference of the two runs."""
+        if self.given_positions is not None:
+            self.positions = WrittenPositions(self.pg.nodes.root, self.nodes, clean, self.given_positions)
+        self.changes = Changes(self.nodes, clean, corrupted, self.max_bytes // 2)
+        self.changes.check(self.nodes)
+        return EdgeScores(self.nodes, self.positions, high, low, is_half=self.changes.coarsest > 1e-6)
+
+    def _gradient_run(
+        self, rules: DerivativeRules, clean: Values, point: float
+    ) -> tuple[Values, Tensor, Mapping[str, Tensor | None]]:
+        """Returns the values, the metric and the gradients of a run at a point between the two runs."""
+
+        def begin(value: Tensor, path: str) -> Tensor:
+            with without_torch_functions():  # derivative rules would take it for a step of the model
+                start = torch.lerp(value.detach(), clean[path], point) if point else value.detach()
+                return start.clone().requires_grad_().clone()  # the model may write into it
+
+        patches: dict[str, Patch[Any]] = {
+            path: CustomPatch(custom_op=functools.partial(begin, path=path), requires_clone=False)
+            for path in self.nodes.streams.values()
+        }
+        with rules.applied(), torch.enable_grad():
+            values, metric = self._run(self.pair.corrupted, patches, self.nodes.reads)
+        wanted = {path: values[path] for path in self.nodes.reads if values[path].requires_grad}
+        if not metric.requires_grad or not wanted:
+            raise no_gradient()
+        gradients = dict(zip(wanted, gradients_of(metric, list(wanted.values())), strict=True))
+        return {path: value.detach() for path, value in values.items()}, metric, gradients
+
+    def _run(
+        self, inputs: Inputs, patches: Mapping[str, Patch[Any]], also: Sequence[str] = ()
+    ) -> tuple[Values, Tensor]:
+        self.snapshot.restore()
+        probes = {path: ProbePatch() for path in (*self.nodes.recorded, *also)}
+        merged: dict[str | NodePath, list[Patch[Any]]] = {}
+        for path, patch in (*patches.items(), *probes.items()):
+            merged.setdefault(path, []).append(patch)
+        choices = self._choices.recorded() if inputs is self.pair.clean else self._choices.held()
+        with self.pg.patch(merged, strict=True), choices:
+            output = inputs.run(self.pg)
+        return {path: probe.activation for path, probe in probes.items()}, metric_number(self.pair.metric(output))
+
+    # -- from receivers back to senders --------------------------------------------------------------------------------
+
+    def _add_scores(
+        self,
+        found: EdgeScores,
+        readers: Sequence[Reader],
+        gradients: Mapping[str, Tensor | None],
+        clean: Values,
+        base: Values,
+    ) -> None:
+        """Adds the scores of receivers; those next to each other that read the same value go together."""
+        count = max(1, self.max_bytes // (12 * max(value.nbytes for value in base.values())))
+        for source, alike in itertools.groupby(readers, key=lambda reader: reader.source):
+            parts = itertools.chain.from_iterable(_at_inputs(reader, gradients) for reader in alike)
+            while chunk := list(itertools.islice(parts, count)):
+                rows = [found.rows[name] for name, _ in chunk]
+                back: dict[Value, Tensor] = {}
+                self._meet(found, rows, source, source.terms, torch.stack([part for _, part in chunk]), back)
+                for step in reversed(source.steps):
+                    gradient = self._through(step, back.pop(step.value), clean, base)
+                    self._meet(found, rows, source, step.terms, gradient, back)
+
+    def _meet(
+        self,
+        found: EdgeScores,
+        rows: list[int],
+        source: Sum,
+        terms: Sequence[Value],
+        gradient: Tensor,
+        back: dict[Value, Tensor],
+    ) -> None:
+        """Takes the gradient of a sum to its terms: adds the scores of what is written, the rest goes `back`."""
+        for value in terms:
+            if value not in source.writers:
+                back[value] = back[value] + gradient if value in back else gradient
+        direct = source.direct(terms)
+        for writers in [direct] if self.positions is None else [[writer] for writer in direct]:
+            for columns, delta in self.changes.of(writers):
+                one, other = widened(gradient), widened(delta).to(gradient.device)
+                if self.positions is None:
+                    scores = (one.flatten(1) @ other.flatten(1).T)[..., None]
+                else:
+                    numbers = self.positions.of(writers[0]).to(one.device)  # -1: the last, which is left out
+                    by_row = torch.einsum("erc,src->esr", one, other)
+                    scores = by_row.new_zeros(*by_row.shape[:2], len(self.positions.labels) + 1)
+                    scores = scores.index_add(2, numbers % scores.shape[2], by_row)[..., :-1]
+                found.values[np.ix_(rows, columns)] += scores.detach().cpu().double().numpy() / len(self.points)
+
+    def _through(self, step: Step, gradient: Tensor, clean: Values, base: Values) -> Tensor:
+        """Returns gradients at the input of a step, from those at its result."""
+        rules = rules_of(self.method if step.norm else "gradient")
+        read = gradient.new_zeros(gradient.shape[1:])  # all other steps are linear
+        if step.norm:
+            read = base[step.norm]
+            with rules.recording(), torch.no_grad():
+                step.function(clean[step.norm])
+        read = read.detach().requires_grad_()
+        with rules.applied(), torch.enable_grad():
+            result = step.function(read)
+        stacked = gradient.reshape(-1, *result.shape).to(result.dtype)
+        is_batched = len(stacked) > 1
+        (found,) = torch.autograd.grad(result, read, stacked if is_batched else stacked[0], is_grads_batched=is_batched)
+        return found.reshape(gradient.shape)
+
+
+def _at_inputs(reader: Reader, gradients: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the gradient at the input of each receiver, `(rows, channels)`."""
+    given = [rows_of(gradient) for path in reader.paths if (gradient := gradients.get(path)) is not None]
+    if not given:
+        return
+    gradient = torch.stack(given).sum(0) if len(given) > 1 else given[0]
+    if reader.projection is None:
+        yield reader.names[0], gradient
+        return
+    weight = reader.projection.weight()
+    for name, numbers in zip(reader.names, reader.projection.heads.to(weight.device), strict=True):
+        columns = index_of(numbers)
+        yield name, gradient[:, columns] @ weight[:, columns].T
+
+
+class Changes:
     """What senders write in the clean run, minus what they write in the corrupted one.
 
-    If the differences take more than `max_bytes`, they are computed again when they are needed.
+    If the changes take more than `max_bytes`, they are computed again when they are needed.
 
     Attributes:
         coarsest: The largest rounding error of the values, relative to them. Of a stream in single precision,
@@ -568,48 +580,24 @@ class Deltas:
     """
 
     def __init__(self, nodes: Nodes, clean: Values, corrupted: Values, max_bytes: int) -> None:
-        self._clean = clean
-        self._corrupted = corrupted
-        values = (value for value in clean.values() if value.is_floating_point())
-        self.coarsest = max(torch.finfo(value.dtype).eps for value in values)
-        self._columns: dict[int, slice] = {}
-        end = 0
-        for writer in nodes.writers:
-            start, end = end, end + len(writer.names)
-            self._columns[id(writer)] = slice(start, end)
-        first = self._written(nodes.writers[0])
-        shape = (end, *first.shape[1:])
-        fits = math.prod(shape) * first.element_size() <= max_bytes
-        self._kept = self._all(nodes, first.new_empty(shape)) if fits else None
+        self._clean, self._corrupted = clean, corrupted
+        self.coarsest = max(torch.finfo(value.dtype).eps for value in clean.values() if value.is_floating_point())
+        numbers = itertools.count()
+        self._columns = {writer: list(itertools.islice(numbers, len(writer.names))) for writer in nodes.writers}
+        self._kept: Tensor | None = None
+        first = nodes.writers[0].change(clean, corrupted)
+        if next(numbers) * first[0].nbytes <= max_bytes:
+            changes = [writer.change(clean, corrupted) for writer in nodes.writers]
+            # They differ in an encoder and a decoder.
+            if len({(change.shape[1:], change.dtype, change.device) for change in changes}) == 1:
+                self._kept = torch.cat(changes)
 
-    def _all(self, nodes: Nodes, kept: Tensor) -> Tensor | None:
-        """Returns all differences in one tensor; `None` if they differ in shape, as in an encoder and a decoder."""
-        for writer in nodes.writers:
-            written = self._written(writer)
-            if written.shape[1:] != kept.shape[1:] or (written.dtype, written.device) != (kept.dtype, kept.device):
-                return None
-            kept[self._columns[id(writer)]] = written
-        return kept
-
-    def of(self, writer: Writer) -> Tensor:
-        """Returns the differences of a writer, of shape `(senders, rows, channels)`."""
-        return self._written(writer) if self._kept is None else self._kept[self._columns[id(writer)]]
-
-    def _written(self, writer: Writer) -> Tensor:
-        return writer.change(self._clean, self._corrupted)
-
-    def together(self, writers: Sequence[Writer]) -> Iterator[tuple[slice, Tensor]]:
-        """Yields the differences of writers: of those next to each other at once, each with their columns of scores."""
-        found: list[slice] = []
-        by_start = {self._columns[id(writer)].start: writer for writer in writers}
-        for start in sorted(by_start):
-            columns = self._columns[id(by_start[start])]
-            if found and self._kept is not None and found[-1].stop == start:
-                found[-1] = slice(found[-1].start, columns.stop)
-            else:
-                found.append(columns)
-        for columns in found:
-            yield columns, self.of(by_start[columns.start]) if self._kept is None else self._kept[columns]
+    def of(self, writers: Sequence[Writer]) -> Iterator[tuple[list[int], Tensor]]:
+        """Yields the changes of writers, `(senders, rows, channels)`, with the numbers of the senders."""
+        if self._kept is None:
+            yield from ((self._columns[writer], writer.change(self._clean, self._corrupted)) for writer in writers)
+        elif columns := sorted(column for writer in writers for column in self._columns[writer]):
+            yield columns, self._kept[index_of(torch.tensor(columns))]
 
     def check(self, nodes: Nodes) -> None:
         """Checks that the sums of the senders are what norms and receivers read.
@@ -618,136 +606,20 @@ class Deltas:
             ExperimentError: They are not: the model computes something between components that the graph does not
                 show as linear.
         """
-        totals: dict[int, Tensor] = {}
 
-        def total(term: Summand) -> Tensor:
-            source = term.source
-            if id(source) not in totals:
-                if isinstance(source, NormOfSum):
-                    one, other = (source.function(run[source.path]) for run in (self._clean, self._corrupted))
-                    totals[id(source)] = rows_of(one - other)
-                else:
-                    totals[id(source)] = self.of(source).sum(0)
-            return term.on(totals[id(source)])
+        def total(writers: list[Writer]) -> Tensor | None:
+            parts = [delta.sum(0) for _, delta in self.of(writers)]
+            return sum(parts[1:], parts[0]) if parts else None
 
-        sums = {reader.paths[0]: reader.source for reader in nodes.readers if reader.projection is None}
-        sums |= {norm.path: norm.source for reader in nodes.readers for norm in norms_in(reader.source)}
         with torch.no_grad():
-            for path, source in sums.items():
+            for path, source in nodes.sums.items():
                 clean, corrupted = self._clean[path], self._corrupted[path]
                 known = rows_of(clean - corrupted)
-                gap = float((known - sum(map(total, source), torch.zeros_like(known))).abs().max())
+                change = source.change(total, self._corrupted)
+                gap = float((known if change is None else known - change).abs().max())
                 scale = max(float(value.abs().max()) for value in (clean, corrupted))
                 if not gap <= max(1e-3, 32 * self.coarsest) * scale:
                     raise ExperimentError(
                         f"what components add to the residual stream does not explain {path!r}: it differs by "
                         f"{gap:.2g}. Is the model in training mode? Call pg.eval()"
                     )
-
-
-@dataclass(frozen=True)
-class _Backwards:
-    """Takes gradients back from receivers to senders, and adds the scores."""
-
-    runs: _Runs
-    clean: Values
-    corrupted: Values
-    deltas: Deltas
-    found: EdgeScores
-
-    def score(self, readers: Sequence[Reader], gradients: Mapping[str, Tensor | None]) -> None:
-        """Adds the scores of receivers; those next to each other that read the same value go together."""
-        for _, together in groupby(readers, key=lambda reader: id(reader.source)):
-            alike = list(together)
-            for names, stacked in self._stacks(alike, gradients):
-                self._walk(names, alike[0].source, stacked)
-
-    def _stacks(
-        self, readers: Sequence[Reader], gradients: Mapping[str, Tensor | None]
-    ) -> Iterator[tuple[list[str], Tensor]]:
-        """Yields gradients at inputs of receivers, of shape `(receivers, rows, channels)`, as many as memory allows."""
-        names: list[str] = []
-        parts: list[Tensor] = []
-        for name, part in self._parts(readers, gradients):
-            if parts and (len(parts) + 1) * part.numel() * part.element_size() * 6 > self.runs.scoring.max_bytes // 2:
-                yield names, torch.stack(parts)
-                names, parts = [], []
-            names.append(name)
-            parts.append(part)
-        if parts:
-            yield names, torch.stack(parts)
-
-    def _parts(self, readers: Sequence[Reader], gradients: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        for reader in readers:
-            given = [rows_of(gradient) for path in reader.paths if (gradient := gradients.get(path)) is not None]
-            if not given:
-                continue
-            gradient = torch.stack(given).sum(0) if len(given) > 1 else given[0]
-            if reader.projection is None:
-                yield reader.names[0], gradient
-                continue
-            weight = reader.projection.weight()
-            for name, numbers in zip(reader.names, reader.projection.heads.to(weight.device), strict=True):
-                columns = index_of(numbers)
-                yield name, gradient[:, columns] @ weight[:, columns].T
-
-    def _walk(self, names: Sequence[str], source: Sum, stacked: Tensor) -> None:
-        waiting: dict[int, tuple[NormOfSum, Tensor]] = {}
-        self._meet(names, source, stacked, waiting)
-        while waiting:
-            norm, gradient = waiting.pop(max(waiting))
-            self._meet(names, norm.source, self._through(norm, gradient), waiting)
-
-    def _meet(
-        self, names: Sequence[str], source: Sum, gradient: Tensor, waiting: dict[int, tuple[NormOfSum, Tensor]]
-    ) -> None:
-        direct = []
-        for term in source:
-            if isinstance(term.source, Writer) and not term.steps:
-                direct.append(term.source)
-                continue
-            own = term.back(gradient)
-            if isinstance(term.source, Writer):
-                self._add(names, [term.source], own)
-            else:
-                before = waiting.get(term.source.number)
-                waiting[term.source.number] = (term.source, own if before is None else before[1] + own)
-        if direct:
-            self._add(names, direct, gradient)
-
-    def _add(self, names: Sequence[str], writers: Sequence[Writer], gradient: Tensor) -> None:
-        """Adds the scores of edges, computed from the gradients of the written values."""
-        rows, positions = [self.found.rows[name] for name in names], self.runs.positions
-        if positions is None:
-            for columns, delta in self.deltas.together(writers):
-                self._add_products(rows, columns, 0, gradient, delta)
-            return
-        for writer in writers:
-            numbers = positions.of(writer).to(gradient.device)
-            for columns, delta in self.deltas.together([writer]):
-                for number in range(len(positions.labels)):
-                    at = numbers == number
-                    self._add_products(rows, columns, number, gradient[:, at], delta[:, at])
-
-    def _add_products(self, rows: list[int], columns: slice, number: int, gradient: Tensor, delta: Tensor) -> None:
-        scores = widened(gradient).flatten(1) @ widened(delta).flatten(1).T
-        self.found.values[rows, columns, number] += scores.detach().cpu().double().numpy() / len(
-            self.runs.scoring.fractions
-        )
-
-    def _through(self, norm: NormOfSum, gradient: Tensor) -> Tensor:
-        """Returns gradients at the input of a norm, from those at its result."""
-        method = self.runs.scoring.method
-        rules = rules_of(method)
-        if method == "secant":
-            with rules.recording(), torch.no_grad():
-                norm.function(self.clean[norm.path])
-        read = self.corrupted[norm.path].detach().requires_grad_()
-        with rules.applied(), torch.enable_grad():
-            result = norm.function(read)
-        stacked = gradient.reshape(-1, *result.shape).to(result.dtype)
-        if len(stacked) == 1:
-            (found,) = torch.autograd.grad(result, read, stacked[0])
-        else:
-            (found,) = torch.autograd.grad(result, read, stacked, is_grads_batched=True)
-        return found.reshape(gradient.shape)

@@ -1,30 +1,33 @@
-"""The senders and receivers of a model, and which receiver reads which sender."""
+"""The senders and receivers of a model: which receiver reads which sender, and at which positions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+import torch
+from torch import Tensor
+
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.components import Component, Components, NoWeightError, Projection, find, projection
+from graphpatch_notebook.components import Components, NoWeightError, Projection, find, projection
 from graphpatch_notebook.components.chain import Layer, Stack, Trails
 from graphpatch_notebook.components.flow import Value, walk
 from graphpatch_notebook.components.proofs import NamedLayer, NamedWrite
 from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.circuits.stream import (
-    LinearPaths,
-    NoPathError,
-    NormOfSum,
-    StreamStep,
-    Sum,
-    Writer,
-    in_order,
+from graphpatch_notebook.experiments.circuits.stream import LinearPaths, NoPathError, Sum, Writer, in_order
+from graphpatch_notebook.experiments.methods.positions import (
+    Positions,
+    RowPositions,
+    are_of_rows,
+    counted_positions,
+    counts_from_end,
+    rows_of,
 )
 
-_LETTERS = "qkv"
+_NOT_ALONE = "no module reads the stream for it alone, so that what it reads cannot be replaced"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,9 +37,9 @@ class Reader:
     Attributes:
         paths: The paths at which it is patched, and at which gradients are taken: those of a value that only this
             receiver reads, or of the result of a linear map.
-        source: What it reads, as a sum.
-        projection: The linear map, whose outputs belong to heads; `None` if the value itself is read.
+        source: What it reads.
         number: Its place in order of execution.
+        projection: The linear map, whose outputs belong to heads; `None` if the value itself is read.
     """
 
     names: tuple[str, ...]
@@ -84,12 +87,18 @@ class Nodes:
         return list(dict.fromkeys(path for reader in self.readers for path in reader.paths))
 
     @property
+    def sums(self) -> dict[str, Sum]:
+        """By path, the values that norms read, and those that receivers read without a linear map."""
+        found: dict[str, Sum] = {}
+        for reader in self.readers:
+            found |= reader.source.norms
+            found |= dict.fromkeys(reader.paths, reader.source) if reader.projection is None else {}
+        return found
+
+    @property
     def recorded(self) -> list[str]:
-        """The paths of values that senders write, that norms read, and that receivers read without a linear map."""
-        paths = [writer.path for writer in self.writers]
-        paths += [norm.path for reader in self.readers for norm in norms_in(reader.source)]
-        paths += [path for reader in self.readers if reader.projection is None for path in reader.paths]
-        return list(dict.fromkeys(paths))
+        """The paths of `sums`, and of the values that senders write."""
+        return list(dict.fromkeys([*(writer.path for writer in self.writers), *self.sums]))
 
 
 def nodes_of(root: Frame, *, heads: bool = True) -> Nodes:
@@ -110,24 +119,6 @@ def nodes_of(root: Frame, *, heads: bool = True) -> Nodes:
     return found
 
 
-def norms_in(source: Sum) -> list[NormOfSum]:
-    """Returns all norms that a sum passes through, in order of execution."""
-
-    def direct(each: Sum) -> list[NormOfSum]:
-        return [term.source for term in each if isinstance(term.source, NormOfSum)]
-
-    return sorted(walk(direct(source), lambda norm: direct(norm.source)), key=lambda norm: norm.number)
-
-
-def writers_in(source: Sum) -> set[Writer]:
-    """Returns the writers that are the terms of a sum, also through norms."""
-    sums = [source, *(norm.source for norm in norms_in(source))]
-    return {term.source for each in sums for term in each if isinstance(term.source, Writer)}
-
-
-_Cut = Callable[[Node, Value], bool]
-
-
 class _NodeFinder:
     """Finds senders and receivers in what `components` found."""
 
@@ -142,15 +133,15 @@ class _NodeFinder:
         self._written: dict[str, tuple[str, ...]] = {}
         self.found = Nodes()
         order = self._flow.order
-        self._stacks = sorted(evidence.stacks, key=lambda each: order[each[0].layers[0].start.value.node])
-        for stack, layers in self._stacks:
+        stacks = sorted(evidence.stacks, key=lambda each: order[each[0].layers[0].start.value.node])
+        for stack, layers in stacks:
             self._add_start(stack)
             for layer in layers:
                 for write in layer.writes:
                     self._add_writer(stack.prefix, layer, write)
         self._paths = LinearPaths(self._trails, self._by_value)
-        for stack, layers in self._stacks:
-            self._add_link(stack)
+        for stack, layers in stacks:
+            self._add_link(stack, layers, [other for other, _ in stacks if other is not stack])
             for layer in layers:
                 for write in layer.writes:
                     self._add_readers(layer, write)
@@ -161,64 +152,53 @@ class _NodeFinder:
     # -- senders -------------------------------------------------------------------------------------------------------
 
     def _add_start(self, stack: Stack) -> None:
-        value = stack.layers[0].start.value
-        before = LinearPaths(self._trails, dict(self._by_value))
+        value, stream = stack.layers[0].start.value, stack.prefix
+        before = LinearPaths(self._trails, self._by_value)
         if before.depends(value):  # such as the stages of a vision model
             with suppress(NoPathError):
                 before.of(value)
                 return
-        path = self._flow.boundary_path(value)
-        stream = stack.prefix
-        self._by_value[value] = Writer((f"{stream}@embed",), value, path, stream=stream)
-        self.found.streams[stream] = path
+        self.found.streams[stream] = self._flow.boundary_path(value)
+        self._by_value[value] = Writer((f"{stream}@embed",), value, self.found.streams[stream], stream=stream)
 
     def _add_writer(self, stream: str, named: NamedLayer, each: NamedWrite) -> None:
-        writer = self._of_heads(named, each) if self._has_heads else None
-        if writer is None:
-            path = self._flow.boundary_path(each.write.value)
-            writer = Writer((f"{named.name}{each.kind}_out",), each.write.value, path)
-        self._by_value[writer.value] = replace(writer, stream=stream, steps=self._steps_to(each.write.value, writer))
-        self._written[f"{named.name}{each.kind}"] = writer.names
+        start, written = f"{named.name}{each.kind}", each.write.value
+        writer = Writer((f"{start}_out",), written, self._flow.boundary_path(written))
+        if self._has_heads and each.parts is not None and each.parts.output is not None:
+            try:
+                writer = self._of_heads(start, each.parts.output, written)
+            except (NoWeightError, ValueError) as problem:
+                self.found.skipped[f"{start}.heads[*].z"] = str(problem)
+        moves = tuple(step for step in self._between(writer, written).steps if step.is_move)
+        self._by_value[writer.value] = replace(writer, stream=stream, moves=moves)
+        self._written[start] = writer.names
 
-    def _steps_to(self, written: Value, writer: Writer) -> tuple[StreamStep, ...]:
-        """Returns the operations on the value of a sender before it is added to the stream."""
-        term, steps = LinearPaths(self._trails, {writer.value: writer}).of(written)[0], tuple[StreamStep, ...]()
-        while isinstance(term.source, NormOfSum):
-            steps = (*term.steps, *steps)
-            term = term.source.source[0]
-        return (*term.steps, *steps)
+    def _between(self, writer: Writer, written: Value) -> Sum:
+        return LinearPaths(self._trails, {writer.value: writer}).of(written)
 
-    def _of_heads(self, named: NamedLayer, each: NamedWrite) -> Writer | None:
+    def _of_heads(self, start: str, output: Value, written: Value) -> Writer:
         """Returns the writer of attention by heads, if its heads are summed by a linear map."""
-        if each.parts is None or (output := each.parts.output) is None:
-            return None
-        start = f"{named.name}{each.kind}"
-        try:
-            found = projection(self._root, f"{start}.z")
-            if found.linear != output:
-                raise NoWeightError("another linear map reads it")
-            found.weight()
-            names = tuple(f"{start}.heads[{head}].z" for head in range(len(found.heads)))
-            writer = Writer(names, output, self._input_path(output), found)
-            if not LinearPaths(self._trails, {output: writer}).of(each.write.value):
-                raise NoPathError("its linear map does not lead to what is written")
-        except (NoWeightError, NoPathError, ValueError) as problem:
-            self.found.skipped[f"{start}.heads[*].z"] = str(problem)
-            return None
+        found = projection(self._root, f"{start}.z")
+        if found.linear != output:
+            raise NoWeightError("another linear map reads it")
+        found.weight()
+        names = tuple(f"{start}.heads[{head}].z" for head in range(len(found.heads)))
+        writer = Writer(names, output, self._input_path(output), found)
+        if not self._between(writer, written).terms:
+            raise NoPathError("its linear map does not lead to what is written")
         return writer
 
     def _input_path(self, linear: Value) -> str:
         """Returns the path of the input of a linear map: the input of its module, if it is a module."""
-        value = self._flow.moving(linear.node)[0]
-        frame = self._flow.frame_of[linear.node]
-        while True:
-            place = next((place for place in self._flow.inputs(frame) if place.value == value), None)
-            if place is not None:
-                return place.path
-            reads = self._flow.reads(value.node) if self._flow.frame_of[value.node] is frame else []
-            if not reads or not in_order(value, reads[0]):
-                return self._flow.boundary_path(value)
-            value = reads[0]
+        flow, frame = self._flow, self._flow.frame_of[linear.node]
+
+        def before(value: Value) -> list[Value]:
+            reads = flow.reads(value.node)[:1] if flow.frame_of[value.node] is frame else []
+            return [read for read in reads if in_order(value, read)]
+
+        values = list(walk([flow.moving(linear.node)[0]], before))
+        paths = (place.path for value in values for place in flow.inputs(frame) if place.value == value)
+        return next(paths, flow.boundary_path(values[-1]))
 
     # -- receivers -----------------------------------------------------------------------------------------------------
 
@@ -243,117 +223,106 @@ class _NodeFinder:
         Raises:
             NoWeightError, ExperimentError, ValueError: They cannot be separated from what else reads the stream.
         """
-        found: dict[str, Projection] = {}
-        for letter in _LETTERS:
-            found[letter] = projection(self._root, f"{name}.{letter}")
-            found[letter].weight()
-        linears = {each.linear.node for each in found.values()}
-        other = self._other_read(each.write.value, lambda node, _: node in linears, self._paths, each.write.inside)
-        if other is not None:
+        found: dict[str, Projection] = {letter: projection(self._root, f"{name}.{letter}") for letter in "qkv"}
+        for made in found.values():
+            made.weight()
+        linears = {made.linear.node for made in found.values()}
+        if other := self._other_read(each.write.value, lambda node, _: node in linears, each.write.inside):
             raise NoPathError(f"it also reads {self._flow.path(other)} in another way")
-        self._check_outputs(list(found.values()))
-        sources = {letter: self._paths.of(self._flow.moving(each.linear.node)[0]) for letter, each in found.items()}
-        for letter, made in found.items():
-            names = [f"{name}.heads[{head}].{letter}" for head in range(len(made.heads))]
-            if not made.are_separate:
-                names = [f"{name}.{letter}"]
-                self.found.skipped[f"{name}.heads[*].{letter}"] = "a norm over all heads makes them one receiver"
-            path = self._output_path(made.linear)
-            number = self._flow.order[made.linear.node]
-            self.found.readers.append(Reader(tuple(names), (path,), sources[letter], number, made))
-            self._note_fed(name, names, self._components[f"{name}.{letter}"])
-
-    def _note_fed(self, name: str, receivers: Sequence[str], read: Component) -> None:
-        senders = self._written[name]
-        is_by_head = len(senders) % len(receivers) == 0 and len(senders) > 1
-        for number, receiver in enumerate(receivers):
-            own = (each for head, each in enumerate(senders) if read.head_of(head, len(senders)) == number)
-            self.found.feeds[receiver] = tuple(own) if is_by_head and len(receivers) > 1 else senders
-
-    def _check_outputs(self, found: Sequence[Projection]) -> None:
-        """Checks that all outputs of the linear maps belong to queries, keys or values."""
-        for node in {each.linear.node for each in found}:
-            numbers = {int(n) for each in found if each.linear.node is node for n in each.heads.reshape(-1)}
+        for node in linears:
+            numbers = {int(n) for made in found.values() if made.linear.node is node for n in made.heads.reshape(-1)}
             if len(numbers) != Value(node).shape[-1]:
                 raise NoPathError(f"{self._flow.path(Value(node))} has outputs that are not queries, keys or values")
+        sources = {letter: self._paths.of(self._flow.moving(made.linear.node)[0]) for letter, made in found.items()}
+        for letter, made in found.items():
+            names = tuple(f"{name}.heads[{head}].{letter}" for head in range(len(made.heads)))
+            if not made.are_separate:
+                names = (f"{name}.{letter}",)
+                self.found.skipped[f"{name}.heads[*].{letter}"] = "a norm over all heads makes them one receiver"
+            number = self._flow.order[made.linear.node]
+            self.found.readers.append(Reader(names, (self._output_path(made.linear),), sources[letter], number, made))
+            senders, read = self._written[name], self._components[f"{name}.{letter}"]
+            is_by_head = len(names) > 1 and len(senders) > 1 and len(senders) % len(names) == 0
+            for number, receiver in enumerate(names):
+                own = (sender for head, sender in enumerate(senders) if read.head_of(head, len(senders)) == number)
+                self.found.feeds[receiver] = tuple(own) if is_by_head else senders
 
     def _output_path(self, linear: Value) -> str:
         """Returns the path of the result of a linear map: the output of its module, if it is a module."""
-        value = linear
-        while True:
-            path = self._flow.boundary_path(value, is_unread=True)
-            users = self._flow.users.get(value.node, [])
-            inside = [user for user in users if self._flow.frame_of[user] is self._flow.frame_of[value.node]]
-            if path != self._flow.path(value) or len(inside) != 1 or not in_order(Value(inside[0]), value):
-                return path
-            value = Value(inside[0])
+        flow = self._flow
+
+        def after(value: Value) -> list[Value]:
+            inside = [
+                user for user in flow.users.get(value.node, ()) if flow.frame_of[user] is flow.frame_of[value.node]
+            ]
+            return [Value(user) for user in inside if len(inside) == 1 and in_order(Value(user), value)]
+
+        values = list(walk([linear], after))
+        paths = {flow.boundary_path(value, is_unread=True): flow.path(value) for value in values}
+        return next((path for path, own in paths.items() if path != own), flow.path(values[-1]))
 
     def _add_whole(self, name: str, layer: Layer, write: Write) -> None:
         """Adds a receiver for all that a component reads."""
-        problem = NoPathError("no module reads the stream for it alone, so that what it reads cannot be replaced")
-        for paths, value in self._read_alone(layer, write):
-            try:
-                self._add_reader(name, paths, value)
-            except NoPathError as error:
-                problem = error
-                continue
-            return
+        problem = NoPathError(_NOT_ALONE)
+        for paths, value, numbers in self._reads_of(layer, write):
+            if self._other_read(write.value, self._cut(value, numbers), write.inside) is None:
+                try:
+                    self._add_reader(name, paths, value)
+                except NoPathError as error:
+                    problem = error
+                else:
+                    return
         raise problem
 
-    def _read_alone(self, layer: Layer, write: Write) -> Iterator[tuple[tuple[str, ...], Value]]:
-        """Yields the values through which a component alone reads the stream, with their paths."""
-        flow, candidates = self._flow, [write.state]
+    def _reads_of(self, layer: Layer, write: Write) -> Iterator[tuple[tuple[str, ...], Value, range]]:
+        """Yields where a component may read the stream: the paths of a value, and the operations that read it there."""
+        flow, values = self._flow, [write.state]
         if write.norm is not None:
-            normed = write.norm.returned
-            candidates.insert(0, normed.value)
-            is_alone = set(flow.users[normed.value.node]) <= write.inside
-            if is_alone and self._is_covered(write, self._reading(normed.value)):
-                yield (normed.path,), normed.value
-        around = (frame for node in write.inside for frame in self._frames_in(layer, node))
-        frames = sorted(
-            {id(frame): frame for frame in around}.values(), key=lambda each: (len(each.path), flow.start(each))
+            path, normed = write.norm.returned
+            values.insert(0, normed)
+            if set(flow.users[normed.node]) <= write.inside:
+                yield (path,), normed, range(len(flow.order))
+        around = (
+            frame
+            for node in write.inside
+            for frame in takewhile(lambda frame: frame is not layer.frame, flow.frames_around(Value(node)))
         )
-        for value in candidates:
+        frames = sorted(
+            {id(each): each for each in around}.values(), key=lambda each: (len(each.path), flow.start(each))
+        )
+        for value in values:
             for frame in frames:
-                places = tuple(place.path for place in flow.inputs(frame) if place.value == value)
-                if places and self._is_covered(write, self._reading(value, frame)):
-                    yield places, value
-
-    def _frames_in(self, layer: Layer, node: Node) -> Iterator[Frame]:
-        """Yields the frames in a layer that a node is in."""
-        return takewhile(lambda frame: frame is not layer.frame, self._flow.frames_around(Value(node)))
+                if paths := tuple(place.path for place in flow.inputs(frame) if place.value == value):
+                    yield paths, value, range(flow.start(frame), flow.order[frame.output_node] + 1)
 
     def _add_reader(self, name: str, paths: tuple[str, ...], value: Value) -> None:
         """Adds a receiver; raises a `NoPathError` if what it reads is not a sum of what components write."""
         source = self._paths.of(value)
-        if not value.shape or not source:
+        if not value.shape or not source.terms:
             raise NoPathError(f"what it reads, {self._flow.path(value)}, does not come from the stream")
         self.found.readers.append(Reader((name,), paths, source, self._flow.order[value.node]))
         self.found.feeds[name] = self._written.get(name, ())
 
-    def _reading(self, value: Value, frame: Frame | None = None) -> _Cut:
-        """Returns whether an operation (in a frame, if one is given) reads a value."""
-        order = self._flow.order
-        inside = range(len(order))
-        if frame is not None:
-            inside = range(self._flow.start(frame), order[frame.output_node] + 1)
-        return lambda node, read: read == value and order[node] in inside
-
-    def _is_covered(self, write: Write, is_cut: _Cut) -> bool:
-        """Whether a component reads the stream only where `is_cut` says."""
-        return self._other_read(write.value, is_cut, self._paths, write.inside) is None
+    def _cut(self, value: Value, numbers: range) -> Callable[[Node, Value], bool]:
+        """Returns whether an operation among some reads a value."""
+        return lambda node, read: read == value and self._flow.order[node] in numbers
 
     def _other_read(
-        self, start: Value, is_cut: _Cut, paths: LinearPaths, inside: frozenset[Node] | None = None
+        self,
+        start: Value,
+        is_cut: Callable[[Node, Value], bool],
+        inside: Collection[Node] | None,
+        paths: LinearPaths | None = None,
     ) -> Value | None:
         """Returns a value that depends on the stream and from which a value is computed, but not by reads in `is_cut`.
 
         Args:
             start: The value.
             is_cut: Whether an operation may read a value.
-            paths: What depends on the stream.
             inside: The operations that compute the value; `None` for all, up to what components write.
+            paths: What depends on the stream.
         """
+        paths = paths or self._paths
 
         def is_outside(value: Value) -> bool:
             return value in paths.writers if inside is None else value.node not in inside
@@ -366,19 +335,17 @@ class _NodeFinder:
 
     # -- both ends -----------------------------------------------------------------------------------------------------
 
-    def _add_link(self, stack: Stack) -> None:
+    def _add_link(self, stack: Stack, layers: Sequence[NamedLayer], others: Sequence[Stack]) -> None:
         """Adds a receiver for the start of a stack, if it is computed from the end of another stack."""
         value = stack.layers[0].start.value
         writer = self._by_value.get(value)
-        others = {own: each for own, each in self._by_value.items() if each is not writer}
-        before = LinearPaths(self._trails, others)
+        before = LinearPaths(self._trails, {own: each for own, each in self._by_value.items() if each is not writer})
         if writer is None or not before.depends(value):
             return
-        for other, layers in self._stacks:
-            end, name = other.layers[-1].end, f"{layers[-1].name}resid_post"
-            is_alone = other is not stack and self._other_read(value, self._reading(end.value), before) is None
+        for end in (other.layers[-1].end for other in others):
+            name, every = f"{layers[-1].name}resid_post", range(len(self._flow.order))
             with suppress(NoPathError):
-                if is_alone:
+                if self._other_read(value, self._cut(end.value, every), None, before) is None:
                     self._add_reader(name, (end.path,), end.value)
                     self.found.feeds[name] = writer.names
                     return
@@ -400,3 +367,84 @@ class _NodeFinder:
             self._add_reader(name, (place.path,), place.value)
         except NoPathError as error:
             self.found.skipped[name] = str(error)
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+class WrittenPositions:
+    """The positions of the rows of the values that senders write, among the chosen positions.
+
+    Attributes:
+        labels: The chosen positions, counted from the start; numbers of columns, if each row of the batch has its own.
+
+    Raises:
+        ExperimentError: The positions of a stream are not known, or a position is out of range.
+    """
+
+    def __init__(
+        self, root: Frame, nodes: Nodes, values: Mapping[str, Tensor], given: Positions | RowPositions
+    ) -> None:
+        shapes = {stream: tuple(values[path].shape[:-1]) for stream, path in nodes.streams.items()}
+        dims = {stream: _dims(root, stream, shape) for stream, shape in shapes.items()}
+        if lost := [writer.names[0] for writer in nodes.writers if writer.stream not in dims]:
+            raise ExperimentError(
+                f"the positions of {lost[0]!r} are not known: its stack begins with what another one computes"
+            )
+        lengths = {shapes[stream][dim] for stream, (dim, _) in dims.items()}
+        by_row = rows_of(given, max(lengths)) if are_of_rows(given) else None
+        if len(lengths) > 1 and by_row is None and counts_from_end(given):
+            raise ExperimentError(
+                f"positions={given!r} counts from the end, but stacks have {sorted(lengths)} positions: count from the "
+                "start"
+            )
+        if len(shapes) > 1 and by_row is not None:
+            raise ExperimentError("positions of each row are those of one sequence, but the model has two stacks")
+        self.labels = counted_positions(given, max(lengths)) if by_row is None else list(range(len(by_row[0])))
+        numbers = {stream: self._numbered(shape, *dims[stream], by_row) for stream, shape in shapes.items()}
+        self._numbers = {writer: _before_moves(writer, numbers[writer.stream]) for writer in nodes.writers}
+
+    def _numbered(self, shape: tuple[int, ...], dim: int, batch: int | None, by_row: list[list[int]] | None) -> Tensor:
+        """Returns for each row of a stream the number of its position among the chosen ones, or -1."""
+        found = torch.full(shape, -1)
+        if by_row is None:
+            for number, position in enumerate(self.labels):
+                if position < shape[dim]:
+                    found.select(dim, position).fill_(number)
+        elif batch is None or shape[batch] != len(by_row):
+            count = "no" if batch is None else shape[batch]
+            raise ExperimentError(f"positions has {len(by_row)} rows, but the batch has {count}")
+        else:
+            ordered = found.movedim((batch, dim), (0, 1))
+            for row, positions in enumerate(by_row):
+                ordered[row, positions] = torch.arange(len(positions)).view(-1, *[1] * (ordered.dim() - 2))
+        return found.reshape(-1)
+
+    def of(self, writer: Writer) -> Tensor:
+        """Returns for each row of a sender's value the number of its position in `labels`, or -1."""
+        return self._numbers[writer]
+
+    def are_kept(self, writer: Writer, positions: Collection[int]) -> Tensor:
+        """Returns which rows of a sender's value are at some positions, as booleans."""
+        numbers = [number for number, label in enumerate(self.labels) if label in positions]
+        return torch.isin(self.of(writer), torch.tensor(numbers, dtype=torch.long))
+
+
+def _before_moves(writer: Writer, numbers: Tensor) -> Tensor:
+    """Returns numbers of the rows of the stream as numbers of the rows of what a component writes."""
+    rows = torch.arange(len(numbers))[:, None]
+    for step in writer.moves:
+        rows = step.function(rows)
+    return torch.empty_like(numbers).scatter_(0, rows[:, 0], numbers)
+
+
+def _dims(root: Frame, stream: str, shape: tuple[int, ...]) -> tuple[int, int | None]:
+    """Returns the dimensions of the positions and of the batch in the stream of a stack."""
+    component = find(root).get(f"{stream}layers[0].resid_pre")
+    axes = () if component is None else component.axes
+    if len(axes) != len(shape) + 1 or axes.count("position") != 1:
+        raise ExperimentError(
+            f"the positions of the stream {stream}layers[0].resid_pre are not known: "
+            f"its dimensions are {', '.join(axes) or 'unknown'}"
+        )
+    return axes.index("position"), axes.index("batch") if "batch" in axes else None

@@ -1,4 +1,4 @@
-"""Exact runs: a model as a circuit, and the effect of single edges.
+"""The choice of edges by their scores, exact runs of a model as a circuit, and how much of an effect circuits keep.
 
 In a run as a circuit, each receiver reads the corrupted stream plus, for each of its edges that is kept, what the
 sender writes in this run minus what it writes in the corrupted one; at one position, if the edge has one. The patches
@@ -8,28 +8,87 @@ of `circuit_patches` do this: each replaces what a receiver reads, and reads the
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from graphpatch_notebook.errors import ExperimentError, PatchValueError
-from graphpatch_notebook.experiments.circuits.circuit import Circuit
-from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, writers_in
-from graphpatch_notebook.experiments.circuits.positions import WrittenPositions
-from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Writer, index_of, rows_of
+from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning, PatchValueError
+from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge, is_local
+from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, WrittenPositions, nodes_of
+from graphpatch_notebook.experiments.circuits.stream import Writer, index_of, rows_of
+from graphpatch_notebook.experiments.elsewhere import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.methods.arguments import check_graph
+from graphpatch_notebook.experiments.engine.measurements import measurement
+from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric, check_same_input_shapes
 from graphpatch_notebook.experiments.methods.reference_runs import record
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import AddPatch, Patch
 from graphpatch_notebook.torch_compat import without_torch_functions
+from graphpatch_notebook.warning_places import level_of_caller, warn
 
+if TYPE_CHECKING:
+    from xarray import DataArray, Dataset
+
+SelectionMethod: TypeAlias = Literal["top", "greedy"]
 Kept: TypeAlias = "Mapping[str, Mapping[str, frozenset[int] | None]]"
 """The senders that each receiver reads, and at which positions; `None`: at all."""
+
+_SIZES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_Cell: TypeAlias = "tuple[int, int, int]"
+"""The numbers of a receiver, a sender and a position."""
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One pair of inputs, and the metric of its outputs."""
+
+    metric: Callable[[Any], Any]
+    clean: Inputs
+    corrupted: Inputs
+
+    def number(self, output: Any) -> float:
+        """Returns the metric of an output."""
+        found = measurement(self.metric(output)).values
+        if found.size != 1:
+            raise ExperimentError(f"the metric must return a single number, such as its .mean(), not {found.size}")
+        return float(found.reshape(()))
+
+
+def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> list[Batch]:
+    """Returns the pairs of inputs: one, or one for each item of lists.
+
+    Raises:
+        ExperimentError: They do not fit each other.
+    """
+    cleans, others = (given if isinstance(given, list) else [given] for given in (clean, corrupted))
+    metrics = list(metric) if isinstance(metric, (list, tuple)) else [metric] * len(cleans)
+    if not len(metrics) == len(cleans) == len(others) > 0 or isinstance(clean, list) != isinstance(corrupted, list):
+        raise ExperimentError(
+            f"clean and corrupted must both be lists of inputs of the same length, or neither, with one metric or as "
+            f"many; not {len(cleans)}, {len(others)} and {len(metrics)}"
+        )
+    found = []
+    for each, one, other in zip(metrics, cleans, others, strict=True):
+        check_metric(each)
+        found.append(Batch(each, inputs_of(one), inputs_of(other)))
+        check_same_input_shapes(pg, found[-1].clean, found[-1].corrupted)
+    return found
+
+
+# -- exact runs --------------------------------------------------------------------------------------------------------
 
 
 def circuit_patches(pg: PatchableGraph, circuit: Circuit, corrupted: Any) -> dict[str, Patch[Any]]:
@@ -91,14 +150,11 @@ def kept_edges(nodes: Nodes, circuit: Circuit) -> Kept:
     Raises:
         ExperimentError: The model has no such edge.
     """
-    can = {
-        name: {n for w in writers_in(reader.source) for n in w.names}
-        for reader in nodes.readers
-        for name in reader.names
-    }
+    sources = {name: reader.source.writers.values() for reader in nodes.readers for name in reader.names}
+    senders = {name: {each for writer in writers for each in writer.names} for name, writers in sources.items()}
     found: dict[str, dict[str, frozenset[int] | None]] = {}
     for edge in circuit.edges:
-        if edge.sender not in can.get(edge.receiver, ()):
+        if edge.sender not in senders.get(edge.receiver, ()):
             raise ExperimentError(
                 f"the model has no edge from {edge.sender!r} to {edge.receiver!r}; the circuit is that of another model"
             )
@@ -108,11 +164,73 @@ def kept_edges(nodes: Nodes, circuit: Circuit) -> Kept:
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class KeptEdges:
+    """The edges to receivers that read one value.
+
+    Attributes:
+        reader: The receivers.
+        names: The names of those that have edges.
+        masks: For each writer, whether each of these reads each of its senders, `(receivers, senders)`; for edges with
+            positions, for each row.
+    """
+
+    reader: Reader
+    names: Sequence[str]
+    masks: Mapping[Writer, Tensor]
+
+    @classmethod
+    def of(cls, reader: Reader, kept: Kept, positions: WrittenPositions | None) -> KeptEdges:
+        """Returns those of the edges of a circuit that lead to a reader."""
+        names = [name for name in reader.names if kept.get(name)]
+        masks = {}
+        for writer in reader.source.writers.values():
+            reads = torch.tensor([[name in kept[receiver] for name in writer.names] for receiver in names])
+            if reads.any() and positions is not None:
+                reads = reads[..., None].repeat(1, 1, len(positions.of(writer)))
+                for row, receiver in enumerate(names):
+                    for column, name in enumerate(writer.names):
+                        reads[row, column] &= positions.are_kept(writer, kept[receiver].get(name) or ())
+            if reads.any():
+                masks[writer] = reads
+        return cls(reader, names, masks)
+
+    def changes(
+        self, written: Callable[[Writer], Tensor], values: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Any, Tensor]]:
+        """Yields the columns of the value at the paths of the reader that change, and the change of their rows.
+
+        `written` returns what the senders of a writer write, minus what they write in the run that has these values.
+        """
+
+        def total(writers: list[Writer]) -> Tensor | None:
+            used = [writer for writer in writers if writer in self.masks]
+            if not used:
+                return None
+            changes = torch.cat([written(writer) for writer in used])
+            masks = torch.cat([self.masks[writer] for writer in used], dim=1).to(changes)
+            if masks.dim() == 3:  # by row
+                return torch.einsum("esr,src->erc", masks, changes)
+            return (masks @ changes.flatten(1)).reshape(len(masks), *changes.shape[1:])
+
+        read, projection = self.reader.source.change(total, values), self.reader.projection
+        if read is None:
+            return
+        if projection is None:
+            yield slice(None), read[0]
+            return
+        weight = projection.weight()
+        for rows, name in zip(read, self.names, strict=True):
+            columns = index_of(projection.heads[self.reader.names.index(name)])
+            yield columns, rows @ weight[:, columns]
+
+
 class CircuitRuns:
     """Makes the patches of circuits, relative to one run on the corrupted inputs.
 
     Attributes:
-        metric: The metric of that run; 0 if none is given.
+        values: The values of that run, by path.
+        metric: Its metric; 0 if none is given.
     """
 
     def __init__(
@@ -120,15 +238,9 @@ class CircuitRuns:
     ) -> None:
         run = record(pg, corrupted, list(dict.fromkeys([*nodes.recorded, *nodes.reads])), metric)
         run.warn_if_random()
-        self._root = pg.nodes.root
-        self._nodes = nodes
-        self._stream = Stream(run.values, nodes.readers[-1])
-        self.metric = float(run.measurement.values)
-
-    @property
-    def values(self) -> Mapping[str, Tensor]:
-        """The values of the corrupted run, by path."""
-        return self._stream.values
+        self.values, self.metric = run.values, float(run.measurement.values)
+        self._root, self._nodes = pg.nodes.root, nodes
+        self._written: Any = WeakIdKeyDictionary()
 
     def patches(self, kept: Kept) -> dict[str, Patch[Any]]:
         """Returns the patches of a circuit.
@@ -138,132 +250,40 @@ class CircuitRuns:
         """
         chosen = {at for senders in kept.values() for each in senders.values() if each is not None for at in each}
         positions = WrittenPositions(self._root, self._nodes, self.values, sorted(chosen)) if chosen else None
-        by_path: dict[str, list[Reader]] = {}
+        by_path: dict[str, list[KeptEdges]] = {}
         for reader in self._nodes.readers:
+            edges = KeptEdges.of(reader, kept, positions)
             for path in reader.paths:
-                by_path.setdefault(path, []).append(reader)
-        return {path: ReadPatch(self._stream, path, readers, kept, positions) for path, readers in by_path.items()}
+                by_path.setdefault(path, []).append(edges)
+        return {path: ReadPatch(self, path, edges) for path, edges in by_path.items()}
 
     def edge(
         self,
         reader: Reader,
         receiver: str,
-        changes: Mapping[int, Tensor],
+        changes: Mapping[Writer, Tensor],
+        positions: WrittenPositions | None,
         sender: str,
         position: int | None = None,
-        *,
-        positions: WrittenPositions | None = None,
     ) -> dict[str, Patch[Any]]:
         """Returns the patches on the corrupted run with which one receiver reads the clean value of one sender.
 
-        Args:
-            reader: What the receiver is part of.
-            receiver: The name of the receiver.
-            changes: What the senders of each writer write in the clean run, minus the same in the corrupted one.
-            sender: The name of the sender.
-            position: The position at which it does; `None` for all.
-            positions: The positions of the run.
+        `changes` has what the senders write in the clean run, minus the same in the corrupted one, by their writer;
+        `position` is where the receiver reads it, `None` for all of `positions`.
         """
-        writer = next(writer for writer in writers_in(reader.source) if sender in writer.names)
-        own = {sender: None if position is None else frozenset((position,))}
-        kept = {id(writer): _mask(writer, [own], positions)}
-        read = self._stream.changes(reader.source, kept, lambda each: changes[id(each)])
-        assert read is not None
-        shape = self._stream.values[reader.paths[0]].shape
-        if reader.projection is None:
-            return {path: AddPatch(value=read.reshape(shape)) for path in reader.paths}
-        columns = index_of(reader.projection.heads[reader.names.index(receiver)])
-        value = (read[0] @ reader.projection.weight()[:, columns]).reshape(*shape[:-1], -1)
-        where = columns if isinstance(columns, slice) else columns.tolist()
+        kept = {receiver: {sender: None if position is None else frozenset((position,))}}
+        edges = KeptEdges.of(reader, kept, None if position is None else positions)
+        ((columns, rows),) = edges.changes(changes.__getitem__, self.values)
+        value = rows.reshape(*self.values[reader.paths[0]].shape[:-1], -1)
+        where = columns.tolist() if isinstance(columns, Tensor) else columns
         return {path: AddPatch(value=value, slice=(..., where)) for path in reader.paths}
 
-
-class Stream:
-    """The values of the corrupted run by path, and the effect of changes of senders on the inputs of receivers.
-
-    After the `last` receivers, a run is over.
-    """
-
-    def __init__(self, values: Mapping[str, Tensor], last: Reader) -> None:
-        self.values = values
-        self.last = last
-        self._written: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
     def written(self, writer: Writer, now: Mapping[str, Tensor]) -> Tensor:
-        """Returns the values of senders in a run, minus those of the corrupted run; once for each run."""
-        key = (threading.get_ident(), id(writer))
-        known = self._written.get(key)
-        if known is None or known[0] is not now[writer.path]:
-            known = self._written[key] = (now[writer.path], writer.change(now, self.values))
-        return known[1]
-
-    def forget(self) -> None:
-        """Frees what a run of this thread wrote."""
-        own = threading.get_ident()
-        for key in [key for key in self._written if key[0] == own]:
-            del self._written[key]
-
-    def changes(self, source: Sum, kept: Mapping[int, Tensor], written: Callable[[Writer], Tensor]) -> Tensor | None:
-        """Returns the change of a sum for several receivers, of shape `(receivers, rows, channels)`.
-
-        Args:
-            source: The sum.
-            kept: For each writer with senders that are kept, by its id, whether each receiver keeps each sender, and
-                each of its rows if circuits have positions.
-            written: Returns what the senders of a writer write, minus what they write in the corrupted run.
-        """
-        direct = [term.source for term in source if isinstance(term.source, Writer) and not term.steps]
-        found = self._of_writers(direct, kept, written)
-        for term in source:
-            if isinstance(term.source, Writer) and not term.steps:
-                continue
-            if isinstance(term.source, NormOfSum):
-                part = self._through(term.source, kept, written)
-            else:
-                part = self._of_writers([term.source], kept, written)
-            if part is not None:
-                part = term.on(part)
-                found = part if found is None else found + part
-        return found
-
-    def _of_writers(
-        self, writers: Sequence[Writer], kept: Mapping[int, Tensor], written: Callable[[Writer], Tensor]
-    ) -> Tensor | None:
-        used = [writer for writer in writers if id(writer) in kept]
-        if not used:
-            return None
-        changes = torch.cat([written(writer) for writer in used])
-        masks = torch.cat([kept[id(writer)] for writer in used], dim=1).to(changes)
-        if masks.dim() == 3:  # by row
-            return torch.einsum("esr,src->erc", masks, changes)
-        return (masks @ changes.flatten(1)).reshape(len(masks), *changes.shape[1:])
-
-    def _through(
-        self, norm: NormOfSum, kept: Mapping[int, Tensor], written: Callable[[Writer], Tensor]
-    ) -> Tensor | None:
-        change = self.changes(norm.source, kept, written)
-        if change is None:
-            return None
-        read = self.values[norm.path]
-        count = len(change)
-        stacked = (rows_of(read) + change).reshape(count * len(read), *read.shape[1:])
-        after: Tensor = norm.function(stacked)
-        return after.reshape(change.shape) - rows_of(norm.function(read))
-
-
-def _mask(
-    writer: Writer, wanted: Sequence[Mapping[str, frozenset[int] | None]], positions: WrittenPositions | None
-) -> Tensor:
-    """Returns whether each of several receivers reads each sender, `(receivers, senders)`; with positions, each row."""
-    reads = torch.tensor([[name in own for name in writer.names] for own in wanted])
-    if positions is None:
-        return reads
-    found = reads[..., None].repeat(1, 1, len(positions.of(writer)))
-    for row, own in enumerate(wanted):
-        for column, name in enumerate(writer.names):
-            if (at := own.get(name)) is not None:
-                found[row, column] = positions.are_kept(writer, at)
-    return found
+        """Returns what senders write in a run, minus the same in the corrupted run: computed once for each run."""
+        known = self._written.setdefault(now[writer.path], {})
+        if writer not in known:
+            known[writer] = writer.change(now, self.values)
+        return known[writer]  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False)
@@ -271,23 +291,20 @@ class ReadPatch(Patch[Any]):
     """Replaces the inputs of receivers by those of the corrupted run, plus the changes of the senders that they keep.
 
     Attributes:
-        stream: The stream of the corrupted run.
-        readers, kept: The receivers, and the senders that each of them reads.
-        placed: The positions of the edges; `None` if they have none.
+        runs: The corrupted run.
+        path: The path that is patched.
+        edges: The edges to the receivers there.
     """
 
-    stream: Stream = field(repr=False)
+    runs: CircuitRuns = field(repr=False)
     path: str = field(repr=False)
-    readers: Sequence[Reader] = field(repr=False)
-    kept: Kept = field(repr=False)
-    placed: WrittenPositions | None = field(repr=False)
+    edges: Sequence[KeptEdges] = field(repr=False)
     _read: Mapping[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def sources(self) -> Sequence[str]:
         """The paths of what the senders write."""
-        used = (writer for reader in self.readers for writer in self._used(reader))
-        return list(dict.fromkeys(writer.path for writer in used))
+        return list(dict.fromkeys(writer.path for each in self.edges for writer in each.masks))
 
     def reading(self, values: Sequence[Any]) -> ReadPatch:
         """Returns a copy with an `op` that uses these values of the senders."""
@@ -295,13 +312,8 @@ class ReadPatch(Patch[Any]):
         result._read = dict(zip(self.sources, values, strict=True))
         return result
 
-    def _used(self, reader: Reader) -> list[Writer]:
-        wanted = frozenset[str]().union(*(self.kept.get(name, ()) for name in reader.names))
-        found = [writer for writer in writers_in(reader.source) if not wanted.isdisjoint(writer.names)]
-        return sorted(found, key=lambda writer: writer.names)
-
     def op(self, original_output: Any) -> Any:
-        base = self.stream.values[self.path]
+        base = self.runs.values[self.path]
         if not isinstance(original_output, Tensor) or original_output.shape != base.shape:
             shown = tuple(original_output.shape) if isinstance(original_output, Tensor) else original_output
             raise PatchValueError(
@@ -311,26 +323,269 @@ class ReadPatch(Patch[Any]):
         with without_torch_functions():
             value = base.clone()
             read = rows_of(value)  # a copy, if the channels are not the last in memory
-            for reader in self.readers:
-                for rows, columns in self._changes(reader):
+            for edges in self.edges:
+                changes = edges.changes(lambda writer: self.runs.written(writer, self._read), self.runs.values)
+                for columns, rows in changes:
                     read[:, columns] = read[:, columns] + rows  # `+=` of all columns fails with gradients
             value.copy_(read.view(value.shape))
-            if self.stream.last in self.readers:
-                self.stream.forget()
         return value
 
-    def _changes(self, reader: Reader) -> Iterator[tuple[Tensor, Any]]:
-        """Yields what is added to the value of a reader, and to which columns."""
-        names = [name for name in reader.names if self.kept.get(name)]
-        wanted = [self.kept[name] for name in names]
-        kept = {id(writer): _mask(writer, wanted, self.placed) for writer in self._used(reader)}
-        read = self.stream.changes(reader.source, kept, lambda writer: self.stream.written(writer, self._read))
-        if read is None:
-            return
-        if reader.projection is None:
-            yield read[0], slice(None)
-            return
-        weight = reader.projection.weight()
-        for number, name in enumerate(names):
-            columns = index_of(reader.projection.heads[reader.names.index(name)])
-            yield read[number] @ weight[:, columns], columns
+
+# -- the choice of edges -----------------------------------------------------------------------------------------------
+
+
+@runs_where_the_model_is
+def circuit(
+    pg: PatchableGraph,
+    scores: DataArray,
+    edges: int = 100,
+    *,
+    selection: SelectionMethod = "top",
+    absolute: bool = True,
+    prune: bool = True,
+) -> Circuit:
+    """Returns the circuit of the edges with the largest scores.
+
+    Args:
+        pg: The graph.
+        scores: The scores, from `attribute_edges`, for all senders and receivers.
+        edges: How many edges to choose; all if there are fewer.
+        selection: `"top"`: the edges with the largest scores. `"greedy"`: from the logits on, the edge with the
+            largest score into what is in the circuit already, again and again; then no edge is chosen that leads
+            nowhere.
+        absolute: Whether scores count by magnitude; otherwise edges with a negative effect come last.
+        prune: Whether edges are removed that change nothing, since they are not on a way from the embeddings to the
+            logits. The circuit may have fewer edges then. No edge is removed if there are components whose edges cannot
+            be followed (`scores.skipped`): they read what all others write.
+
+    Returns:
+        The circuit. `circuit_patches` runs the model as this circuit.
+
+    Raises:
+        ExperimentError: The scores are not those of the model, or lack some of its nodes.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook.experiments import attribute_edges
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(6)[None])
+        >>> clean, corrupted = torch.arange(6)[None], torch.arange(6, 12)[None]
+        >>> scores = attribute_edges(pg, lambda out: out.logits[0, -1, 3], clean, corrupted)
+        >>> len(circuit(pg, scores, edges=5, prune=False).edges)
+        5
+
+    Source:
+        Hanna et al., Have faith in faithfulness (2024), for the greedy selection.
+    """
+    check_graph(pg)
+    if type(edges) is not int or edges < 0:
+        raise ExperimentError(f"edges must be a number of edges, not {edges!r}")
+    _check_scores(scores)
+    attrs, nodes = scores.attrs, nodes_like(pg, scores.attrs["feeds"])
+    chosen = itertools.islice(_ranked(nodes, scores, selection, absolute=absolute), edges)
+    found = Circuit(
+        edges=tuple(sorted(chosen, key=lambda edge: -abs(edge.score))),
+        feeds=nodes.feeds,
+        candidates=int(attrs["edges"]),
+        clean=float(attrs["clean"]),
+        corrupted=float(attrs["corrupted"]),
+        method=str(attrs["method"]),
+        metric=str(attrs["metric"]),
+        ahead=tuple(attrs.get("ahead", ())),
+        missing=nodes.missing,
+    )
+    pruned = found.without_dead_ends() if prune else found
+    if found.edges and not pruned.edges:
+        warn(
+            f"the circuit is empty: none of the {len(found.edges)} strongest edges is on a way from the embeddings to "
+            'the logits that consists of these edges; take more edges, or selection="greedy"',
+            GraphPatchWarning,
+            stacklevel=level_of_caller(),
+        )
+    return pruned
+
+
+def _check_scores(scores: Any) -> None:
+    """Checks that scores are those of edges, with their attributes."""
+    attrs = getattr(scores, "attrs", {})
+    if "feeds" not in attrs or "positions" in attrs:
+        raise ExperimentError(
+            "scores must be those of attribute_edges, with attrs['feeds'] (arithmetic keeps attributes under "
+            "xarray.set_options(keep_attrs=True)), and with the same positions in all rows"
+        )
+
+
+def _ranked(nodes: Nodes, scores: DataArray, selection: SelectionMethod, *, absolute: bool) -> Iterator[Edge]:
+    """Returns the edges of a model in the order in which circuits of growing size take them.
+
+    Raises:
+        ExperimentError: The scores are not those of the model.
+    """
+    if selection not in ("top", "greedy"):
+        raise ExperimentError(f"selection must be 'top' or 'greedy', not {selection!r}")
+    receivers, senders = (scores.coords[name].values.tolist() for name in ("receiver", "sender"))
+    if (receivers, senders) != (nodes.receivers, nodes.senders):
+        raise ExperimentError("the scores lack nodes of the model: compute them without senders= and receivers=")
+    positions = scores.coords["position"].values.tolist() if "position" in scores.dims else [None]
+    values = scores.transpose("receiver", "sender", ...).values.reshape(len(receivers), len(senders), -1)
+    sizes = np.abs(values) if absolute else values
+    return (
+        Edge(senders[column], receivers[row], float(values[row, column, number]), positions[number])
+        for row, column, number in (_greedy(nodes, sizes) if selection == "greedy" else _top(sizes))
+    )
+
+
+def _top(sizes: Any) -> Iterator[_Cell]:
+    order = np.argsort(-np.where(np.isnan(sizes), -np.inf, sizes).reshape(-1), kind="stable")
+    cells = np.unravel_index(order[: int((~np.isnan(sizes)).sum())], sizes.shape)
+    yield from zip(*(index.tolist() for index in cells), strict=True)
+
+
+def _greedy(nodes: Nodes, sizes: Any) -> Iterator[_Cell]:
+    """Yields, from the ends on, the largest edge into what is reached already, again and again."""
+    receivers, senders, everywhere = nodes.receivers, nodes.senders, range(sizes.shape[2])
+    reached = [(row, at) for row, name in enumerate(receivers) if not nodes.feeds[name] for at in everywhere]
+    fed = {sender: [row for row, name in enumerate(receivers) if sender in nodes.feeds[name]] for sender in senders}
+    is_open = np.zeros((len(receivers), len(everywhere)), bool)
+    waiting: list[tuple[float, int, int, int]] = []
+    while reached or waiting:
+        for row, at in reached:
+            if not is_open[row, at]:
+                is_open[row, at] = True
+                for column in np.flatnonzero(~np.isnan(sizes[row, :, at])).tolist():
+                    heapq.heappush(waiting, (-float(sizes[row, column, at]), row, column, at))
+        reached = []
+        if waiting:
+            _, row, column, number = heapq.heappop(waiting)
+            yield row, column, number
+            for own in fed[senders[column]]:
+                reached += [(own, at) for at in ((number,) if is_local(receivers[own]) else everywhere)]
+
+
+@runs_where_the_model_is
+def faithfulness(
+    pg: PatchableGraph,
+    scores: DataArray | Mapping[str, DataArray],
+    metric: Callable[[Any], Any] | Sequence[Callable[[Any], Any]],
+    clean: Any,
+    corrupted: Any,
+    *,
+    sizes: Iterable[int | float] | None = None,
+    selection: SelectionMethod = "top",
+    absolute: bool = True,
+    random: int | None = 0,
+    executor: Any = None,
+    recipe: Any = None,
+) -> Dataset:
+    """Returns the share of an effect that circuits of several sizes keep, measured in runs of the model.
+
+    The faithfulness of a circuit is `(metric of the circuit - corrupted) / (clean - corrupted)`: 1 if its edges alone
+    pass on the whole effect. There is one run for each ranking, size and batch, and two more for each batch.
+
+    Args:
+        pg: The graph.
+        scores: The scores that rank the edges, from `attribute_edges`; or several by name, such as
+            `{"gradient": ..., "secant": ..., "exact": ...}`.
+        metric: Maps the output of the model to a single number; or a list of such functions, one for each batch.
+        clean: The clean inputs, as for `attribute_edges`; a list has one for each batch. They need not be the inputs of
+            the scores.
+        corrupted: The corrupted inputs, in the same form.
+        sizes: Numbers of edges, or shares of all edges (floats up to 1.0). By default, the ten shares of MIB, from
+            0.001 to 1.
+        selection: How circuits are chosen, as for `circuit`.
+        absolute: Whether scores count by magnitude, as for `circuit`.
+        random: The seed of an additional random ranking with the name `"random"`; `None` for none.
+        executor: Runs batches elsewhere, as for `pg.sweep`.
+        recipe: As for `pg.sweep`.
+
+    Returns:
+        A dataset with the dimensions `ranking` and `size` (the number of edges): `faithfulness`, and `metric`, the mean
+        over the batches. By ranking, `CPR`, the area under the curve of faithfulness over the share of edges, and
+        `CMD`, the area between that curve and 1; both are those of MIB. `share` has the sizes as shares. Attributes:
+        `clean`, `corrupted` and `candidates`, the number of edges.
+
+    Raises:
+        ExperimentError: The scores are not those of the model, or the metric is the same on both inputs.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook.experiments import attribute_edges
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(6)[None])
+        >>> clean, corrupted = torch.arange(6)[None], torch.arange(6, 12)[None]
+        >>> metric = lambda out: out.logits[0, -1, 3]
+        >>> scores = attribute_edges(pg, metric, clean, corrupted)
+        >>> curve = faithfulness(pg, scores, metric, clean, corrupted, sizes=[5, 20, 46])
+        >>> curve.faithfulness.dims, round(curve.faithfulness.sel(ranking="scores", size=46).item(), 3)
+        (('ranking', 'size'), 1.0)
+
+    Source:
+        Mueller et al., MIB: a mechanistic interpretability benchmark (2025).
+    """
+    check_graph(pg)
+    xarray = extra("xarray", "a dataset of curves")
+    batches = batches_of(pg, metric, clean, corrupted)
+    given: Any = scores  # for a type checker, an array may be a mapping, too
+    named: dict[str, DataArray] = dict(given) if isinstance(given, Mapping) else {"scores": given}
+    for each in named.values():
+        _check_scores(each)
+    first = next(iter(named.values()))
+    labels = [{dim: each[dim].values.tolist() for dim in each.dims} for each in named.values()]
+    if any(each != labels[0] for each in labels):
+        raise ExperimentError(
+            "the scores are not those of the same edges: some have positions, or others than the rest"
+        )
+    nodes = nodes_like(pg, first.attrs["feeds"])
+    candidates = int(np.isfinite(first.values).sum())
+    if random is not None and "random" not in named:
+        drawn = np.random.default_rng(random).random(first.shape)
+        named["random"] = first.copy(data=np.where(np.isnan(first.values), np.nan, drawn))
+    counts = _counts(_SIZES if sizes is None else sizes, candidates)
+    empty = Circuit((), nodes.feeds, candidates, math.nan, math.nan)
+    rankings = [tuple(_ranked(nodes, each, selection, absolute=absolute)) for each in named.values()]
+    circuits = [kept_edges(nodes, replace(empty, edges=edges[:count])) for edges in rankings for count in counts]
+    run = functools.partial(_metrics, nodes.feeds, circuits)
+    found = np.mean([*map_batches(pg, run, batches, executor=executor, recipe=recipe)], axis=0)
+    high, low = found[:2]
+    if high == low:
+        raise ExperimentError(f"the metric is {high:.6g} on both inputs, so there is no effect to keep")
+    values = found[2:].reshape(len(rankings), len(counts))
+    curves, shares = (values - low) / (high - low), np.array(counts) / candidates
+    areas = [[_area(shares, curve, 0), _area(shares, np.abs(1 - curve), 1)] for curve in curves]
+    return xarray.Dataset(  # type: ignore[no-any-return]
+        {
+            "faithfulness": (("ranking", "size"), curves),
+            "metric": (("ranking", "size"), values),
+            "CPR": ("ranking", [area for area, _ in areas]),
+            "CMD": ("ranking", [area for _, area in areas]),
+        },
+        {"ranking": list(named), "size": counts, "share": ("size", shares)},
+        {"clean": float(high), "corrupted": float(low), "candidates": candidates, "selection": selection},
+    )
+
+
+def _metrics(
+    feeds: Mapping[str, Sequence[str]], circuits: Sequence[Kept], pg: PatchableGraph, batch: Batch
+) -> list[float]:
+    """Returns the metric of the clean and the corrupted run on a batch, and then that of each circuit."""
+    with torch.no_grad():
+        runs = CircuitRuns(pg, nodes_like(pg, feeds), batch.corrupted, batch.number)
+        found = [batch.number(batch.clean.run(pg)), runs.metric]
+        for kept in circuits:
+            patches: dict[Any, Any] = {**runs.patches(kept)}
+            with pg.patch(patches):
+                found.append(batch.number(batch.clean.run(pg)))
+    return found
+
+
+def _counts(sizes: Iterable[int | float], candidates: int) -> list[int]:
+    counts = {max(1, round(size * candidates)) if isinstance(size, float) and 0 < size <= 1 else size for size in sizes}
+    if not counts or not all(type(count) is int and 0 <= count <= candidates for count in counts):
+        raise ExperimentError(f"sizes are numbers of edges up to {candidates}, or shares of them (floats up to 1.0)")
+    return sorted(map(int, counts))
+
+
+def _area(shares: Any, curve: Any, start: float) -> float:
+    """Returns the area under a curve over shares from 0, where no edge is kept and its height is `start`."""
+    heights = np.append(start, curve)
+    return float(((heights[1:] + heights[:-1]) / 2 * np.diff(np.append(0, shares))).sum())

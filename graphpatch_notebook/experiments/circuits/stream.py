@@ -1,43 +1,70 @@
-"""The linear paths of a model: the terms of values that are sums.
+"""The residual stream as sums: what a change of what components write changes where others read.
 
-From a value that a component reads, additions, scalings by constants, and operations that only rearrange lead back to
-what other components added to the residual stream (`Writer`). A norm on the way is that of another sum (`NormOfSum`).
-This works for any model with these operations, whatever the names of its layers are.
+From a value that a component reads, additions and operations that only rearrange lead back to what components added to
+the stream (`Writer`). Norms, scalings by constants and moves of positions on the way are steps of their own (`Step`),
+which read such sums, too. This works for any model with these operations, whatever the names of its layers are.
+
+Tensors here are rows, `(..., rows, channels)`: all dimensions of a value before its channels are one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.observers import original_forward
-from graphpatch_notebook.capture.records import Node, Ref, map_leaves
+from graphpatch_notebook.capture.records import Ref, map_leaves
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.components import Projection
 from graphpatch_notebook.components.chain import Norm, Trails
-from graphpatch_notebook.components.flow import Flow, Value, called, walk
+from graphpatch_notebook.components.flow import Value, called, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NONLINEARITIES, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.components.weights import held_tensor
 from graphpatch_notebook.errors import ExperimentError, GraphError
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec
 
+_MOVES = frozenset("transpose permute swapaxes swapdims movedim moveaxis roll flip".split())
 _IN_ORDER = frozenset(
     "view reshape flatten unflatten squeeze unsqueeze view_as reshape_as getitem expand expand_as".split()
 )
-_MOVES = frozenset("transpose permute swapaxes swapdims movedim moveaxis roll flip".split())
-_ALTERED = frozenset("where clamp clip masked_fill nan_to_num".split())
+_SAME = SAME_VALUES - frozenset("where clamp clip masked_fill nan_to_num".split())
 _DIVISIONS = frozenset("div truediv itruediv div_".split())
 _OF_CONSTANTS = VIEWS | SAME_VALUES | ADDITIONS | SCALINGS | NONLINEARITIES | {"sub", "rsub", "neg"}
-_MOST_TERMS = 20_000
 
 
 class NoPathError(ExperimentError):
     """There is a path between two components, but not a linear one, for this reason."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """An operation on a part of the stream.
+
+    Attributes:
+        value: Its result.
+        terms: The summands of what it reads: values that components write, and results of steps.
+        function: The operation: of rows; if it is a norm, of a tensor like the recorded one, or of more rows.
+        norm: The path of what it reads, if it is a norm; all others are linear.
+        is_move: Whether it moves rows to other places.
+    """
+
+    value: Value
+    terms: tuple[Value, ...]
+    function: Callable[[Tensor], Any]
+    norm: str = ""
+    is_move: bool = False
+
+    def changed(self, change: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the change of the result for a change of what it reads in a run with these values."""
+        if not self.norm:
+            return self.function(change)  # type: ignore[no-any-return]
+        read = values[self.norm]
+        after = self.function((rows_of(read) + change).reshape(-1, *read.shape[1:]).to(read.dtype))
+        return after.reshape(change.shape) - rows_of(self.function(read))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +76,7 @@ class Writer:
         path: The path of the value that is recorded: `value` itself, or what the linear map of the heads reads.
         projection: The linear map of the heads.
         stream: The stack that it belongs to: what the names of its layers begin with.
-        steps: The operations on its value before it is added to the stream.
+        moves: The moves of its rows before it is added to the stream.
     """
 
     names: tuple[str, ...]
@@ -57,7 +84,7 @@ class Writer:
     path: str
     projection: Projection | None = None
     stream: str = ""
-    steps: tuple[StreamStep, ...] = ()
+    moves: tuple[Step, ...] = ()
 
     def change(self, now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Tensor:
         """Returns the value of each sender in one run, minus its value in another: `(senders, rows, channels)`."""
@@ -69,317 +96,220 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scaling:
-    """A multiplication of the stream with constants, or a division by them.
+class Sum:
+    """A value of the stream as a sum, up to what is the same in all runs.
 
     Attributes:
-        factors: The numbers, and the tensors that the model holds.
+        terms: The summands: values that components write, and results of steps.
+        steps: All steps on the way, in order of execution.
+        writers: All writers that it is computed from, by value.
     """
 
-    flow: Flow
-    factors: tuple[float | Value, ...]
-    is_division: bool = False
+    terms: tuple[Value, ...]
+    steps: tuple[Step, ...]
+    writers: Mapping[Value, Writer]
 
-    def on(self, rows: Tensor) -> Tensor:
-        """Returns rows times the constants; their shape is `(..., rows, channels)`."""
-        for factor in self.factors:
-            known = factor if not isinstance(factor, Value) else _row_of(_constant(self.flow, factor))
-            rows = rows / known if self.is_division else rows * known
-        return rows
+    @property
+    def norms(self) -> dict[str, Sum]:
+        """What the norms on the way read, by its path."""
+        numbered = enumerate(self.steps)
+        return {step.norm: Sum(step.terms, self.steps[:at], self.writers) for at, step in numbered if step.norm}
 
-    def back(self, gradients: Tensor) -> Tensor:
-        """Returns the gradients of the factor that is not constant."""
-        return self.on(gradients)
+    def direct(self, terms: Sequence[Value]) -> list[Writer]:
+        """Returns the writers among summands."""
+        return [self.writers[value] for value in terms if value in self.writers]
 
+    def change(self, written: Callable[[list[Writer]], Tensor | None], values: Mapping[str, Tensor]) -> Tensor | None:
+        """Returns the change of the sum in a run with these values; `None` if nothing changes.
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Move:
-    """An operation, with plain arguments, that only moves the rows of the stream to other places."""
+        Args:
+            written: Returns the sum of the changes of writers, or `None`.
+            values: The values of what norms read, by path.
+        """
+        known: dict[Value, Tensor] = {}
 
-    node: Node
-    source: Value
+        def total(terms: Sequence[Value]) -> Tensor | None:
+            found = written(self.direct(terms))  # all at once: one product with the matrix of what is kept
+            for part in (known[value] for value in terms if value in known):
+                found = part if found is None else found + part
+            return found
 
-    def order(self, rows: Tensor) -> Tensor:
-        """Returns the row of the source for each row of the result."""
-        shape, count = self.source.shape[:-1], rows.shape[-2]
-        if math.prod(shape) != count:
-            raise NoPathError(f"{self.node.name} moves positions; give inputs of the shape of the example")
-        numbers = torch.arange(count, device=rows.device).view(*shape, 1).expand(*shape, 2)
-        made = self.node.whole
-        moved: Tensor = made.target(numbers, *made.args[1:], **made.kwargs)
-        if moved.shape[-1] != 2:
-            raise NoPathError(f"{self.node.name} moves channels")
-        return moved[..., 0].reshape(-1)
-
-    def on(self, rows: Tensor) -> Tensor:
-        return rows[..., self.order(rows), :]
-
-    def back(self, gradients: Tensor) -> Tensor:
-        return gradients[..., self.order(gradients).argsort(), :]
-
-
-StreamStep: TypeAlias = "Scaling | Move"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NormOfSum:
-    """A norm of a sum.
-
-    Attributes:
-        number: The number of its operation in order of execution.
-        path: The path of what it normalizes.
-        source: That, as a sum.
-        function: The norm, of a tensor of the shape of the recorded one, or of more rows.
-    """
-
-    number: int
-    path: str
-    source: Sum
-    function: Any
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Summand:
-    """A summand: what a component writes, or a norm of another sum, after some steps."""
-
-    source: Writer | NormOfSum
-    steps: tuple[StreamStep, ...] = ()
-
-    def on(self, rows: Tensor) -> Tensor:
-        """Returns rows of the source after all steps."""
         for step in self.steps:
-            rows = step.on(rows)
-        return rows
-
-    def back(self, gradients: Tensor) -> Tensor:
-        """Returns the gradients of the source, from those of the sum."""
-        for step in reversed(self.steps):
-            gradients = step.back(gradients)
-        return gradients
-
-
-Sum: TypeAlias = "tuple[Summand, ...]"
+            change = total(step.terms)
+            if change is not None:
+                known[step.value] = step.changed(change, values)
+        return total(self.terms)
 
 
 class LinearPaths:
-    """Finds the terms of values that are sums, up to what `writers` write."""
+    """Finds the sums that values are, up to what `writers` write."""
 
     def __init__(self, trails: Trails, writers: Mapping[Value, Writer]) -> None:
         self._trails = trails
         self._flow = trails.flow
-        self.writers = writers
-        self._known: dict[Value, Sum] = {}
-        self._depends: dict[Node, bool] = {}
+        self.writers = dict(writers)
+        self._sums: dict[Value, Sum] = {}
+        self._terms: dict[Value, tuple[Value, ...]] = {}
+        self._steps: dict[Value, Step] = {}
+        self._nodes, self._next = list(self._flow.order), 0
+        self._moving = {value.node for value in writers}
+
+    def depends(self, value: Value) -> bool:
+        """Whether a value depends on what a component writes."""
+        end = self._flow.order[value.node] + 1
+        for node in self._nodes[self._next : end]:
+            if node.kind in ("op", "call", "element") and any(
+                read.node in self._moving for read in self._flow.reads(node)
+            ):
+                self._moving.add(node)
+        self._next = max(self._next, end)
+        return value.node in self._moving
 
     def of(self, value: Value) -> Sum:
-        """Returns the terms of a value, up to a sum that is the same in all runs.
+        """Returns a value as a sum.
 
         Raises:
             NoPathError: It depends on a writer in another way.
         """
-        # Not by recursion alone: the stream of a deep model is a long chain of additions.
-        for before in self._chain(value):
-            self._known.setdefault(before, self._made(before))
-        return self._known[value]
-
-    def _chain(self, value: Value) -> list[Value]:
-        """Returns the values that a value is computed from and that are not known yet, in order of execution."""
-
-        def unknown(each: Value) -> list[Value]:
-            return [source for source in self._sources(each) if source not in self._known and self.depends(source)]
-
-        return sorted(walk([value], unknown), key=lambda each: self._flow.order[each.node])
+        if value not in self._sums:
+            # Not by recursion: the stream of a deep model is a long chain of additions.
+            for each in sorted(walk([value], self._sources), key=lambda each: self._flow.order[each.node]):
+                if each not in self._terms:
+                    self._terms[each] = self._made(each)
+            terms = self._terms[value]
+            on_the_way = list(walk(terms, lambda each: self._steps[each].terms if each in self._steps else ()))
+            steps = sorted(
+                (self._steps[each] for each in on_the_way if each in self._steps),
+                key=lambda step: self._flow.order[step.value.node],
+            )
+            writers = {each: self.writers[each] for each in on_the_way if each in self.writers}
+            self._sums[value] = Sum(terms, tuple(steps), writers)
+        return self._sums[value]
 
     def _sources(self, value: Value) -> list[Value]:
-        if value in self.writers or value in self._known:
+        """Returns the parts of the stream that a linear operation or a norm reads, if they are not known yet."""
+        if value in self.writers or value in self._terms or not self.depends(value):
             return []
         if (norm := self._trails.norms.get(value)) is not None:
             return [norm.given.value]
-        is_step = value.op in ADDITIONS or value.op in SCALINGS or value.op in NORMS or is_same(value)
-        return self._flow.moving(value.node) if is_step else []
+        is_step = value.op in ADDITIONS | SCALINGS | NORMS | _SAME | _MOVES | _IN_ORDER
+        return [read for read in self._flow.reads(value.node) if self.depends(read)] if is_step else []
 
-    def depends(self, value: Value) -> bool:
-        """Whether a value depends on what a component writes."""
+    def _made(self, value: Value) -> tuple[Value, ...]:
         if value in self.writers:
-            return True
-        waiting, writing = [value.node], {writer.node for writer in self.writers}
-        while waiting:
-            node = waiting[-1]
-            if node in self._depends:
-                waiting.pop()
-                continue
-            if node in writing:
-                self._depends[node] = True
-                continue
-            reads = [read.node for read in self._flow.reads(node)] if node.kind in ("op", "call", "element") else []
-            unknown = [read for read in reads if read not in self._depends]
-            if unknown:
-                waiting += unknown
-            else:
-                self._depends[node] = any(self._depends[read] for read in reads)
-        return self._depends[value.node]
-
-    def _made(self, value: Value) -> Sum:
-        if (writer := self.writers.get(value)) is not None:
-            return (Summand(writer),)
+            return (value,)
         if not self.depends(value):
             return ()
-        if (norm := self._trails.norms.get(value)) is not None:
-            return self._of_norm(value, norm)
-        if value.op in NORMS:
-            return self._of_norm_call(value)
-        found: Sum | None = None
-        if value.op in ADDITIONS:
-            found = self._of_addition(value)
-        elif value.op in SCALINGS:
-            found = self._of_scaling(value)
-        elif is_same(value):
-            found = self._of_view(value)
-        if found is None:
-            raise NoPathError(f"{self._flow.path(value)} ({value.op or value.node.kind}) is not linear in the stream")
-        if len(found) > _MOST_TERMS:
-            raise NoPathError(f"{self._flow.path(value)} is a sum of more than {_MOST_TERMS} terms")
-        return found
+        sources, op, made = self._sources(value), value.op, value.node.whole
+        if (norm := self._trails.norms.get(value)) is not None or op in NORMS:
+            return self._of_norm(value, sources, norm)
+        if sources and all(read.size == value.size and read.shape[-1:] == value.shape[-1:] for read in sources):
+            if op in ADDITIONS and made.kwargs.get("alpha", 1) == 1:
+                return self._of_addition(sources)
+            if op in _SAME | _IN_ORDER and len(sources) == 1:
+                return self._terms[sources[0]]
+            if op in _MOVES and not any(map(_is_reference, (*made.args[1:], *made.kwargs.values()))):
+                return self._step(value, sources[0], self._move(value, sources[0]), is_move=True)
+            if op in SCALINGS and self._is_scaled(value, sources[0]):
+                return self._step(value, sources[0], self._scaling(value, sources[0]))
+        raise NoPathError(f"{self._flow.path(value)} ({op or value.node.kind}) is not linear in the stream")
 
-    def _of_addition(self, value: Value) -> Sum | None:
-        reads = self._flow.reads(value.node)
-        alpha = value.node.whole.kwargs.get("alpha", 1)
-        terms: Sum = ()
-        for number, read in enumerate(reads):
-            own = self._sum_of(read)
-            if own and (read.size != value.size or read.shape[-1:] != value.shape[-1:]):
-                return None
-            if number == 1 and alpha != 1 and own:
-                if not isinstance(alpha, (int, float)):
-                    return None
-                own = _with(own, Scaling(self._flow, (float(alpha),)))
+    def _step(
+        self, value: Value, source: Value, function: Callable[[Tensor], Any], norm: str = "", *, is_move: bool = False
+    ) -> tuple[Value, ...]:
+        self._steps[value] = Step(value, self._terms[source], function, norm, is_move)
+        return (value,)
+
+    def _of_addition(self, sources: Sequence[Value]) -> tuple[Value, ...]:
+        terms: tuple[Value, ...] = ()
+        for source in sources:
+            own = self._terms[source]
+            if not set(own).isdisjoint(terms):  # both have the same parts of the stream
+                own = self._step(source, source, lambda rows: rows) if own != (source,) else own
+                if source in terms:
+                    raise NoPathError(f"{self._flow.path(source)} is added to itself")
             terms += own
         return terms
 
-    def _only_source(self, value: Value) -> Value | None:
-        """Returns the part of the stream that an operation reads, if it is one value with as many rows and channels."""
-        moving = [read for read in self._flow.reads(value.node) if self.depends(read)]
-        is_alike = len(moving) == 1 and moving[0].size == value.size and moving[0].shape[-1:] == value.shape[-1:]
-        return moving[0] if is_alike else None
+    def _is_scaled(self, value: Value, source: Value) -> bool:
+        """Whether an operation multiplies its source by constants, or divides it by them."""
+        made, others = value.node.whole, [read for read in self._flow.reads(value.node) if read != source]
+        first = made.args[0] if made.args else None
+        is_first = isinstance(first, Ref) and self._flow.resolve(first.node, first.dig) == source
+        if made.kwargs or (value.op in _DIVISIONS and not is_first):
+            return False
+        try:
+            for read in others:
+                held_tensor(self._flow, read, _OF_CONSTANTS)
+        except GraphError:
+            return False
+        is_row = all(read.size == 1 or read.shape[-1:] == (read.size,) for read in others)
+        return is_row and len(self._flow.reads(value.node)) == len(others) + 1
 
-    def _of_scaling(self, value: Value) -> Sum | None:
-        made, source = value.node.whole, self._only_source(value)
-        if source is None:
-            return None
-        factors: list[float | Value] = []
-        for number, given in enumerate(made.args):
-            known = self._flow.resolve(given.node, given.dig) if isinstance(given, Ref) else given
-            if known == source:
-                if value.op in _DIVISIONS and number:
-                    return None
-                continue
-            if isinstance(known, Value) and isinstance(known.spec, ScalarSpec):
-                known = known.spec.value
-            if isinstance(known, Value) and not (_is_row(known) and _is_constant(self._flow, known)):
-                return None
-            if not isinstance(known, (int, float, Value)):
-                return None
-            factors.append(known)
-        step = Scaling(self._flow, tuple(factors), value.op in _DIVISIONS)
-        return _with(self._sum_of(source), step)
+    def _scaling(self, value: Value, source: Value) -> Callable[[Tensor], Any]:
+        def argument(read: Value, rows: Tensor) -> Tensor:
+            if read == source:
+                return rows.clone() if value.node.whole.is_in_place else rows
+            constant = held_tensor(self._flow, read, _OF_CONSTANTS)
+            return constant.reshape(-1) if constant.numel() > 1 else constant.reshape(())
 
-    def _of_view(self, value: Value) -> Sum | None:
-        source = self._only_source(value)
-        if source is None or value.op not in _MOVES:
-            return None if source is None else self._sum_of(source)
-        made = value.node.whole
-        if any(isinstance(given, Ref) for given in (*made.args[1:], *made.kwargs.values())):
-            return None
-        return _with(self._sum_of(source), Move(made, source))
+        return lambda rows: self._flow.rerun(value.node, lambda read: argument(read, rows))
 
-    def _of_norm(self, value: Value, norm: Norm) -> Sum:
-        frame, given = norm.frame, norm.given
+    def _move(self, value: Value, source: Value) -> Callable[[Tensor], Any]:
+        made, shape = value.node.whole, source.shape[:-1]
+
+        def moved(rows: Tensor) -> Tensor:
+            if math.prod(shape) != rows.shape[-2]:
+                raise NoPathError(f"{made.name} moves positions; give inputs of the shape of the example")
+            numbers = torch.arange(rows.shape[-2], device=rows.device).view(*shape, 1).expand(*shape, 2)
+            order = made.target(numbers, *made.args[1:], **made.kwargs)
+            if order.shape[-1] != 2:
+                raise NoPathError(f"{made.name} moves channels")
+            return rows[..., order[..., 0].reshape(-1), :]
+
+        return moved
+
+    def _of_norm(self, value: Value, sources: Sequence[Value], norm: Norm | None) -> tuple[Value, ...]:
+        where = self._flow.path(value)
+        if len(sources) != 1 or sources[0].shape != value.shape:
+            raise NoPathError(f"the norm at {where} reads several values, or changes the shape of the stream")
+        if norm is not None:
+            return self._step(value, sources[0], self._of_module(norm, where), norm.given.path)
+
+        def function(rows: Tensor) -> Any:
+            def argument(read: Value) -> Tensor:
+                return rows if read == sources[0] else held_tensor(self._flow, read, _OF_CONSTANTS)
+
+            return self._flow.rerun(value.node, argument)
+
+        return self._step(value, sources[0], function, self._flow.boundary_path(sources[0]))
+
+    def _of_module(self, norm: Norm, where: str) -> Callable[[Tensor], Any]:
+        frame = norm.frame
         call = frame.call
         assert call is not None
-        refs = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Ref)]
-        if len(refs) != 1:
-            raise NoPathError(f"the norm at {self._flow.path(value)} takes several arguments")
+        if sum(map(_is_reference, (*call.args, *call.kwargs.values()))) != 1:
+            raise NoPathError(f"the norm at {where} takes several arguments")
 
         def function(rows: Tensor) -> Any:
-            if any(is_distributed(held) for held in frame.module.parameters(recurse=False)):
+            if any(map(is_distributed, frame.module.parameters(recurse=False))):
                 raise ExperimentError(
-                    f"edges need the function of the norm at {self._flow.path(value)}, whose weights are only whole "
-                    "while the model runs (FSDP, sequence parallelism): use attribute(), or the model in one process"
+                    f"edges need the function of the norm at {where}, whose weights are only whole while the model "
+                    "runs (FSDP, sequence parallelism): use attribute(), or the model in one process"
                 )
-            args, kwargs = map_leaves((call.args, call.kwargs), lambda g: rows if isinstance(g, Ref) else g)
+            args, kwargs = map_leaves((call.args, call.kwargs), lambda given: rows if _is_reference(given) else given)
             return called(frame, original_forward(frame.module), args, kwargs)
 
-        return self._normed(value, given.value, given.path, function)
-
-    def _of_norm_call(self, value: Value) -> Sum:
-        moving = [read for read in self._flow.reads(value.node) if self.depends(read)]
-        if len(moving) != 1:
-            raise NoPathError(f"the norm at {self._flow.path(value)} reads several values")
-        made, source = value.node.whole, moving[0]
-
-        def argument(given: Any, rows: Tensor) -> Any:
-            if not isinstance(given, Ref):
-                return given
-            known = self._flow.resolve(given.node, given.dig)
-            if known is not None and known == source:
-                return rows
-            if known is None or isinstance(known.spec, (ScalarSpec, ContainerSpec)):
-                raise NoPathError(f"an argument of {self._flow.path(value)} depends on sizes")
-            return _constant(self._flow, known)
-
-        def function(rows: Tensor) -> Any:
-            args, kwargs = map_leaves((made.args, made.kwargs), lambda given: argument(given, rows))
-            return made.target(*args, **kwargs)
-
-        return self._normed(value, source, self._flow.boundary_path(source), function)
-
-    def _normed(self, value: Value, source: Value, path: str, function: Any) -> Sum:
-        if source.shape != value.shape:
-            raise NoPathError(f"{self._flow.path(value)} changes the shape of the stream")
-        terms = self._sum_of(source)
-        return (Summand(NormOfSum(self._flow.order[value.node], path, terms, function)),)
-
-    def _sum_of(self, value: Value) -> Sum:
-        if value not in self._known:
-            self._known[value] = self._made(value)
-        return self._known[value]
+        return function
 
 
-def _with(terms: Sum, step: StreamStep) -> Sum:
-    return tuple(Summand(term.source, (*term.steps, step)) for term in terms)
-
-
-def is_same(value: Value) -> bool:
-    """Whether an operation returns the values that it reads, possibly in other rows."""
-    if value.op in _ALTERED:
-        return False
-    return value.op in SAME_VALUES or value.op in _MOVES or value.op in _IN_ORDER & VIEWS
-
-
-def _is_row(value: Value) -> bool:
-    return value.size == 1 or (bool(value.shape) and value.size == value.shape[-1])
-
-
-def _row_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1) if tensor.numel() > 1 else tensor.reshape(())
-
-
-def _constant(flow: Flow, value: Value) -> Tensor:
-    """Returns a tensor that the model holds, or computes from such tensors."""
-    return held_tensor(flow, value, _OF_CONSTANTS)
-
-
-def _is_constant(flow: Flow, value: Value) -> bool:
-    try:
-        return flow.is_held(value) and _constant(flow, value) is not None
-    except GraphError:
-        return False
+def _is_reference(given: Any) -> bool:
+    return isinstance(given, Ref)
 
 
 def in_order(value: Value, source: Value) -> bool:
     """Whether a value has the rows of its source, in the same order."""
-    is_view = value.op in _IN_ORDER or value.op in SAME_VALUES - _ALTERED
-    return is_view and value.size == source.size and value.shape[-1:] == source.shape[-1:]
+    return value.op in _IN_ORDER | _SAME and value.size == source.size and value.shape[-1:] == source.shape[-1:]
 
 
 def rows_of(value: Tensor) -> Tensor:
