@@ -43,7 +43,7 @@ from graphpatch_notebook.experiments.elsewhere import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph
-from graphpatch_notebook.experiments.methods.positions import Positions, RowPositions, are_of_rows
+from graphpatch_notebook.experiments.methods.positions import Positions
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results.arrays import metric_name
@@ -76,7 +76,7 @@ def attribute_edges(
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
     heads: bool = True,
-    positions: Positions | RowPositions = None,
+    positions: Positions = None,
     max_bytes: int = 2**30,
     batch: int | str | None = "auto",
     executor: Any = None,
@@ -212,7 +212,6 @@ def attribute_edges(
         "feeds": {receiver: list(fed) for receiver, fed in nodes.feeds.items()},
         "skipped": dict(nodes.skipped),
         **({"steps": steps} if method == "integrated" else {}),
-        **({"positions": "of each row"} if are_of_rows(positions) else {}),
         **({"ahead": _read_ahead(pg, batches[0].clean)} if positions is not None else {}),
     }
     # Without fallbacks, the runs differ elsewhere, too.

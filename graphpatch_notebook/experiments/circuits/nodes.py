@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -18,16 +18,7 @@ from graphpatch_notebook.components.proofs import NamedLayer, NamedWrite
 from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.circuits.stream import LinearPaths, NoPathError, Sum, Writer, in_order
-from graphpatch_notebook.experiments.methods.positions import (
-    Positions,
-    RowPositions,
-    are_of_rows,
-    counted_positions,
-    counts_from_end,
-    rows_of,
-)
-
-_NOT_ALONE = "no module reads the stream for it alone, so that what it reads cannot be replaced"
+from graphpatch_notebook.experiments.methods.positions import Positions, are_of_rows, counted_positions, counts_from_end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,8 +131,7 @@ class _NodeFinder:
                 for write in layer.writes:
                     self._add_writer(stack.prefix, layer, write)
         self._paths = LinearPaths(self._trails, self._by_value)
-        for stack, layers in stacks:
-            self._add_link(stack, layers, [other for other, _ in stacks if other is not stack])
+        for _, layers in stacks:
             for layer in layers:
                 for write in layer.writes:
                     self._add_readers(layer, write)
@@ -158,6 +148,7 @@ class _NodeFinder:
             with suppress(NoPathError):
                 before.of(value)
                 return
+            self.found.skipped[f"{stream}@embed"] = "it is computed from components of another stack"
         self.found.streams[stream] = self._flow.boundary_path(value)
         self._by_value[value] = Writer((f"{stream}@embed",), value, self.found.streams[stream], stream=stream)
 
@@ -169,12 +160,8 @@ class _NodeFinder:
                 writer = self._of_heads(start, each.parts.output, written)
             except (NoWeightError, ValueError) as problem:
                 self.found.skipped[f"{start}.heads[*].z"] = str(problem)
-        moves = tuple(step for step in self._between(writer, written).steps if step.is_move)
-        self._by_value[writer.value] = replace(writer, stream=stream, moves=moves)
+        self._by_value[writer.value] = replace(writer, stream=stream)
         self._written[start] = writer.names
-
-    def _between(self, writer: Writer, written: Value) -> Sum:
-        return LinearPaths(self._trails, {writer.value: writer}).of(written)
 
     def _of_heads(self, start: str, output: Value, written: Value) -> Writer:
         """Returns the writer of attention by heads, if its heads are summed by a linear map."""
@@ -184,7 +171,7 @@ class _NodeFinder:
         found.weight()
         names = tuple(f"{start}.heads[{head}].z" for head in range(len(found.heads)))
         writer = Writer(names, output, self._input_path(output), found)
-        if not self._between(writer, written).terms:
+        if not LinearPaths(self._trails, {output: writer}).of(written).terms:
             raise NoPathError("its linear map does not lead to what is written")
         return writer
 
@@ -204,18 +191,13 @@ class _NodeFinder:
 
     def _add_readers(self, named: NamedLayer, each: NamedWrite) -> None:
         name = f"{named.name}{each.kind}"
-        problems: dict[str, str] = {}
         if each.parts is not None and self._has_heads:
             try:
                 self._add_heads(name, each)
                 return
             except (NoWeightError, ExperimentError, ValueError) as error:
-                problems = {f"{name}.heads[*]": str(error)}
-        try:
-            self._add_whole(name, named.layer, each.write)
-        except NoPathError as error:
-            problems = {name: str(error)}
-        self.found.skipped |= problems
+                self.found.skipped[f"{name}.heads[*]"] = str(error)
+        self._add_whole(name, named.layer, each.write)
 
     def _add_heads(self, name: str, each: NamedWrite) -> None:
         """Adds the receivers of queries, keys and values.
@@ -227,7 +209,7 @@ class _NodeFinder:
         for made in found.values():
             made.weight()
         linears = {made.linear.node for made in found.values()}
-        if other := self._other_read(each.write.value, lambda node, _: node in linears, each.write.inside):
+        if other := self._other_read(each.write, lambda node, _: node in linears):
             raise NoPathError(f"it also reads {self._flow.path(other)} in another way")
         for node in linears:
             numbers = {int(n) for made in found.values() if made.linear.node is node for n in made.heads.reshape(-1)}
@@ -263,16 +245,15 @@ class _NodeFinder:
 
     def _add_whole(self, name: str, layer: Layer, write: Write) -> None:
         """Adds a receiver for all that a component reads."""
-        problem = NoPathError(_NOT_ALONE)
+        problem = "no module reads the stream for it alone, so that what it reads cannot be replaced"
         for paths, value, numbers in self._reads_of(layer, write):
-            if self._other_read(write.value, self._cut(value, numbers), write.inside) is None:
+            if self._other_read(write, self._cut(value, numbers)) is None:
                 try:
                     self._add_reader(name, paths, value)
-                except NoPathError as error:
-                    problem = error
-                else:
                     return
-        raise problem
+                except NoPathError as error:
+                    problem = str(error)
+        self.found.skipped[name] = problem
 
     def _reads_of(self, layer: Layer, write: Write) -> Iterator[tuple[tuple[str, ...], Value, range]]:
         """Yields where a component may read the stream: the paths of a value, and the operations that read it there."""
@@ -307,49 +288,17 @@ class _NodeFinder:
         """Returns whether an operation among some reads a value."""
         return lambda node, read: read == value and self._flow.order[node] in numbers
 
-    def _other_read(
-        self,
-        start: Value,
-        is_cut: Callable[[Node, Value], bool],
-        inside: Collection[Node] | None,
-        paths: LinearPaths | None = None,
-    ) -> Value | None:
-        """Returns a value that depends on the stream and from which a value is computed, but not by reads in `is_cut`.
-
-        Args:
-            start: The value.
-            is_cut: Whether an operation may read a value.
-            inside: The operations that compute the value; `None` for all, up to what components write.
-            paths: What depends on the stream.
-        """
-        paths = paths or self._paths
-
-        def is_outside(value: Value) -> bool:
-            return value in paths.writers if inside is None else value.node not in inside
+    def _other_read(self, write: Write, is_cut: Callable[[Node, Value], bool]) -> Value | None:
+        """Returns a value that depends on the stream, and that a component reads in other ways than by `is_cut`."""
 
         def before(value: Value) -> list[Value]:
-            reads = [] if is_outside(value) else self._flow.reads(value.node)
+            reads = self._flow.reads(value.node) if value.node in write.inside else []
             return [read for read in reads if not is_cut(value.node, read)]
 
-        return next((value for value in walk([start], before) if is_outside(value) and paths.depends(value)), None)
+        outside = (value for value in walk([write.value], before) if value.node not in write.inside)
+        return next(filter(self._paths.depends, outside), None)
 
     # -- both ends -----------------------------------------------------------------------------------------------------
-
-    def _add_link(self, stack: Stack, layers: Sequence[NamedLayer], others: Sequence[Stack]) -> None:
-        """Adds a receiver for the start of a stack, if it is computed from the end of another stack."""
-        value = stack.layers[0].start.value
-        writer = self._by_value.get(value)
-        before = LinearPaths(self._trails, {own: each for own, each in self._by_value.items() if each is not writer})
-        if writer is None or not before.depends(value):
-            return
-        for end in (other.layers[-1].end for other in others):
-            name, every = f"{layers[-1].name}resid_post", range(len(self._flow.order))
-            with suppress(NoPathError):
-                if self._other_read(value, self._cut(end.value, every), None, before) is None:
-                    self._add_reader(name, (end.path,), end.value)
-                    self.found.feeds[name] = writer.names
-                    return
-        self.found.skipped[writer.names[0]] = "it is computed from components of the model, but not from one value"
 
     def _add_end(self) -> None:
         """Adds the receiver at the end of the last stack: the logits."""
@@ -376,53 +325,39 @@ class WrittenPositions:
     """The positions of the rows of the values that senders write, among the chosen positions.
 
     Attributes:
-        labels: The chosen positions, counted from the start; numbers of columns, if each row of the batch has its own.
+        labels: The chosen positions, counted from the start.
 
     Raises:
         ExperimentError: The positions of a stream are not known, or a position is out of range.
     """
 
-    def __init__(
-        self, root: Frame, nodes: Nodes, values: Mapping[str, Tensor], given: Positions | RowPositions
-    ) -> None:
-        shapes = {stream: tuple(values[path].shape[:-1]) for stream, path in nodes.streams.items()}
-        dims = {stream: _dims(root, stream, shape) for stream, shape in shapes.items()}
+    def __init__(self, root: Frame, nodes: Nodes, values: Mapping[str, Tensor], given: Positions) -> None:
+        if are_of_rows(given):
+            raise ExperimentError(f"positions are the same for all rows of the batch here, not {given!r}")
+        shapes = {stream: values[path].shape[:-1] for stream, path in nodes.streams.items()}
+        dims = {stream: _position_dim(root, stream, len(shape)) for stream, shape in shapes.items()}
         if lost := [writer.names[0] for writer in nodes.writers if writer.stream not in dims]:
             raise ExperimentError(
                 f"the positions of {lost[0]!r} are not known: its stack begins with what another one computes"
             )
-        lengths = {shapes[stream][dim] for stream, (dim, _) in dims.items()}
-        by_row = rows_of(given, max(lengths)) if are_of_rows(given) else None
-        if len(lengths) > 1 and by_row is None and counts_from_end(given):
+        lengths = {stream: shapes[stream][dim] for stream, dim in dims.items()}
+        if len(set(lengths.values())) > 1 and counts_from_end(given):
             raise ExperimentError(
-                f"positions={given!r} counts from the end, but stacks have {sorted(lengths)} positions: count from the "
-                "start"
+                f"positions={given!r} counts from the end, but stacks have different lengths ({lengths}): count from "
+                "the start"
             )
-        if len(shapes) > 1 and by_row is not None:
-            raise ExperimentError("positions of each row are those of one sequence, but the model has two stacks")
-        self.labels = counted_positions(given, max(lengths)) if by_row is None else list(range(len(by_row[0])))
-        numbers = {stream: self._numbered(shape, *dims[stream], by_row) for stream, shape in shapes.items()}
-        self._numbers = {writer: _before_moves(writer, numbers[writer.stream]) for writer in nodes.writers}
-
-    def _numbered(self, shape: tuple[int, ...], dim: int, batch: int | None, by_row: list[list[int]] | None) -> Tensor:
-        """Returns for each row of a stream the number of its position among the chosen ones, or -1."""
-        found = torch.full(shape, -1)
-        if by_row is None:
+        self.labels = counted_positions(given, max(lengths.values()))
+        self._numbers: dict[str, Tensor] = {}
+        for stream, shape in shapes.items():
+            numbers = torch.full(shape, -1)
             for number, position in enumerate(self.labels):
-                if position < shape[dim]:
-                    found.select(dim, position).fill_(number)
-        elif batch is None or shape[batch] != len(by_row):
-            count = "no" if batch is None else shape[batch]
-            raise ExperimentError(f"positions has {len(by_row)} rows, but the batch has {count}")
-        else:
-            ordered = found.movedim((batch, dim), (0, 1))
-            for row, positions in enumerate(by_row):
-                ordered[row, positions] = torch.arange(len(positions)).view(-1, *[1] * (ordered.dim() - 2))
-        return found.reshape(-1)
+                if position < lengths[stream]:
+                    numbers.select(dims[stream], position).fill_(number)
+            self._numbers[stream] = numbers.reshape(-1)
 
     def of(self, writer: Writer) -> Tensor:
         """Returns for each row of a sender's value the number of its position in `labels`, or -1."""
-        return self._numbers[writer]
+        return self._numbers[writer.stream]
 
     def are_kept(self, writer: Writer, positions: Collection[int]) -> Tensor:
         """Returns which rows of a sender's value are at some positions, as booleans."""
@@ -430,21 +365,13 @@ class WrittenPositions:
         return torch.isin(self.of(writer), torch.tensor(numbers, dtype=torch.long))
 
 
-def _before_moves(writer: Writer, numbers: Tensor) -> Tensor:
-    """Returns numbers of the rows of the stream as numbers of the rows of what a component writes."""
-    rows = torch.arange(len(numbers))[:, None]
-    for step in writer.moves:
-        rows = step.function(rows)
-    return torch.empty_like(numbers).scatter_(0, rows[:, 0], numbers)
-
-
-def _dims(root: Frame, stream: str, shape: tuple[int, ...]) -> tuple[int, int | None]:
-    """Returns the dimensions of the positions and of the batch in the stream of a stack."""
+def _position_dim(root: Frame, stream: str, dims: int) -> int:
+    """Returns the dimension of the positions in the stream of a stack."""
     component = find(root).get(f"{stream}layers[0].resid_pre")
     axes = () if component is None else component.axes
-    if len(axes) != len(shape) + 1 or axes.count("position") != 1:
+    if len(axes) != dims + 1 or axes.count("position") != 1:
         raise ExperimentError(
             f"the positions of the stream {stream}layers[0].resid_pre are not known: "
             f"its dimensions are {', '.join(axes) or 'unknown'}"
         )
-    return axes.index("position"), axes.index("batch") if "batch" in axes else None
+    return axes.index("position")

@@ -408,10 +408,10 @@ def circuit(
 def _check_scores(scores: Any) -> None:
     """Checks that scores are those of edges, with their attributes."""
     attrs = getattr(scores, "attrs", {})
-    if "feeds" not in attrs or "positions" in attrs:
+    if "feeds" not in attrs:
         raise ExperimentError(
             "scores must be those of attribute_edges, with attrs['feeds'] (arithmetic keeps attributes under "
-            "xarray.set_options(keep_attrs=True)), and with the same positions in all rows"
+            "xarray.set_options(keep_attrs=True))"
         )
 
 

@@ -1,15 +1,14 @@
 """The residual stream as sums: what a change of what components write changes where others read.
 
 From a value that a component reads, additions and operations that only rearrange lead back to what components added to
-the stream (`Writer`). Norms, scalings by constants and moves of positions on the way are steps of their own (`Step`),
-which read such sums, too. This works for any model with these operations, whatever the names of its layers are.
+the stream (`Writer`). Norms and scalings by constants on the way are steps of their own (`Step`), which read such sums,
+too. This works for any model with these operations, whatever the names of its layers are.
 
 Tensors here are rows, `(..., rows, channels)`: all dimensions of a value before its channels are one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ from graphpatch_notebook.components.operations import ADDITIONS, NONLINEARITIES,
 from graphpatch_notebook.components.weights import held_tensor
 from graphpatch_notebook.errors import ExperimentError, GraphError
 
-_MOVES = frozenset("transpose permute swapaxes swapdims movedim moveaxis roll flip".split())
 _IN_ORDER = frozenset(
     "view reshape flatten unflatten squeeze unsqueeze view_as reshape_as getitem expand expand_as".split()
 )
@@ -49,14 +47,12 @@ class Step:
         terms: The summands of what it reads: values that components write, and results of steps.
         function: The operation: of rows; if it is a norm, of a tensor like the recorded one, or of more rows.
         norm: The path of what it reads, if it is a norm; all others are linear.
-        is_move: Whether it moves rows to other places.
     """
 
     value: Value
     terms: tuple[Value, ...]
     function: Callable[[Tensor], Any]
     norm: str = ""
-    is_move: bool = False
 
     def changed(self, change: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the change of the result for a change of what it reads in a run with these values."""
@@ -76,7 +72,6 @@ class Writer:
         path: The path of the value that is recorded: `value` itself, or what the linear map of the heads reads.
         projection: The linear map of the heads.
         stream: The stack that it belongs to: what the names of its layers begin with.
-        moves: The moves of its rows before it is added to the stream.
     """
 
     names: tuple[str, ...]
@@ -84,7 +79,6 @@ class Writer:
     path: str
     projection: Projection | None = None
     stream: str = ""
-    moves: tuple[Step, ...] = ()
 
     def change(self, now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Tensor:
         """Returns the value of each sender in one run, minus its value in another: `(senders, rows, channels)`."""
@@ -192,7 +186,7 @@ class LinearPaths:
             return []
         if (norm := self._trails.norms.get(value)) is not None:
             return [norm.given.value]
-        is_step = value.op in ADDITIONS | SCALINGS | NORMS | _SAME | _MOVES | _IN_ORDER
+        is_step = value.op in ADDITIONS | SCALINGS | NORMS | _SAME | _IN_ORDER
         return [read for read in self._flow.reads(value.node) if self.depends(read)] if is_step else []
 
     def _made(self, value: Value) -> tuple[Value, ...]:
@@ -204,32 +198,20 @@ class LinearPaths:
         if (norm := self._trails.norms.get(value)) is not None or op in NORMS:
             return self._of_norm(value, sources, norm)
         if sources and all(read.size == value.size and read.shape[-1:] == value.shape[-1:] for read in sources):
-            if op in ADDITIONS and made.kwargs.get("alpha", 1) == 1:
-                return self._of_addition(sources)
+            terms = tuple(term for source in sources for term in self._terms[source])
+            if op in ADDITIONS and made.kwargs.get("alpha", 1) == 1 and len(set(terms)) == len(terms):
+                return terms
             if op in _SAME | _IN_ORDER and len(sources) == 1:
                 return self._terms[sources[0]]
-            if op in _MOVES and not any(map(_is_reference, (*made.args[1:], *made.kwargs.values()))):
-                return self._step(value, sources[0], self._move(value, sources[0]), is_move=True)
             if op in SCALINGS and self._is_scaled(value, sources[0]):
                 return self._step(value, sources[0], self._scaling(value, sources[0]))
         raise NoPathError(f"{self._flow.path(value)} ({op or value.node.kind}) is not linear in the stream")
 
     def _step(
-        self, value: Value, source: Value, function: Callable[[Tensor], Any], norm: str = "", *, is_move: bool = False
+        self, value: Value, source: Value, function: Callable[[Tensor], Any], norm: str = ""
     ) -> tuple[Value, ...]:
-        self._steps[value] = Step(value, self._terms[source], function, norm, is_move)
+        self._steps[value] = Step(value, self._terms[source], function, norm)
         return (value,)
-
-    def _of_addition(self, sources: Sequence[Value]) -> tuple[Value, ...]:
-        terms: tuple[Value, ...] = ()
-        for source in sources:
-            own = self._terms[source]
-            if not set(own).isdisjoint(terms):  # both have the same parts of the stream
-                own = self._step(source, source, lambda rows: rows) if own != (source,) else own
-                if source in terms:
-                    raise NoPathError(f"{self._flow.path(source)} is added to itself")
-            terms += own
-        return terms
 
     def _is_scaled(self, value: Value, source: Value) -> bool:
         """Whether an operation multiplies its source by constants, or divides it by them."""
@@ -254,20 +236,6 @@ class LinearPaths:
             return constant.reshape(-1) if constant.numel() > 1 else constant.reshape(())
 
         return lambda rows: self._flow.rerun(value.node, lambda read: argument(read, rows))
-
-    def _move(self, value: Value, source: Value) -> Callable[[Tensor], Any]:
-        made, shape = value.node.whole, source.shape[:-1]
-
-        def moved(rows: Tensor) -> Tensor:
-            if math.prod(shape) != rows.shape[-2]:
-                raise NoPathError(f"{made.name} moves positions; give inputs of the shape of the example")
-            numbers = torch.arange(rows.shape[-2], device=rows.device).view(*shape, 1).expand(*shape, 2)
-            order = made.target(numbers, *made.args[1:], **made.kwargs)
-            if order.shape[-1] != 2:
-                raise NoPathError(f"{made.name} moves channels")
-            return rows[..., order[..., 0].reshape(-1), :]
-
-        return moved
 
     def _of_norm(self, value: Value, sources: Sequence[Value], norm: Norm | None) -> tuple[Value, ...]:
         where = self._flow.path(value)

@@ -3,7 +3,7 @@
 front end  -- pinned ---->  checked; sets `selected`
 `selected` -- pinned ---->  front end
 
-The front end is js/src/circuits/. It draws the layout of `experiments/circuits/picture.py`, as `Circuit.to_svg` does.
+The front end is js/src/circuits/. It draws the layout of `experiments/circuits/circuit.py`, as `Circuit.to_svg` does.
 The tree browser shows the same picture above the tree. A saved notebook shows the SVG, and a list of the strongest
 edges where pages allow no pictures.
 """
@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit
-from graphpatch_notebook.experiments.circuits.picture import NODE_HEIGHT, lay_out, summary_of
+from graphpatch_notebook.experiments.circuits.circuit import NODE_HEIGHT, READABLE, Circuit, lay_out, summary_of
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.messages import Natural

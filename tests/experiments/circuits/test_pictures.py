@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from graphpatch_notebook.experiments import Circuit, Edge
-from graphpatch_notebook.experiments.circuits.picture import NODE_HEIGHT, lay_out
+from graphpatch_notebook.experiments.circuits.circuit import NODE_HEIGHT, lay_out
 
 SVG = "{http://www.w3.org/2000/svg}"
 
