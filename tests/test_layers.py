@@ -54,6 +54,7 @@ LAYERS = [
     "experiments/attribution",
     "experiments/circuits",
     "experiments/datasets",
+    "experiments/grids",
     "experiments/plotting",
     "experiments",
     "notebook/messages",
@@ -79,7 +80,7 @@ DOORS = {
     ("patchable_graph", "distributed"): "patchable_graph.py",
     ("patchable_graph", "notebook"): "patchable_graph.py",
     ("patchable_graph", "experiments"): "patchable_graph.py",
-    ("experiments", "notebook"): "experiments/plotting/plots.py",
+    ("experiments", "notebook"): "experiments/plotting.py",
 }
 NOTEBOOK_PACKAGES = {"IPython", "anywidget", "ipywidgets", "traitlets"}
 FILE_FOR_PRIVATE_TORCH_NAMES = "torch_compat.py"

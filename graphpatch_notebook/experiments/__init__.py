@@ -43,7 +43,7 @@ from graphpatch_notebook.experiments.methods.head_scores import composition_scor
 from graphpatch_notebook.experiments.methods.lens import logit_lens
 from graphpatch_notebook.experiments.methods.path_patching import path_patch
 from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability
-from graphpatch_notebook.experiments.plotting.plots import (
+from graphpatch_notebook.experiments.plotting import (
     plot_heads,
     plot_heatmap,
     plot_scores,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import preserved
 from graphpatch_notebook.components.flow import Value
-from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
 from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
 from graphpatch_notebook.experiments.attribution.rules import (
@@ -175,7 +175,7 @@ def attribute_edges(
         warn(
             f"edges of {len(missing)} components cannot be followed, and have no scores: {name}: {why}"
             f"{', ...' if len(missing) > 1 else ''} (see the attribute 'skipped')",
-            GraphPatchWarning,
+            "experiment",
             stacklevel=level_of_caller(),
         )
     columns, rows = _chosen(nodes.senders, senders, "sender"), _chosen(nodes.receivers, receivers, "receiver")
@@ -244,8 +244,8 @@ def _read_ahead(pg: PatchableGraph, inputs: Inputs) -> list[str]:
     """Returns the attention whose queries read later keys in a run, such as `layers[2].attn`: it is not causal."""
     axes = {name: each.axes for name, each in pg.components.items() if name.endswith("attn.pattern")}
     axes = {name: each for name, each in axes.items() if {"query", "key"} <= {*each}}
-    probes = {name: ProbePatch() for name in axes}
-    with preserved(captured(pg).module), torch.no_grad(), pg.patch({**probes}).quiet():
+    probes: dict[Any, ProbePatch] = {name: ProbePatch() for name in axes}
+    with preserved(captured(pg).module), torch.no_grad(), pg.patch(probes).quiet():
         inputs.run(pg)
     found = []
     for name, probe in probes.items():

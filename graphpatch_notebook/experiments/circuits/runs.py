@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning, PatchValueError
+from graphpatch_notebook.errors import ExperimentError, PatchValueError
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge, is_local
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, WrittenPositions, nodes_of
 from graphpatch_notebook.experiments.circuits.stream import Writer, index_of, rows_of
@@ -399,7 +399,7 @@ def circuit(
         warn(
             f"the circuit is empty: none of the {len(found.edges)} strongest edges is on a way from the embeddings to "
             'the logits that consists of these edges; take more edges, or selection="greedy"',
-            GraphPatchWarning,
+            "experiment",
             stacklevel=level_of_caller(),
         )
     return pruned

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import traitlets
 
-from graphpatch_notebook.experiments.plotting.grids import FloatArray, Grid, Scale, Side
-from graphpatch_notebook.experiments.plotting.labels import shown_labels, tick_text
+from graphpatch_notebook.experiments.grids import FloatArray, Grid, Scale, Side, shown_labels, tick_text
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.messages import Natural

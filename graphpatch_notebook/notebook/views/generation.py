@@ -18,7 +18,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError, SessionError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.plotting.labels import tick_text
+from graphpatch_notebook.experiments.grids import tick_text
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import token_text
 from graphpatch_notebook.notebook.messages import GenerationRequest

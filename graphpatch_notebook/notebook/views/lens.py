@@ -15,8 +15,8 @@ import traitlets
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.elsewhere import RemoteGraph
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.grids import tick_text
 from graphpatch_notebook.experiments.methods.readouts import STREAMS, Readouts, ReadStates, RemoteReadouts
-from graphpatch_notebook.experiments.plotting.labels import tick_text
 from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from graphpatch_notebook.experiments.plotting.grids import Side
-from graphpatch_notebook.experiments.plotting.labels import are_paths, path_labels, shown_labels
+from graphpatch_notebook.experiments.grids import Side, are_paths, path_labels, shown_labels
 
 
 def short(texts: list[str], *, is_tokens: bool = False) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,18 +16,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.plotting.grids import (
-    DisplayOptions,
-    Grid,
-    Scale,
-    Side,
-    check_dimension,
-    checked,
-    grid_of,
-    numbers_of,
-    sides_of,
-)
-from graphpatch_notebook.experiments.plotting.labels import shown_labels
+from graphpatch_notebook.experiments.grids import Grid, Scale, Side, grid_of, shown_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,16 +96,16 @@ def plot_heatmap(
     Source:
         Meng et al., Locating and Editing Factual Associations in GPT (ROME), 2022, for the layout.
     """
-    grid = grid_of(result, DisplayOptions(center, limits, labels, relative_to), tokens=tokens, rows=rows)
-    is_upward = grid.is_upward(origin)
-    axes = _new_axes(grid.rows, grid.columns)[0, 0] if ax is None else ax
-    cells = _draw_cells(axes, grid, colormap, is_upward=is_upward)
-    if colorbar:
-        _draw_color_bar(axes, cells, grid.scale)
-    _draw_legend(axes, grid.scale, loc="lower right", bbox_to_anchor=(1.0, 1.0))
-    if title is not None:
-        axes.set_title(title, loc="left", pad=None if grid.scale.missing is None else 20.0)
-    return axes
+    grid = grid_of(
+        result,
+        order=(rows, ...),
+        tokens=tokens,
+        center=center,
+        limits=limits,
+        labels=labels,
+        relative_to=relative_to,
+    )
+    return _draw_heatmap(grid, ax, origin, colormap, title, colorbar=colorbar)
 
 
 def plot_heads(
@@ -147,35 +137,26 @@ def plot_heads(
         >>> plot_heads(result).get_xlabel()
         'head'
     """
-    array = checked(result, 2 if facet is None else 3)
-    check_dimension(array, "head", "columns")
-    if facet is None:
-        return plot_heatmap(array.transpose(..., "head"), tokens=tokens, ax=ax, **options)
-    check_dimension(array, facet, "facet")
-    if ax is not None or facet == "head":
-        raise ExperimentError("facet= is a dimension other than 'head', and draws into several axes, without ax=")
-    array = array.transpose(facet, ..., "head")
     colormap, origin, title = (options.pop(name, None) for name in ("colormap", "origin", "title"))
-    display = DisplayOptions(**options)
-    values, scale = numbers_of(array, display)
-    side, rows, columns = sides_of(array, tokens, display)
-    across = min(len(values), _ACROSS)
-    table = _new_axes(rows, columns, (math.ceil(len(values) / across), across))
-    axes = table.flat[: len(values)]
-    for number, (one, part) in enumerate(zip(axes, values, strict=True)):
-        grid = Grid(part, rows, columns, scale)
-        cells = _draw_cells(one, grid, colormap, is_upward=grid.is_upward(origin))
-        label = shown_labels(side, _glyphs_of_font())[number]
-        value = f"{side.values[number]}: " if side.is_tokens and label != str(side.values[number]) else ""
-        one.set_title(f"{side.name} {value}{label}", fontsize="medium", **_PLAIN)
-        is_left, is_bottom = number % across == 0, number + across >= len(values)
-        one.tick_params(labelleft=is_left, labelbottom=is_bottom)
-        one.xaxis.label.set_visible(is_bottom)
-        one.yaxis.label.set_visible(is_left)
-    for empty in table.flat[len(values) :]:
+    if facet == "head" or (facet is not None and ax is not None):
+        raise ExperimentError("facet= is a dimension other than 'head', and draws into several axes, without ax=")
+    order = (..., "head") if facet is None else (facet, ..., "head")
+    grid = grid_of(result, 2 if facet is None else 3, order=order, tokens=tokens, **options)
+    if facet is None:
+        return _draw_heatmap(grid, ax, origin, colormap, title)
+    across = min(len(grid.values), _ACROSS)
+    table = _new_axes(grid.rows, grid.columns, (math.ceil(len(grid.values) / across), across))
+    axes = table.flat[: len(grid.values)]
+    side, labels = grid.sides[0], shown_labels(grid.sides[0], _glyphs_of_font())
+    for number, (one, part) in enumerate(zip(axes, grid.values, strict=True)):
+        cells = _draw_cells(one, replace(grid, values=part), colormap, is_upward=grid.is_upward(origin))
+        value = f"{side.values[number]}: " if side.is_tokens and labels[number] != str(side.values[number]) else ""
+        one.set_title(f"{side.name} {value}{labels[number]}", fontsize="medium", **_PLAIN)
+        one.label_outer()
+    for empty in table.flat[len(grid.values) :]:
         empty.remove()
-    _draw_color_bar(axes, cells, scale)
-    _draw_legend(axes[0].figure, scale, loc="outside lower right")
+    _draw_color_bar(axes, cells, grid.scale)
+    _draw_legend(axes[0].figure, grid.scale, loc="outside lower right")
     if title is not None:
         axes[0].figure.suptitle(title)
     return axes
@@ -213,17 +194,17 @@ def plot_scores(
     """
     if top is not None and top < 1:
         raise ExperimentError(f"top={top!r} must be a number of bars, or None for all")
-    array = checked(result, 1)
-    options = DisplayOptions(0.0, None, labels, relative_to)
-    values, scale = numbers_of(array, options)
-    has_paths = distinct and "path" in array.coords and array.dims == ("path",)
-    names = [(path,) for path in array.coords["path"].values.tolist()] if has_paths else [(None,)] * array.size
-    ranks = ranked(values, names, names_in(array.attrs) if has_paths else {})
+    options: Any = {"center": 0.0, "labels": labels, "relative_to": relative_to}
+    grid = grid_of(result, 1, **options)
+    values, scale = grid.values, grid.scale
+    has_paths = distinct and grid.columns.name == "path"
+    names = [(path if has_paths else None,) for path in grid.columns.values]
+    ranks = ranked(values, names, names_in(result.attrs) if has_paths else {})
     if not ranks:
         raise ExperimentError(f"none of the {len(values):,} scores is finite")
     order = [rank.number for rank in ranks[:top]]
-    (side,) = sides_of(array.isel({array.dims[0]: order}), None, options)
-    left_out = int(np.isnan(values).sum())
+    side = grid_of(result[order], 1, **options).columns  # paths are shown by the parts in which these few differ
+    left_out = int(grid.is_missing.sum())
     total = len(ranks) + left_out
     remark = f" ({len(order):,} of {total:,}" if len(order) < total else ""
     remark += f", {left_out:,} without a finite number" if left_out else ""
@@ -310,7 +291,7 @@ def show_heatmap(
     """
     from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
 
-    grid = grid_of(result, DisplayOptions(**options), tokens=tokens, rows=rows)
+    grid = grid_of(result, order=(rows, ...), tokens=tokens, **options)
     if pg is None:
         return ResultHeatmap(grid, title, is_upward=grid.is_upward(origin))
     from graphpatch_notebook.notebook.views.result_view import LinkedHeatmap
@@ -505,6 +486,8 @@ _DIVERGING, _SEQUENTIAL = "RdBu_r", "Purples"
 _POSITIVE, _NEGATIVE = "#b2182b", "#4393c3"
 """The two ends of the diverging colormap."""
 _MISSING: Any = {"facecolor": "0.88", "edgecolor": "0.6", "hatch": "////", "linewidth": 0.0}
+_LABEL_PAD = 8.0
+"""Between a label of an axis and its ticks, in points: long labels, beside ticks on their whole length, need more."""
 _PLAIN: Any = {"parse_math": False, "usetex": False}
 """For texts of users, in which `$` and backslashes have no meaning."""
 
@@ -517,6 +500,20 @@ def _new_axes(rows: Side, columns: Side | None, shape: tuple[int, int] = (1, 1))
     beside, below = (0.0 if side is None else _length(shown_labels(side)) for side in (rows, columns))
     size = shape[1] * (wide + 0.2) + beside + 1.5, shape[0] * (tall + 0.3) + below + 1.0
     return pyplot.subplots(*shape, figsize=size, layout="constrained", squeeze=False)[1]
+
+
+def _draw_heatmap(
+    grid: Grid, ax: Axes | None, origin: str | None, colormap: Any, title: str | None, *, colorbar: bool = True
+) -> Axes:
+    is_upward = grid.is_upward(origin)
+    axes: Axes = _new_axes(grid.rows, grid.columns)[0, 0] if ax is None else ax
+    cells = _draw_cells(axes, grid, colormap, is_upward=is_upward)
+    if colorbar:
+        _draw_color_bar(axes, cells, grid.scale)
+    _draw_legend(axes, grid.scale, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    if title is not None:
+        axes.set_title(title, loc="left", pad=None if grid.scale.missing is None else 20.0)
+    return axes
 
 
 def _draw_cells(ax: Axes, grid: Grid, colormap: Any, *, is_upward: bool) -> Any:
@@ -551,6 +548,7 @@ def _label(axis: Any, side: Side, title: str) -> None:
     texts = [labels[index] for index in kept]
     axis.set_ticks(kept, texts, rotation=90 if is_upright else 0, fontsize="small", **_PLAIN)
     axis.set_label_text(_wrapped(title), **_PLAIN)
+    axis.labelpad = _LABEL_PAD
 
 
 def _line() -> float:

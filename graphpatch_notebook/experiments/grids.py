@@ -1,9 +1,12 @@
-"""What heatmaps draw: the numbers of a result, its labels, and what the colors mean."""
+"""What heatmaps draw: the numbers of a result, short labels for rows and columns, and what the colors mean."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,17 +14,21 @@ import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.plotting.labels import are_paths, path_labels
 
 if TYPE_CHECKING:
     from xarray import DataArray
-
 
 FloatArray: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _POSITIONS = ("position", "token", "pos")
 _DIFFERENCES = ("gradient", "integrated", "relp", "secant", "attribution")
 """Methods of `attribute`, which return differences. `"attribution"` was the name of `"gradient"` in older results."""
+_SEGMENT = re.compile(r"[^.|]+[.|]?")
+_PATH = re.compile(r"[^\s.|]+([.|][^\s.|]+)*")
+_NAMED = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"}
+_LONGEST, _BEFORE = 32, 7
+"""The maximum length of a label, and how much of that is its beginning, since paths differ at their end."""
+_LONGEST_TOKEN = 18
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Side:
-    """The rows or the columns of a grid.
+    """The labels of a dimension.
 
     Attributes:
         name: The name of the dimension; `title` is what is shown.
@@ -72,20 +79,29 @@ class Side:
 
 @dataclass(frozen=True)
 class Grid:
-    """A result with two dimensions.
+    """The numbers of a result, with a side for each dimension.
 
     Attributes:
-        values: Of shape (rows, columns), float64; NaN for numbers that are not finite.
+        values: The numbers as float64; NaN for numbers that are not finite.
     """
 
     values: FloatArray
-    rows: Side
-    columns: Side
+    sides: tuple[Side, ...]
     scale: Scale
 
     @property
+    def rows(self) -> Side:
+        """The last dimension but one."""
+        return self.sides[-2]
+
+    @property
+    def columns(self) -> Side:
+        """The last dimension."""
+        return self.sides[-1]
+
+    @property
     def is_missing(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which cells have no number, of shape (rows, columns)."""
+        """Which cells have no number."""
         return np.isnan(self.values)
 
     def is_upward(self, origin: str | None) -> bool:
@@ -95,46 +111,29 @@ class Grid:
         return (not self.rows.is_tokens and self.rows.name not in _POSITIONS) if origin is None else origin == "lower"
 
 
-@dataclass(frozen=True)
-class DisplayOptions:
-    """How the numbers of a result are shown.
+def grid_of(
+    result: Any,
+    dimensions: int = 2,
+    *,
+    order: Sequence[str | None] = (),
+    tokens: Sequence[str] | None = None,
+    center: float | str | None = "auto",
+    limits: tuple[float, float] | None = None,
+    labels: Mapping[str, str] | None = None,
+    relative_to: str | float | None = None,
+) -> Grid:
+    """Returns the numbers of a result, with labels and a color scale.
 
-    Attributes:
+    Args:
+        result: A `DataArray` of real numbers.
+        dimensions: How many dimensions it must have.
+        order: The names of its first dimensions; `...` as for `DataArray.transpose`.
+        tokens: The texts of the tokens: one for each position of the result, or those of the whole sequence.
         center: The number without color; `"auto"` for the baseline of the result; `None` for none.
         limits: The numbers of the first and the last color.
         labels: Titles of dimensions, and of the numbers under the name of the result.
         relative_to: A number to subtract, or the name of an attribute of the result.
     """
-
-    center: float | str | None = "auto"
-    limits: tuple[float, float] | None = None
-    labels: Mapping[str, str] | None = None
-    relative_to: str | float | None = None
-
-    def label(self, name: str, otherwise: str) -> str:
-        """Returns the title of a dimension or of the numbers."""
-        return (self.labels or {}).get(name, otherwise)
-
-
-def grid_of(
-    result: Any, options: DisplayOptions, *, tokens: Sequence[str] | None = None, rows: str | None = None
-) -> Grid:
-    """Returns a result with two dimensions as a grid.
-
-    The texts of the tokens are one for each position of the result, or those of the whole sequence. `rows` is the
-    vertical dimension; by default, the first.
-    """
-    array = checked(result, 2)
-    if rows is not None:
-        check_dimension(array, rows, "rows")
-        array = array.transpose(rows, ...)
-    values, scale = numbers_of(array, options)
-    down, across = sides_of(array, tokens, options)
-    return Grid(values, down, across, scale)
-
-
-def checked(result: Any, dimensions: int) -> DataArray:
-    """Returns the result, if it has this number of dimensions and real numbers."""
     extra("xarray", "a plot")
     from xarray import DataArray
 
@@ -147,36 +146,41 @@ def checked(result: Any, dimensions: int) -> DataArray:
         )
     if result.dtype.kind not in "biuf":
         raise ExperimentError(f"the result has dtype {result.dtype}, not real numbers; use result.astype(float)")
-    return result
-
-
-def check_dimension(array: DataArray, name: str, argument: str) -> None:
-    """Raises an `ExperimentError` if the result does not have this dimension."""
-    if name not in array.dims:
-        raise ExperimentError(
-            f"{argument}={name!r} is not a dimension of the result: {', '.join(map(str, array.dims))}"
-        )
+    names = [name for name in order if name is not ... and name is not None]
+    if unknown := [name for name in names if name not in result.dims]:
+        raise ExperimentError(f"{unknown[0]!r} is not a dimension of the result: {', '.join(map(str, result.dims))}")
+    array = result.transpose(*order) if names else result
+    titles = labels or {}
+    values, scale = _numbers(array, center, limits, titles, relative_to)
+    place, texts = (None, None) if tokens is None else _token_texts(array, tokens)
+    sides = (_side(array, str(name), texts if name == place else None, titles) for name in array.dims)
+    return Grid(values, tuple(sides), scale)
 
 
 # -- numbers and colors ------------------------------------------------------------------------------------------------
 
 
-def numbers_of(array: DataArray, options: DisplayOptions) -> tuple[FloatArray, Scale]:
+def _numbers(
+    array: DataArray, center: Any, limits: Any, titles: Mapping[str, str], relative_to: str | float | None
+) -> tuple[FloatArray, Scale]:
     """Returns the numbers to show, and their color scale."""
     name = str(array.name) if array.name is not None else "value"
     if "metric" in array.coords and "metric" not in array.dims:  # one of several was selected
         picked = str(array.coords["metric"].item())
         name = picked if name == "<lambda>" else f"{name} {picked}"
     metric = array.attrs.get("metric")
-    shown = options.label(name, f"{name} ({metric})" if isinstance(metric, str) and metric != name else name)
+    shown = titles.get(name, f"{name} ({metric})" if isinstance(metric, str) and metric != name else name)
     values = np.where(np.isfinite(array.values), array.values, np.nan).astype(np.float64)
-    center = _center(array, options.center)
-    if options.relative_to is not None:
-        base = _base(array, options.relative_to)
+    middle = _center(array, center)
+    if relative_to is not None:
+        base = _base(array, relative_to)
         values = values - base.value
         shown = f"{shown} \N{MINUS SIGN} {base}"
-        center = Center(0.0) if options.center == "auto" else center
-    return values, Scale(shown, center, _limits(values, center, options.limits), _reason_for_missing(array, values))
+        middle = Center(0.0) if center == "auto" else middle
+    missing = "no finite value" if np.isinf(array.values).any() else "no value" if np.isnan(values).any() else None
+    if missing and len(array.attrs.get("errors", ())) == np.isnan(values).sum():
+        missing = "failed"
+    return values, Scale(shown, middle, _limits(values, middle, limits), missing)
 
 
 def _limits(values: Any, center: Center | None, given: tuple[float, float] | None) -> tuple[float, float]:
@@ -190,13 +194,6 @@ def _limits(values: Any, center: Center | None, given: tuple[float, float] | Non
         low, high = center.value - reach, center.value + reach
     margin = (abs(low) * 0.1 or 1.0) if low == high else 0.0
     return low - margin, high + margin
-
-
-def _reason_for_missing(array: DataArray, values: Any) -> str | None:
-    count = int(np.isnan(values).sum())
-    if count and len(array.attrs.get("errors", ())) == count:
-        return "failed"
-    return ("no finite value" if np.isinf(array.values).any() else "no value") if count else None
 
 
 def _center(array: DataArray, center: float | str | None) -> Center | None:
@@ -246,14 +243,8 @@ def _attribute(array: DataArray, name: str) -> float | None:
 # -- rows and columns --------------------------------------------------------------------------------------------------
 
 
-def sides_of(array: DataArray, tokens: Sequence[str] | None, options: DisplayOptions) -> list[Side]:
-    """Returns the rows and columns; raises an `ExperimentError` if the tokens do not fit any dimension."""
-    place, texts = _token_texts(array, tokens) if tokens is not None else (None, None)
-    return [_side(array, str(name), texts if name == place else None, options) for name in array.dims]
-
-
-def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, options: DisplayOptions) -> Side:
-    title = options.label(name, name)
+def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, titles: Mapping[str, str]) -> Side:
+    title = titles.get(name, name)
     values = _coordinates(array, name)
     if tokens is not None:
         return Side(name, values, tokens, title, is_tokens=True)
@@ -284,3 +275,81 @@ def _token_texts(array: DataArray, tokens: Any) -> tuple[str, tuple[str, ...]]:
     if len(texts) != len(positions):
         raise ExperimentError(f"{len(texts)} tokens do not fit the result, which has {len(positions)} along {name!r}")
     return name, texts
+
+
+# -- labels ------------------------------------------------------------------------------------------------------------
+
+
+def are_paths(texts: Sequence[str]) -> bool:
+    """Whether texts are paths, nearly all of them with several segments.
+
+    Example:
+        >>> are_paths(["transformer.h_0"]), are_paths(["h_0", "h_1"]), are_paths(["e.g. this"])
+        (True, False, False)
+    """
+    is_each_path = all(_PATH.fullmatch(text) for text in texts)
+    return is_each_path and sum("." in text or "|" in text for text in texts) >= 0.8 * len(texts)
+
+
+def path_labels(paths: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+    """Returns the part of each path that differs from the others, and what they have in common.
+
+    Example:
+        >>> path_labels(["transformer.h_0.mlp.output", "transformer.h_1.mlp.output"])
+        (('h_0', 'h_1'), 'transformer.*.mlp.output')
+    """
+    split = [_SEGMENT.findall(path) for path in paths]
+    if len(set(paths)) < 2:
+        return tuple(paths), None
+    shortest = min(map(len, split))
+    start = min(_common(split), shortest - 1)
+    end = min(_common([parts[::-1] for parts in split]), shortest - 1 - start)
+    labels = tuple("".join(parts[start : len(parts) - end]).rstrip(".|") for parts in split)
+    before, after = "".join(split[0][:start]), "".join(split[0][len(split[0]) - end :])
+    separator = split[0][len(split[0]) - end - 1][-1:] if after else ""
+    return labels, f"{before}*{separator}{after}" if before or after else None
+
+
+def _common(split: Sequence[Sequence[str]]) -> int:
+    """Returns the number of leading segments that all paths share."""
+    return sum(itertools.takewhile(bool, (len({*segments}) == 1 for segments in zip(*split, strict=False))))
+
+
+def shown_labels(side: Side, has_glyph: Callable[[str], bool] | None = None) -> list[str]:
+    """Returns the labels of rows or columns, shortened where that leaves different labels different.
+
+    In tokens, spaces matter. `has_glyph` says whether the font has a character; browsers find one for each.
+    """
+    seen = [tick_text(text, has_glyph, is_token=side.is_tokens) for text in side.labels]
+    short = [_shortened(text, is_token=side.is_tokens) for text in seen]
+    return short if len(set(short)) == len(set(seen)) else seen
+
+
+def _shortened(text: str, *, is_token: bool) -> str:
+    if len(text) <= (_LONGEST_TOKEN if is_token else _LONGEST):
+        return text
+    return f"{text[: _LONGEST_TOKEN - 1]}…" if is_token else f"{text[:_BEFORE]}…{text[_BEFORE + 1 - _LONGEST :]}"
+
+
+def tick_text(text: str, has_glyph: Callable[[str], bool] | None = None, *, is_token: bool) -> str:
+    r"""Returns a text with invisible characters, and those that the font does not have, replaced by their code.
+
+    Example:
+        >>> tick_text(" the", is_token=True), tick_text(chr(0), is_token=True)
+        ('␣the', '\\x00')
+    """
+    if is_token and not text:
+        return "(empty)"
+    if text and unicodedata.category(text[0]).startswith("M"):
+        text = f"◌{text}"  # a combining character needs a base
+    return "".join(_seen(character, has_glyph, is_token=is_token) for character in text)
+
+
+def _seen(character: str, has_glyph: Callable[[str], bool] | None, *, is_token: bool) -> str:
+    if character == " " and not is_token:
+        return " "
+    named = _NAMED.get(character, character)
+    is_invisible = named == character and unicodedata.category(character)[0] in "CZ"
+    if not is_invisible and (has_glyph is None or has_glyph(named)):
+        return named
+    return character.encode("unicode_escape").decode()
