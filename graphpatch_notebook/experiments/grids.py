@@ -115,7 +115,7 @@ def grid_of(
     result: Any,
     dimensions: int = 2,
     *,
-    order: Sequence[str | None] = (),
+    order: Sequence[Any] = (),
     tokens: Sequence[str] | None = None,
     center: float | str | None = "auto",
     limits: tuple[float, float] | None = None,
@@ -146,7 +146,7 @@ def grid_of(
         )
     if result.dtype.kind not in "biuf":
         raise ExperimentError(f"the result has dtype {result.dtype}, not real numbers; use result.astype(float)")
-    names = [name for name in order if name is not ... and name is not None]
+    names = [name for name in order if isinstance(name, str)]
     if unknown := [name for name in names if name not in result.dims]:
         raise ExperimentError(f"{unknown[0]!r} is not a dimension of the result: {', '.join(map(str, result.dims))}")
     array = result.transpose(*order) if names else result

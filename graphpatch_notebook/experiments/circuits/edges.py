@@ -38,7 +38,7 @@ from graphpatch_notebook.experiments.attribution.rules import (
 )
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, WrittenPositions, nodes_of
 from graphpatch_notebook.experiments.circuits.runs import Batch, CircuitRuns, batches_of
-from graphpatch_notebook.experiments.circuits.stream import Step, Sum, Writer, index_of, rows_of
+from graphpatch_notebook.experiments.circuits.stream import StreamStep, Sum, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.elsewhere import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
@@ -536,7 +536,7 @@ class _Runs:
                     scores = scores.index_add(2, numbers % scores.shape[2], by_row)[..., :-1]
                 found.values[np.ix_(rows, columns)] += scores.detach().cpu().double().numpy() / len(self.points)
 
-    def _through(self, step: Step, gradient: Tensor, clean: Values, base: Values) -> Tensor:
+    def _through(self, step: StreamStep, gradient: Tensor, clean: Values, base: Values) -> Tensor:
         """Returns gradients at the input of a step, from those at its result."""
         rules = rules_of(self.method if step.norm else "gradient")
         read = gradient.new_zeros(gradient.shape[1:])  # all other steps are linear

@@ -1,8 +1,8 @@
 """The residual stream as sums: what a change of what components write changes where others read.
 
 From a value that a component reads, additions and operations that only rearrange lead back to what components added to
-the stream (`Writer`). Norms and scalings by constants on the way are steps of their own (`Step`), which read such sums,
-too. This works for any model with these operations, whatever the names of its layers are.
+the stream (`Writer`). Norms and scalings by constants on the way are steps of their own (`StreamStep`), which read such
+sums, too. This works for any model with these operations, whatever the names of its layers are.
 
 Tensors here are rows, `(..., rows, channels)`: all dimensions of a value before its channels are one.
 """
@@ -39,7 +39,7 @@ class NoPathError(ExperimentError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class StreamStep:
     """An operation on a part of the stream.
 
     Attributes:
@@ -100,7 +100,7 @@ class Sum:
     """
 
     terms: tuple[Value, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[StreamStep, ...]
     writers: Mapping[Value, Writer]
 
     @property
@@ -144,7 +144,7 @@ class LinearPaths:
         self.writers = dict(writers)
         self._sums: dict[Value, Sum] = {}
         self._terms: dict[Value, tuple[Value, ...]] = {}
-        self._steps: dict[Value, Step] = {}
+        self._steps: dict[Value, StreamStep] = {}
         self._nodes, self._next = list(self._flow.order), 0
         self._moving = {value.node for value in writers}
 
@@ -210,7 +210,7 @@ class LinearPaths:
     def _step(
         self, value: Value, source: Value, function: Callable[[Tensor], Any], norm: str = ""
     ) -> tuple[Value, ...]:
-        self._steps[value] = Step(value, self._terms[source], function, norm)
+        self._steps[value] = StreamStep(value, self._terms[source], function, norm)
         return (value,)
 
     def _is_scaled(self, value: Value, source: Value) -> bool:
