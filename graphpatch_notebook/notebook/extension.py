@@ -59,7 +59,7 @@ class Extension:
     def _active(self) -> ActiveGraph | None:
         """Returns the active graph, or `None` if there is none, or several and none is selected."""
         try:
-            return self.magic.workspace.find()
+            return self.magic.workspace.current()
         except SessionError:
             return None
 

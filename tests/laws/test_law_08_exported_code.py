@@ -23,9 +23,10 @@ from graphpatch_notebook import GraphPatchWarning, PatchableGraph
 from graphpatch_notebook.errors import ChosenPatchError, ExportError, SessionError
 from graphpatch_notebook.notebook.export.patch_code import export
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
-from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from tests.laws.exports import TENSORS, Outcome, Worker, arguments_of, captured, digest, inputs_of, namespace_of
+from tests.notebook.replies import kept_by
 from tests.zoo import seed_all
 
 CASES = [
@@ -169,7 +170,7 @@ def expected(session: Session, case: str, call: str) -> Outcome:
             inputs = inputs_of(case, call)
             with session.graph.patch(resolved.patch_map):
                 output = session.graph(*inputs.args, **inputs.kwargs)
-            results = resolved.results(namespace)
+            results = kept_by(resolved, namespace)
     except Exception as error:
         return Outcome({}, type(error).__name__, str(error))
     digests = {"": digest(output), **{name: digest(results.get(name)) for name in names}}

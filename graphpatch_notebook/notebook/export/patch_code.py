@@ -1,4 +1,4 @@
-"""Chosen patches as Python source that uses graphpatch. Pure text: nothing is evaluated, nothing runs.
+"""The chosen patches as Python source that uses graphpatch. Pure text: nothing is evaluated, nothing runs.
 
 ChosenPatches, Origin, records of the capture -> "with pg.patch({...}): output = pg(ids)"
 """
@@ -7,35 +7,75 @@ from __future__ import annotations
 
 import ast
 import builtins
-import inspect
-import keyword
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ExportError
-from graphpatch_notebook.notebook.export.source_code import WIDTH, SourceCode, block, bracketed, text_literal
+from graphpatch_notebook.inspection.tree import css_color, is_color_terminal
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
 from graphpatch_notebook.notebook.session.expressions import (
+    Origin,
     free_names,
+    numbers_text,
     parse_arguments,
+    parse_slice,
     parsed,
-    without_syntax_warnings,
 )
-from graphpatch_notebook.notebook.session.origin import Origin
-from graphpatch_notebook.notebook.session.session import Session, by_value
-from graphpatch_notebook.notebook.session.slices import SliceText
+from graphpatch_notebook.notebook.session.session import Session, by_value, is_reserved, name_of_path
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.paths import numbered, parse_path
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec
+from graphpatch_notebook.paths import numbered
 
 _GRAPH = ("graphpatch", "PatchableGraph")
-_LONGEST = 40
 _FILL_IN = "# Fill in your inputs."
+_WIDTH = 88
+_COLORS = {
+    "Comment": "#808080",
+    "Keyword": "#2c7fb8",
+    "Name.Function": "#a05aa8",
+    "String": "#3a8a4d",
+    "Number": "#a06a1c",
+}
+
+
+class SourceCode(str):
+    r"""Python source: a `str` for `exec`, `print` and files; its repr is the code itself, in colors where possible.
+
+    Example:
+        >>> SourceCode("x = 1\n")
+        x = 1
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return self.rstrip("\n")
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from pygments.formatters import TerminalFormatter
+
+        printer.text(_highlighted(repr(self), TerminalFormatter()) if is_color_terminal() else repr(self))
+
+    def _repr_html_(self) -> str:
+        """Returns escaped HTML without a style sheet."""
+        from pygments.formatters import HtmlFormatter
+        from pygments.style import Style
+        from pygments.token import string_to_tokentype
+
+        styles = {string_to_tokentype(name): color for name, color in _COLORS.items()}
+        style = type("Colors", (Style,), {"styles": styles})
+        shown = _highlighted(repr(self), HtmlFormatter(style=style, noclasses=True, nowrap=True))
+        shown = re.sub(r"color: (#\w{6})", lambda color: css_color(color[1].lower()), shown.rstrip("\n"))
+        return f'<pre style="line-height:1.4;white-space:pre;overflow-x:auto">{shown}</pre>'
+
+
+def _highlighted(text: str, formatter: Any) -> str:
+    from pygments import highlight
+    from pygments.lexers import PythonLexer
+
+    return str(highlight(text, PythonLexer(stripnl=False, ensurenl=False), formatter))
 
 
 def export(
@@ -78,8 +118,7 @@ def export(
             f"this graph has permanent patches ({', '.join(paths)}), which are not chosen ones: export those of the "
             "graph that edit() was called on"
         )
-    with without_syntax_warnings():
-        return _Export(patches.enabled, session.origin if origin is None else origin, graph.root, wrap).source(off)
+    return _Export(patches.enabled, session.origin if origin is None else origin, graph.root, wrap).source(off)
 
 
 class _Export:
@@ -90,35 +129,24 @@ class _Export:
     """
 
     def __init__(self, patches: tuple[ChosenPatch, ...], origin: Origin, root: Frame, wrap: bool) -> None:
-        self.patches = patches
-        self.origin = origin
-        self.root = root
-        self.wrap = wrap
-        self.arguments = _arguments(_example(root) if origin.arguments is None else origin.arguments)
-        # The call that makes the graph, which may have options.
-        self.first_call = _arguments(origin.arguments, True) if wrap and origin.arguments else self.arguments
-        names = names_used(patches) | {patch.name for patch in patches if patch.name} | origin.names
-        self._taken = {*names, *_in_order(_tuple_of(self.first_call)), "torch"}
+        self.patches, self.origin, self.root, self.wrap = patches, origin, root, wrap
+        self.arguments = _arguments("..." if origin.arguments is None else origin.arguments)
+        self._taken = names_used(patches) | {str(patch.name) for patch in patches} | origin.names | {"torch"}
         self.model = origin.model.strip() if origin.model else self._free("model")
         used = {_import_of(patch.definition.patch) for patch in patches} | ({_GRAPH} if wrap else set())
         self.classes = {one: self._free(one[1]) if one[0] else one[1] for one in sorted(used)}
         self.result = self._free("output", "result")
         self.observers = {p.number: self._free(f"{p.name}_{p.kind}") for p in patches if p.definition.keeps}
         self.values = {p.number: _one_line(p.value, f"#{p.number} {p.path!r}: its value") for p in patches if p.value}
-        self.slices = {
-            p.number: str(p.index) if p.definition.keeps else p.index.source(is_bracketed=p.definition.is_elementwise)
-            for p in patches
-            if p.index is not None
-        }
+        self.slices = {p.number: _slice_source(p) for p in patches if p.slice is not None}
         self.assignments = list(self._assigned_first())
 
     def _free(self, *wanted: str) -> str:
         """Returns the first of the names that is free, or else the first name with a number, and reserves it."""
-        candidates = (
-            *wanted,
-            *(name for name, _ in zip(numbered(wanted[0]), range(len(self._taken) + 1), strict=False)),
-        )
-        found = next(name for name in candidates if name not in self._taken and not _is_reserved(name))
+        names = numbered(wanted[0])
+        found = next((name for name in wanted if name not in self._taken and not is_reserved(name)), "")
+        while not found or found in self._taken:
+            found = next(names)
         self._taken.add(found)
         return found
 
@@ -135,53 +163,46 @@ class _Export:
         for patch in self.patches:
             if patch.index is not None and patch.index.names:
                 source = patch.index.source(
-                    is_bracketed=patch.definition.is_elementwise or bool(patch.definition.keeps)
+                    is_bracketed=bool(patch.definition.keeps or patch.definition.is_elementwise)
                 )
-                self.slices[patch.number] = self._free(_as_name(patch.path, "slice"))
+                self.slices[patch.number] = self._free(f"{name_of_path(patch.path)}_slice")
                 yield f"{self.slices[patch.number]} = {source}"
             value = self.values.get(patch.number)
             if value is not None and not _is_fixed(value):
-                self.values[patch.number] = self._free(_as_name(patch.path, "value"))
+                self.values[patch.number] = self._free(f"{name_of_path(patch.path)}_value")
                 yield f"{self.values[patch.number]} = {value}"
 
     def source(self, off: int) -> SourceCode:
         """Returns the code; `off` is the number of disabled patches."""
-        needed, imports_torch = self._needed()
+        body = [*self._preparations(), self._context()]
+        results = {str(patch.name): self._result(patch) for patch in self.patches if patch.number in self.observers}
+        imports = list(self._imports())
+        needed, imports_torch = self._needed("\n".join([*imports, *body, *results.values()]))
         head = [f"# Needs: {', '.join(needed)}"] if needed else []
         if off:
             head.append(f"# Left out: {off} patch{'es' * (off != 1)} that {'is' if off == 1 else 'are'} off")
         blocks = [
-            [*head, *["import torch"] * imports_torch, *self._imports()],
-            [*self._preparations(), self._context()],
-            [self._result(patch) for patch in self.patches if patch.number in self.observers],
+            [*head, *["import torch"] * imports_torch, *imports],
+            body,
+            [f"{name} = {kept}" for name, kept in results.items()],
         ]
         return SourceCode("\n\n".join("\n".join(statements) for statements in blocks if statements) + "\n")
 
-    def _needed(self) -> tuple[list[str], bool]:
-        """Returns the names that the code needs, and whether it imports torch."""
-        made_here = [own for (module, _), own in self.classes.items() if not module]
-        in_slices = [name for p in self.patches if p.index is not None for name in p.index.names]
-        # A function is called, also if it is a builtin.
-        values = [f"({p.value}\n)()" if p.is_function else p.value for p in self.patches if p.value is not None]
-        texts = [*[self.model] * self.wrap, _tuple_of(self.first_call), *values]
-        trees = [ast.parse(f"(\n{text}\n)") for text in texts]
-        parents = [(n, by) for tree in trees for by in ast.walk(tree) for n in ast.iter_child_nodes(by)]
-        uses = [(node, by) for node, by in parents if isinstance(node, ast.Name)]
+    def _needed(self, code: str) -> tuple[list[str], bool]:
+        """Returns the names that code needs, in order, and whether it imports torch."""
+        nodes = list(ast.walk(ast.parse(code)))
+        uses = sorted((n for n in nodes if isinstance(n, ast.Name)), key=lambda n: (n.lineno, n.col_offset))
         # A builtin function that is not called is a variable of the user, such as a tensor named `input`.
-        not_called = {
-            n.id
-            for n, by in uses
-            if not isinstance(getattr(builtins, n.id, int), type) and n is not getattr(by, "func", 0)
-        }
-        first = [*([] if self.wrap else [self.origin.graph]), *made_here]
-        used = dict.fromkeys([*first, *(name for text in texts for name in _in_order(text)), *in_slices])
-        meant = {*first, *in_slices, *not_called}
-        names = [name for name in used if name in meant or not hasattr(builtins, name)]
-        if self.wrap and self.origin.graph not in {*_in_order(self.model), *_in_order(_tuple_of(self.first_call))}:
-            names = [name for name in names if name != self.origin.graph]
+        functions = {p.definition.value.field for p in self.patches if p.definition.value and p.is_function}
+        called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
+        called |= {id(n.value) for n in nodes if isinstance(n, ast.keyword) and n.arg in functions}
+        own = [n.id for n in uses if not hasattr(builtins, n.id)]
+        own += [n.id for n in uses if id(n) not in called and not isinstance(getattr(builtins, n.id, int), type)]
+        free = {*free_names(code)} & {*own}
+        names = [name for name in dict.fromkeys(n.id for n in uses) if name in free]
         # `torch` is a module only if all its uses are attributes, such as `torch.ones`.
-        is_module = all(isinstance(by, ast.Attribute) for n, by in uses if n.id == "torch")
-        imports_torch = "torch" in used and "torch" not in {*first, *in_slices} and is_module
+        attributes = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
+        imports_torch = "torch" in names and all(id(n) in attributes for n in uses if n.id == "torch")
         return [name for name in names if name != "torch" or not imports_torch], imports_torch
 
     def _imports(self) -> Iterable[str]:
@@ -191,13 +212,15 @@ class _Export:
         for module, names in items.items():
             flat = f"from {module} import {', '.join(names)}"
             if module:
-                yield flat if len(flat) <= WIDTH else bracketed(f"from {module} import (", names, ")", 0)
+                yield flat if len(flat) <= _WIDTH else bracketed(f"from {module} import (", names, ")", 0)
 
     def _preparations(self) -> Iterable[str]:
         """Yields the statements before the patch context: the graph, values and probes."""
         if self.wrap:
+            # The call that makes the graph may have options.
+            arguments = _arguments(self.origin.arguments, True) if self.origin.arguments else self.arguments
+            items = [_one_line(self.model, "the model"), *arguments]
             yield from self._reminder()
-            items = [_one_line(self.model, "the model"), *self.first_call]
             yield bracketed(f"{self.origin.graph} = {self.classes[_GRAPH]}(", items, ")")
         yield from self.assignments
         for patch in self.patches:
@@ -207,8 +230,9 @@ class _Export:
     def _context(self) -> str:
         """Returns the `with` statement with the call in it."""
         entries = [self._entry(path, patches) for path, patches in by_value(self.root, self.patches).items()]
-        call = bracketed(f"{self.result} = {self.origin.graph}(", self.arguments, ")", WIDTH - 4)
-        return block(bracketed(f"with {self.origin.graph}.patch({{", entries, "}):"), [*self._reminder(), call])
+        call = bracketed(f"{self.result} = {self.origin.graph}(", self.arguments, ")", _WIDTH - 4)
+        head = bracketed(f"with {self.origin.graph}.patch({{", entries, "}):")
+        return "\n".join([head, *map(_indented, [*self._reminder(), call])])
 
     def _reminder(self) -> list[str]:
         return [_FILL_IN] if self.origin.arguments is None else []
@@ -217,7 +241,7 @@ class _Export:
         start = f"{text_literal(path)}: "
         if len(patches) == 1:
             return self._item(patches[0], start)
-        return bracketed(f"{start}[", [self._item(patch) for patch in patches], "]", WIDTH - 5)
+        return bracketed(f"{start}[", [self._item(patch) for patch in patches], "]", _WIDTH - 5)
 
     def _item(self, patch: ChosenPatch, start: str = "") -> str:
         observer = self.observers.get(patch.number)
@@ -225,25 +249,23 @@ class _Export:
 
     def _construction(self, patch: ChosenPatch, start: str) -> str:
         """Returns the source of the patch, with `start` before it."""
-        items: list[str] = []
         kind = patch.definition
-        if kind.value is not None:
-            items.append(f"{kind.value.field}={self.values[patch.number]}")
-        if patch.index is not None and kind.keeps is None:
+        items = [] if kind.value is None else [f"{kind.value.field}={self.values[patch.number]}"]
+        if patch.slice is not None and kind.keeps is None:
             items.append(f"slice={self.slices[patch.number]}")
         items += [f"{what}={_literal(given)}" for what, given in patch.restrictions().items()]
-        return bracketed(f"{start}{self.classes[_import_of(kind.patch)]}(", items, ")", WIDTH - 5)
+        return bracketed(f"{start}{self.classes[_import_of(kind.patch)]}(", items, ")", _WIDTH - 5)
 
     def _result(self, patch: ChosenPatch) -> str:
-        """Returns the statement that assigns the result of a probe to its variable."""
+        """Returns the value for the variable of a probe."""
         kept = f"{self.observers[patch.number]}.{patch.definition.keeps}"
         index = self.slices.get(patch.number)
         if index is None:
-            return f"{patch.name} = {kept}"
+            return kept
         if not patch.definition.keeps_list:
-            return f"{patch.name} = {kept}[{index}]"
+            return f"{kept}[{index}]"
         item = "a" if patch.index is None or "a" not in {*patch.index.names, index} else "activation"
-        return f"{patch.name} = [{item}[{index}] for {item} in {kept}]"
+        return f"[{item}[{index}] for {item} in {kept}]"
 
 
 def _import_of(patch: type[Patch[Any]]) -> tuple[str, str]:
@@ -254,51 +276,25 @@ def _import_of(patch: type[Patch[Any]]) -> tuple[str, str]:
     return "graphpatch" if package == "graphpatch_notebook" else patch.__module__, patch.__name__
 
 
-def _literal(value: Any) -> str:
-    return text_literal(value) if isinstance(value, str) else SliceText((value,)).source()
+def _slice_source(patch: ChosenPatch) -> str:
+    """Returns a slice outside of brackets; for what a probe kept, between brackets."""
+    index = parse_slice(str(patch.slice))
+    return str(index) if patch.definition.keeps else index.source(is_bracketed=patch.definition.is_elementwise)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Names and expressions
-
-
-def _is_reserved(name: str) -> bool:
-    return keyword.iskeyword(name) or hasattr(builtins, name)
-
-
-def _as_name(path: str, end: str) -> str:
-    """Returns an identifier made of the last names of a path, without `output`, and a word.
-
-    Example:
-        >>> _as_name("h_0.mlp.output", "value"), _as_name('0."a.b"', "slice")
-        ('h_0_mlp_value', 'sub_0_a_b_slice')
-    """
-    words = [path]
-    if not is_component_name(path):
-        parsed_path = parse_path(path)
-        names = parsed_path.names
-        names = names[:-1] if names[-1] == "output" and len(names) > 1 else names
-        words = [*names[-2:], *parsed_path.dig]
-    text = re.sub(r"\W+", "_", "_".join([*words, end]), flags=re.ASCII).strip("_")[-_LONGEST:].strip("_")
-    return f"sub_{text}" if text[0].isdigit() else text
-
-
-def _in_order(expression: str) -> list[str]:
-    """Returns the global names that an expression uses, in their order, including builtins."""
-    # On separate lines, because an expression may end in a comment.
-    free = set(free_names(f"(\n{expression}\n)"))
-    nodes = [node for node in ast.walk(ast.parse(f"(\n{expression}\n)")) if isinstance(node, ast.Name)]
-    nodes.sort(key=lambda node: (node.lineno, node.col_offset))
-    return [name for name in dict.fromkeys(node.id for node in nodes) if name in free]
+# Expressions and statements, as texts without a final line break
 
 
 def _one_line(expression: str | ast.AST, what: str) -> str:
     """Returns the source of an expression on one line."""
-    with suppress(RecursionError, MemoryError):
+    try:
         written = ast.unparse(parsed(expression) if isinstance(expression, str) else expression)
-        if not {"\n", "\r"} & set(written):
-            return written
-    raise ExportError(f"{what} cannot be written on one line; put it in a variable, and use that")
+    except (RecursionError, MemoryError):
+        written = "\n"
+    if {"\n", "\r"} & set(written):
+        raise ExportError(f"{what} cannot be written on one line; put it in a variable, and use that")
+    return written
 
 
 def _is_fixed(value: str) -> bool:
@@ -310,14 +306,7 @@ def _is_fixed(value: str) -> bool:
         return node.id == "torch"
     if isinstance(node, ast.Lambda):  # its defaults are evaluated immediately
         return not node.args.defaults and not any(node.args.kw_defaults)
-    with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        ast.literal_eval(node)
-        return True
-    return False
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The call of the graph
+    return not any(isinstance(one, (ast.Name, ast.Call)) for one in ast.walk(node))
 
 
 def _arguments(text: str, has_options: bool = False) -> list[str]:
@@ -325,27 +314,46 @@ def _arguments(text: str, has_options: bool = False) -> list[str]:
     try:
         call = parse_arguments(text)
     except ValueError as problem:
-        raise ExportError(f"the example inputs {problem}") from None
+        raise ExportError(f"the example inputs: {problem}") from None
     keywords = [word for word in call.keywords if has_options or word.arg != "extraction_options"]
     return [_one_line(node, "an example input") for node in (*call.args, *keywords)]
 
 
-def _tuple_of(arguments: Sequence[str]) -> str:
-    """Returns all arguments in one expression, to find the names that they use."""
-    return f"dict({', '.join(arguments)})"
+def _literal(value: Any) -> str:
+    """Returns the source of a restriction: a name, a flag, steps or positions."""
+    if isinstance(value, str):
+        return text_literal(value)
+    return parse_slice(numbers_text(value)).source() if isinstance(value, slice) else repr(value)
 
 
-def _example(root: Frame) -> str:
-    """Returns names for the inputs that the example had, as the arguments of a call."""
-    specs = {node.target: node.spec for node in root.inputs()}
-    given = [p for p in root.parameters if p.name in specs and not isinstance(specs[p.name], ScalarSpec)]
-    given = [p for p in given if not (isinstance(s := specs[p.name], ContainerSpec) and not s.children)]
-    has_rest = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in given)
-    texts = []
-    for p in given:
-        is_first = p.kind is inspect.Parameter.POSITIONAL_ONLY or (
-            has_rest and p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+def bracketed(opening: str, items: Sequence[str], closing: str, width: int = _WIDTH) -> str:
+    """Returns items between brackets: on one line if they fit, or else one item a line.
+
+    Example:
+        >>> print(bracketed("f(", ["one", "two"], ")", width=8))
+        f(
+            one,
+            two,
         )
-        stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(p.kind)
-        texts.append(f"{stars or ''}{p.name}" if stars or is_first else f"{p.name}={p.name}")
-    return ", ".join(texts)
+    """
+    flat = f"{opening}{', '.join(items)}{closing}"
+    if not items or (len(flat) <= width and "\n" not in flat):
+        return flat
+    return "\n".join([opening, *(_indented(f"{item},") for item in items), closing])
+
+
+def _indented(statement: str) -> str:
+    # Not with `textwrap`, which breaks lines at characters that do not end a line in Python.
+    return "    " + statement.replace("\n", "\n    ")
+
+
+def text_literal(text: str) -> str:
+    """Returns a string literal for `text`, in double quotes unless single quotes need fewer backslashes.
+
+    Example:
+        >>> print(text_literal("it's"), text_literal('output|"a.b"'))
+        "it's" 'output|"a.b"'
+    """
+    body = "".join(letter if letter in "'\"" else repr(letter)[1:-1] for letter in text)
+    quote = "'" if text.count('"') > text.count("'") else '"'
+    return quote + body.replace(quote, "\\" + quote) + quote

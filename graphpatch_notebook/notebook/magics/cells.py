@@ -27,12 +27,12 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from IPython.core import inputtransformer2
+from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError, SessionError, add_note
 from graphpatch_notebook.execution import PatchContext, innermost
 from graphpatch_notebook.patchable_graph import captured
-from graphpatch_notebook.patches.kinds import Patch, RecordPatch, is_overwritten
-from graphpatch_notebook.torch_compat import version_of
+from graphpatch_notebook.patches.kinds import Patch, RecordPatch
 
 if TYPE_CHECKING:
     from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
@@ -72,25 +72,21 @@ class CellTransformer(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         """Returns the tree of a cell, unchanged if it is not marked. Never raises, or IPython would remove it."""
-        if not isinstance(node, ast.Module) or not node.body:
-            return node
         try:
-            line = _marked(node.body[0])
-            return node if line is None else _patched(node, line.removeprefix(MARKER), self._interactivity())
+            if isinstance(node, ast.Module) and (line := _marked(node)) is not None:
+                return _patched(node, line.removeprefix(MARKER), self._interactivity())
         except Exception:  # for example, a cell nested too deeply; its marker raises when it runs
             return node
+        return node
 
 
-def _marked(statement: ast.stmt) -> str | None:
-    """Returns the line of the marker if the statement is a marker, otherwise `None`."""
-    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
-        return None
-    arguments = statement.value.args
-    if len(arguments) != 2 or not all(isinstance(argument, ast.Constant) for argument in arguments):
-        return None
-    line = arguments[1].value  # type: ignore[attr-defined]
-    is_marker = isinstance(line, str) and ast.unparse(statement.value) == ast.unparse(ast.parse(_call_text(line)))
-    return line if is_marker and line.split(" ")[0] == MARKER else None
+def _marked(tree: ast.Module) -> str | None:
+    """Returns the line of the marker that a cell begins with; `None` without one."""
+    match tree.body[:1]:
+        case [ast.Expr(ast.Call(args=[ast.Constant("graphpatch"), ast.Constant(str(line))]) as call)]:
+            is_marker = ast.dump(call) == ast.dump(_call(line, call)) and line.split(" ")[0] == MARKER
+            return line if is_marker else None
+    return None
 
 
 def _patched(tree: ast.Module, line: str, interactivity: str) -> ast.Module:
@@ -98,43 +94,23 @@ def _patched(tree: ast.Module, line: str, interactivity: str) -> ast.Module:
     # Python requires them at the top; IPython allows them anywhere in a cell.
     futures = [node for node in body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     body = [node for node in body if node not in futures]
-    if futures and not body:
-        body = [ast.copy_location(ast.Pass(), futures[-1])]
-    if not body:  # comments only
-        tree.body = [_at(marker, ast.Expr(_call(EMPTY)))]
-        return tree
-    body = _displayed(body, interactivity)
-    items = [ast.withitem(_call(PATCHES + line)), ast.withitem(_call(RESULTS))]
-    block = ast.With(items, body)
-    tree.body = [*futures, _at(marker, block)]
-    if interactivity == "last":  # IPython displays every expression statement inside the last statement
-        tree.body.append(_at(marker, ast.Pass()))
+    last = body[-1] if body else None
+    if not body:
+        body = [ast.Pass() if futures else ast.Expr(_call(EMPTY, marker))]  # comments only
+    elif isinstance(last, ast.Expr) and interactivity.startswith("last_expr"):
+        # IPython would display its value. With "all", it also displays those of statements inside a `with` statement.
+        body[-1] = ast.copy_location(ast.Expr(ast.Call(_call(DISPLAY, last.value), [last.value], [])), last)
+    items = [ast.withitem(_call(PATCHES + line, marker)), ast.withitem(_call(RESULTS, marker))]
+    block = ast.copy_location(ast.With(items, body), marker)
+    tree.body = [*futures, ast.fix_missing_locations(block)]
     return tree
 
 
-def _displayed(body: list[ast.stmt], interactivity: str) -> list[ast.stmt]:
-    """Returns the statements. The last one becomes a call that displays its value, if IPython would display that."""
-    last = body[-1]
-    if interactivity in ("last_expr", "last_expr_or_assign", "last") and isinstance(last, ast.Expr):
-        return [*body[:-1], ast.copy_location(ast.Expr(_display(last.value)), last)]
-    return body  # with "all", IPython also displays expression statements inside a `with` statement; or "none"
-
-
-def _display(value: ast.expr) -> ast.expr:
-    call = ast.Call(_call(DISPLAY), [value], [])
-    for node in (call, *ast.walk(call.func)):
-        ast.copy_location(node, value)
-    return call
-
-
-def _call(line: str) -> ast.expr:
-    return ast.parse(_call_text(line), mode="eval").body
-
-
-def _at(place: ast.stmt, statement: ast.stmt) -> ast.stmt:
-    """Returns a statement with the position of another one. New nodes inside it get the same position."""
-    ast.copy_location(statement, place)
-    return ast.fix_missing_locations(statement)
+def _call(line: str, place: ast.AST) -> ast.expr:
+    tree = ast.parse(_call_text(line), mode="eval").body
+    for node in ast.walk(tree):
+        ast.copy_location(node, place)
+    return tree
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -168,7 +144,7 @@ def begin_cell(workspace: Workspace, line: str, is_silent: bool) -> PatchContext
 
 def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatches]:
     """Returns the graph and the patches that the first line of a cell selects: `[NAME] [--only SPEC ...]`."""
-    from graphpatch_notebook.notebook.magics.choosing import numbers_of
+    from graphpatch_notebook.notebook.magics.actions import numbers_of
     from graphpatch_notebook.notebook.magics.commands import CELL, commands
 
     name = line.split(maxsplit=1)[0] if line.split() else ""
@@ -239,56 +215,40 @@ class CellResults:
         """Checks the results and reports what is missing.
 
         Raises:
-            PatchValueError: A result was modified in place; its variable is deleted.
+            PatchValueError: A result was modified in place, or a slice does not fit; the variable is deleted.
         """
         __tracebackhide__ = True
         self.is_running = False
         _current.set(None)
-        if error is not None:  # values of patches that fired before it help to find its cause
-            for one in self._observed:
-                if not one.is_filled and one.name not in self._namespace:
-                    self._put(one)
-        problems = [problem for one in self._observed if (problem := self._checked(one))]
+        for one in self._observed:
+            # After an error, values of patches that fired before it help to find its cause.
+            if error is not None and not one.is_filled and one.name not in self._namespace:
+                self._put(one)
+            elif one.is_filled and self._results.is_own(one.name):
+                one.check()
+        problems = [one.problem for one in self._observed if one.problem]
+        self._results.remove([one.name for one in self._observed if one.problem])
         if error is None:
             self._report()
             if problems:
                 raise PatchValueError("; ".join(problems))
-        elif problems and str(error) != "; ".join(problems):
+        elif problems:
             add_note(error, "; ".join(problems))
 
     def put(self) -> None:
-        """Fills the variables after a call of the graph.
-
-        Raises:
-            PatchValueError: A slice does not fit a value. All other variables are filled.
-        """
-        __tracebackhide__ = True
+        """Fills the variables after a call of the graph. What is wrong with a value is an error at the end."""
         with self._lock:
             self._has_results = True
-            problems = [problem for one in self._observed if (problem := self._put(one))]
-        if problems:
-            raise PatchValueError("; ".join(problems))
+            for one in self._observed:
+                self._put(one)
 
-    def _put(self, one: _Observed) -> str | None:
-        """Fills one variable, and returns the problem with its slice, if any."""
-        try:
-            one.take()
-        except PatchValueError as problem:
-            one.problem = str(problem)
-            self._results.remove([one.name])
-            return None if one.is_overwritten else one.problem
-        if one.value is not None:
-            self._results.put({one.name: one.value})
-            one.is_filled = True
-        return None
-
-    def _checked(self, one: _Observed) -> str | None:
-        """Returns why a variable does not hold a result, if so, and deletes the variable."""
-        if one.problem is None and one.is_filled and self._results.is_own(one.name):
-            one.problem = one.changed(self._namespace[one.name])
+    def _put(self, one: _Observed) -> None:
+        one.take()
         if one.problem is not None:
             self._results.remove([one.name])
-        return one.problem
+        elif one.value is not None:
+            self._results.put({one.name: one.value})
+            one.is_filled = True
 
     def _report(self) -> None:
         name = self._active.name
@@ -313,23 +273,19 @@ class CellResults:
 
 
 class _Observed:
-    """A probe or record of a cell, and the values that it collected so far.
+    """A probe or record of a cell, and what it kept so far.
 
     Attributes:
+        name: The name of its variable.
         is_filled: Whether the variable was assigned in this cell.
-        is_overwritten: Whether the model wrote into a kept value. The cell may replace the value before it ends.
         problem: Why the variable does not hold a result, if so.
         value: The value for the variable; `None` without one.
     """
 
     def __init__(self, chosen: ChosenPatch, patch: Patch[Any], names: dict[str, Any]) -> None:
-        self._chosen = chosen
-        self._patch = patch
-        self._names = names
-        self._given: list[tuple[Any, Any, int | None]] = []  # parts, of which values, and the versions of these
+        self._chosen, self._patch, self._names = chosen, patch, names
         self.name = str(chosen.name)
         self.is_filled = False
-        self.is_overwritten = False
         self.problem: str | None = None
         self.value: Any = [] if isinstance(patch, RecordPatch) else None
 
@@ -339,39 +295,23 @@ class _Observed:
         return f"#{self._chosen.number} ({self._chosen})"
 
     def take(self) -> None:
-        """Collects the new values.
-
-        Raises:
-            PatchValueError: The slice does not fit a value, or the model wrote into one.
-        """
+        """Takes the new values, or sets the problem with them."""
+        self.problem = None
         try:
             if isinstance(self._patch, RecordPatch):
-                values = self._patch._since(len(self.value))
+                new = self._patch._since(len(self.value))
+                self.value += [self._chosen.part(value, self._names) for value in new]
             else:
-                kept = self._patch.activation  # type: ignore[attr-defined]  # a probe
-                values = [] if kept is None else [kept]
+                self.value = self._chosen.taken(self._patch, self._names)
         except PatchValueError as error:
-            self.is_overwritten = True
-            raise PatchValueError(f"{self.title}: {error}") from None
-        given = [(self._chosen.part(value, self._names), value, version_of(value)) for value in values]
-        if isinstance(self._patch, RecordPatch):
-            self.value += [part for part, _, _ in given]
-            self._given += given
-        elif given:
-            self.problem, self.value, self._given = None, given[0][0], given
+            self.problem = f"{self.title}: {error}"
 
-    def changed(self, held: Any) -> str | None:
-        """Returns the message for a result that was modified in place, if the variable still holds it."""
-        ids = {id(part) for part in (held if isinstance(self._patch, RecordPatch) else [held])}
-        changed = [
-            part
-            for part, whole, version in self._given
-            if id(part) in ids and is_overwritten(whole, version) and (part is whole or part._is_view())
-        ]
-        if not changed:
-            return None
-        return (
-            f"{self.title}: the tensor of shape {tuple(changed[0].shape)} in {self.name} was modified in place after "
-            f"the call, so it is not the value at {self._chosen.path!r}, and the variable was deleted; modify a copy "
-            "of the output instead (clone), or copy the value directly after the call"
-        )
+    def check(self) -> None:
+        """Sets the problem if a kept value was modified in place, unless the variable holds a copy."""
+        first = self.value[0] if isinstance(self.value, list) else self.value
+        if self._chosen.index is not None and isinstance(first, Tensor) and not first._is_view():
+            return
+        try:
+            self._patch.values_kept()
+        except PatchValueError as error:
+            self.problem = f"{self.title}: {error}; the variable {self.name} was deleted"

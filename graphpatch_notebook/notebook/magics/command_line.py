@@ -222,17 +222,16 @@ def expanded(word: str, variables: Variables) -> str:
         'h_03.mlp'
     """
 
-    def value(field: re.Match[str]) -> str:
-        text = f"{{{field[1]}}}" if field[1] else field.group()
-        return text if text.startswith('"') else _value(text, variables())
+    def value(found: re.Match[str]) -> str:
+        field = f"{{{found[1]}}}" if found[1] else found.group()
+        if field.startswith('"'):
+            return field
+        known = dict(variables())
+        try:
+            return str(EvalFormatter().vformat(field, [], known))  # type: ignore[no-untyped-call,unused-ignore]
+        except NameError as error:
+            raise SessionError(f"{field}: {undefined(error.name, known)}") from None
+        except Exception as error:
+            raise SessionError(f"{field} cannot be evaluated: {type(error).__name__}: {error}") from None
 
     return _FIELD.sub(value, word)
-
-
-def _value(field: str, variables: Mapping[str, Any]) -> str:
-    try:
-        return str(EvalFormatter().vformat(field, [], dict(variables)))  # type: ignore[no-untyped-call,unused-ignore]
-    except NameError as error:
-        raise SessionError(f"{field}: {undefined(error.name, variables)}") from None
-    except Exception as error:
-        raise SessionError(f"{field} cannot be evaluated: {type(error).__name__}: {error}") from None

@@ -12,7 +12,7 @@ from typing import Any
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.display.progress import busy
-from graphpatch_notebook.notebook.magics import choosing, files, views, wrapping
+from graphpatch_notebook.notebook.magics import actions
 from graphpatch_notebook.notebook.magics.command_line import CommandParser, Variables, expanded, unquoted
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, PatchKind
 from graphpatch_notebook.notebook.session.workspace import Workspace
@@ -88,6 +88,10 @@ def _file(parser: CommandParser, flag: str, does: str) -> CommandParser:
     return parser.add(flag, action="store_true", help=does)
 
 
+def _token(text: str) -> int | str:
+    return int(text) if text.strip().isdecimal() else unquoted(text)
+
+
 @functools.cache
 def _own_commands() -> dict[str, Command]:
     """Returns all commands but those of patch kinds."""
@@ -106,7 +110,7 @@ def _own_commands() -> dict[str, Command]:
     export.add("--force", action="store_true", help="overwrite what export did not write")
     lens = _parser("lens", "[TOKEN] [--stream STREAM] [--tokenizer NAME] [--inputs ARGS]",
                    "shows what each layer says at each position", examples=("lens 464 --stream mlp",))  # fmt: skip
-    lens.add("token", metavar="TOKEN", nargs="?", help="whose probability is shown: a number, or a text in quotes")
+    lens.add("token", metavar="TOKEN", nargs="?", type=_token, help="whose probability is shown: a number, or a text")
     lens.add("--stream", metavar="STREAM", default="residual", help="residual (default), attention or mlp")
     generation = _parser("generation", "[COUNT] [--tokenizer NAME] [--inputs ARGS]",
                          "shows generated tokens; a click branches at one",
@@ -119,59 +123,63 @@ MODEL(ARGS) is a call of the model on example inputs. The model runs once and
 is captured. NAME is the variable that receives the PatchableGraph. If NAME
 holds a graph already, its chosen patches are carried over.
 """, ("wrap pg = model(input_ids)", "wrap pg = model(**tokens)")).add("text", nargs="*", completes="model"),
-            wrapping.wrap,
+            actions.wrap,
         ),
         Command(
             _parser("use", "NAME", "selects the graph that commands apply to", examples=("use pg",))
             .add("name", metavar="NAME", completes="graph", help="the variable of a PatchableGraph"),
-            wrapping.use,
+            actions.use,
         ),
         Command(
             _view(_place(_parser("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]",
                                  "shows the tree; a click patches a node",
                                  examples=("show h_0.mlp", "show --tokenizer tokenizer"))), inputs),
-            views.show,
+            actions.show,
         ),
         Command(
             _view(_parser("attention", "[--tokenizer NAME] [--inputs ARGS]",
                           "shows attention patterns; a click selects a head"), inputs),
-            views.attention, "Running",
+            actions.attention, "Running",
         ),
-        Command(_view(lens, inputs), views.lens, "Reading the layers"),
-        Command(_view(generation, "the arguments of generate, in quotes"), views.generation, "Generating"),
+        Command(_view(lens, inputs), actions.lens, "Reading the layers"),
+        Command(_view(generation, "the arguments of generate, in quotes"), actions.generation, "Generating"),
         Command(
             _place(_parser("ls", "[PATH]", "lists the contents of a graph", examples=("ls h_0.attn",))),
-            views.ls, "Listing",
+            actions.ls, "Listing",
         ),
         Command(
             _parser("find", "[QUERY]", "finds nodes: mul, op:linear, shape:8192, h_*.mlp", _QUERY,
                     ("find mlp op:linear -is:patched", "find shape:[1,*,768] is:output"))
             .add("text", metavar="QUERY", nargs="*", completes="query"),
-            views.find, "Searching",
+            actions.find, "Searching",
         ),
         Command(
             _place(_parser("code", "PATH", "shows the code of a graph or a node", examples=("code h_0.mlp",))),
-            views.code, "Building code",
+            actions.code, "Building code",
         ),
         Command(
             _place(_parser("shape", "[PATH[slice]]", "shows the recorded shape", examples=("shape h_0.output[0]",))),
-            views.shape,
+            actions.shape,
         ),
         Command(_chosen(_parser("rm", "PATH|#n ...", "removes patches", examples=("rm #1 #3", "rm h_*.mlp.output"))),
-                choosing.remove),
-        Command(_chosen(_parser("enable", "PATH|#n ...", "enables patches", examples=("enable #1",))), choosing.enable),
+                actions.remove),
+        Command(_chosen(_parser("enable", "PATH|#n ...", "enables patches", examples=("enable #1",))),
+                functools.partial(actions.switch, is_enabled=True)),
         Command(_chosen(_parser("disable", "PATH|#n ...", "disables patches, without removing them",
-                                examples=("disable h_*.mlp.output",))), choosing.disable),
-        Command(_parser("clear", "", "removes all patches", "Use undo to restore them."), choosing.clear),
-        Command(_parser("undo", "", "undoes the last edit of the chosen patches"), choosing.undo),
-        Command(_parser("redo", "", "redoes the last edit that was undone"), choosing.redo),
-        Command(_parser("list", "", "lists the chosen patches"), views.listed),
-        Command(export, files.export, "Exporting"),
+                                examples=("disable h_*.mlp.output",))),
+                functools.partial(actions.switch, is_enabled=False)),
+        Command(_parser("clear", "", "removes all patches", "Use undo to restore them."), actions.clear),
+        Command(_parser("undo", "", "undoes the last edit of the chosen patches"),
+                functools.partial(actions.step, is_undo=True)),
+        Command(_parser("redo", "", "redoes the last edit that was undone"),
+                functools.partial(actions.step, is_undo=False)),
+        Command(_parser("list", "", "lists the chosen patches"), actions.listed),
+        Command(export, actions.export, "Exporting"),
         Command(
             _file(_parser("save", "FILE [--force]", "saves the chosen patches to a file",
                           examples=("save session.json", 'save "my patches.json" --force')),
                   "--force", "overwrite a file that is not a session file"),
-            files.save,
+            actions.save,
         ),
         Command(
             _file(_parser("load", "FILE [--trust]", "loads chosen patches from a file", """
@@ -181,7 +189,7 @@ wrote: anything except numbers, names, arithmetic and subscripts. Such values
 are shown, but do not run until you trust the file.
 """, ("load session.json", 'load "my patches.json" --trust')),
                   "--trust", "trust the file until its content changes"),
-            files.load,
+            actions.load,
         ),
         Command(
             _parser("help", "[COMMAND]", "shows help for all commands, or for one", examples=("help zero",))
@@ -224,7 +232,7 @@ def _choosing(kind: PatchKind) -> Command:
                    help="the sequence dimension, if it cannot be inferred: 1, -2")  # fmt: skip
     parser.add("--any-shape", action="store_true", help="allow values whose shape differs from the example")
     parser.add("--allow-empty", action="store_true", help="allow a slice that selects nothing")
-    return Command(parser, lambda workspace, args: choosing.choose(workspace, kind, args))
+    return Command(parser, lambda workspace, args: actions.choose(workspace, kind, args))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -240,7 +248,7 @@ def run(workspace: Workspace, line: str, variables: Variables) -> Any:
     workspace.notice_new_graphs()
     name, rest = (*line.split(None, 1), "", "")[:2]
     if not name or name.startswith("#"):
-        return views.status(workspace)
+        return actions.status(workspace)
     command = commands().get("help" if name in ("-h", "--help") else name)
     if command is None:
         raise SessionError(_unknown(workspace, name))

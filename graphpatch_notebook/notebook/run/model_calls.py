@@ -16,11 +16,15 @@ import torch
 
 from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.checks.model_state import copied, copied_output, preserved
-from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError
+from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, cut
 from graphpatch_notebook.notebook.display.labels import file_label
 from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
-from graphpatch_notebook.notebook.session.expressions import check_runs_anywhere, parse_arguments, quoted, undefined
-from graphpatch_notebook.notebook.session.origin import written_arguments
+from graphpatch_notebook.notebook.session.expressions import (
+    evaluated_call,
+    parse_arguments,
+    undefined,
+    written_arguments,
+)
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.options import options_among
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -31,7 +35,6 @@ NO_INPUTS = (
     "there are no example inputs for this graph; type the arguments of a call in the field Inputs, or give some: "
     "pg.browse(inputs=...)"
 )
-_CALL = "<graphpatch>"  # not a name that a user could have
 
 
 @dataclass(frozen=True)
@@ -102,22 +105,17 @@ def evaluated_arguments(text: str, namespace: dict[str, Any]) -> RunInputs:
     """
     try:
         call = parse_arguments(text)
-        check_runs_anywhere(call, text)
     except ValueError as error:
         raise ChosenPatchError("inputs", str(error)) from None
     call.keywords = [keyword for keyword in call.keywords if keyword.arg != "extraction_options"]
     written = ", ".join(ast.unparse(argument) for argument in (*call.args, *call.keywords))
-    call.func = ast.copy_location(ast.Name(_CALL, ast.Load()), call.func)
-    code = compile(ast.fix_missing_locations(ast.Expression(call)), "<inputs>", "eval")
-    make: Callable[..., Any] = lambda *args, **kwargs: (args, kwargs)  # noqa: E731
     try:
-        args, kwargs = eval(code, namespace, {_CALL: make})
-        _, args, kwargs = options_among(args, kwargs)
-    except NameError as error:
-        message = undefined(error.name, namespace) if error.name not in namespace else f"NameError: {error}"
-        raise ChosenPatchError("inputs", f"inputs {quoted(text)}: {message}") from error
+        _, args, kwargs = options_among(*evaluated_call(call, namespace, "inputs"))
     except Exception as error:
-        raise ChosenPatchError("inputs", f"inputs {quoted(text)}: {type(error).__name__}: {error}") from error
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, NameError) and error.name not in namespace:
+            message = undefined(error.name, namespace)
+        raise ChosenPatchError("inputs", f"inputs {cut(repr(text))}: {message}") from error
     return RunInputs(args, kwargs, written)
 
 

@@ -35,7 +35,7 @@ from graphpatch_notebook.notebook.run.model_calls import (
 from graphpatch_notebook.notebook.run.run_report import KeptValue, changes, probe_report
 from graphpatch_notebook.notebook.run.value_plots import Plane
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatches
-from graphpatch_notebook.notebook.session.origin import written_arguments
+from graphpatch_notebook.notebook.session.expressions import written_arguments
 from graphpatch_notebook.notebook.session.session import ResolvedPatches, Session
 from graphpatch_notebook.notebook.session.workspace import Results, Workspace
 from graphpatch_notebook.patchable_graph import captured

@@ -16,7 +16,7 @@ from graphpatch_notebook.errors import ChosenPatchError
 from graphpatch_notebook.notebook.display.statistics import Readable, finite_pieces, statistics_of
 from graphpatch_notebook.notebook.display.tokens import TokenLabels
 from graphpatch_notebook.notebook.messages import Heatmap, Histogram, NoPlot, Plot, Statistics
-from graphpatch_notebook.notebook.session.slices import SliceText, parse_slice
+from graphpatch_notebook.notebook.session.expressions import SliceText, parse_slice
 
 SIDE = 256
 """The largest number of rows, and of columns, of a heatmap."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-import keyword
-import unicodedata
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +14,29 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError, PatchValueError, SessionError, UntrustedValueError
 from graphpatch_notebook.notebook.messages import PatchFields
-from graphpatch_notebook.notebook.session.expressions import evaluate, free_names, parse_expression
-from graphpatch_notebook.notebook.session.patch_kinds import FLAGS, PATCH_KINDS, PatchKind, PatchValue
-from graphpatch_notebook.notebook.session.slices import SliceText, parse_slice
+from graphpatch_notebook.notebook.session.expressions import (
+    SliceText,
+    evaluate,
+    free_names,
+    numbers_text,
+    parse_expression,
+    parse_positions,
+    parse_slice,
+    parse_steps,
+    variable_name,
+)
+from graphpatch_notebook.notebook.session.patch_kinds import FLAGS, PATCH_KINDS, PatchKind
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.patches.selections import NAMED_STEPS
 from graphpatch_notebook.paths import nearest
 
-_OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
+_CANONICAL = {
+    "slice": lambda text: str(parse_slice(text)),
+    "value": parse_expression,
+    "steps": lambda text: numbers_text(parse_steps(text)),
+    "positions": lambda text: numbers_text(parse_positions(text)),
+    "name": variable_name,
+}
+"""By field: returns the canonical text of what was typed, or raises a `ValueError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +85,18 @@ class ChosenPatch(PatchFields, frozen=True):
         for field in ("slice", "value", "name", "positions", "position_dim"):
             if getattr(self, field) is not None and field not in kind.fields:
                 raise ChosenPatchError(field, f"{self.kind} takes no {field}: it {kind.summary}")
-        for field, parse in (
-            ("slice", parse_slice),
-            ("value", parse_expression),
-            ("steps", parse_steps),
-            ("positions", parse_positions),
-            ("name", _variable),
-        ):
+        for field, canonical in _CANONICAL.items():
             if (text := getattr(self, field)) is not None:
                 try:
-                    structs.force_setattr(self, field, str(parse(text)))
+                    structs.force_setattr(self, field, canonical(text))
                 except ValueError as error:
                     raise ChosenPatchError(field, str(error)) from None
         if kind.value is not None and not kind.value.is_function:
-            _check_literal(self.kind, kind.value, str(self.value))
+            literal: Any = "" if kind.value.is_text else 0  # the type of another expression is not known yet
+            with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                literal = ast.literal_eval(str(self.value))
+            if not isinstance(literal, str if kind.value.is_text else (int, float, complex)):
+                raise ChosenPatchError("value", f"{self.kind} takes {kind.value.noun}, not {self.value}")
         if self.position_dim is not None and self.positions is None:
             raise ChosenPatchError("position_dim", f"position_dim={self.position_dim} has no effect without positions")
 
@@ -107,9 +119,9 @@ class ChosenPatch(PatchFields, frozen=True):
         """Returns the fields of a `Patch` that restrict when and where it is applied, if they are set."""
         found: dict[str, Any] = {}
         if self.steps is not None:
-            found["steps"] = parse_steps(self.steps).value
+            found["steps"] = parse_steps(self.steps)
         if self.positions is not None:
-            found["positions"] = parse_positions(self.positions).value
+            found["positions"] = parse_positions(self.positions)
         if self.position_dim is not None:
             found["position_dim"] = self.position_dim
         return found | {flag: True for flag in FLAGS if getattr(self, flag)}
@@ -154,9 +166,7 @@ class ChosenPatch(PatchFields, frozen=True):
             return value[self.index.index(namespace)]
         except Exception as error:
             what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
-            raise PatchValueError(
-                f"#{self.number} ({self}): cannot take [{self.slice}] of a value {what}: {error}"
-            ) from None
+            raise PatchValueError(f"cannot take [{self.slice}] of a value {what}: {error}") from None
 
     @property
     def place(self) -> str:
@@ -164,7 +174,7 @@ class ChosenPatch(PatchFields, frozen=True):
         return self.path if self.slice is None else f"{self.path}[{self.slice}]"
 
     def __str__(self) -> str:
-        words = [self.kind, self.place, self.value or self.name or "", *self.options()]
+        words = [self.kind, self.place, self.value or (f"as {self.name}" if self.name else ""), *self.options()]
         return " ".join(word for word in words if word)
 
     def options(self) -> list[str]:
@@ -212,90 +222,12 @@ def names_used(patches: Iterable[ChosenPatch]) -> set[str]:
     return names
 
 
-@dataclass(frozen=True, slots=True)
-class PatchNumbers:
-    """Steps or positions, as a `Patch` takes them: a name, an integer, a slice, a list, or a list for each row."""
-
-    value: Any
-
-    def __str__(self) -> str:
-        if isinstance(self.value, str) or _is_rows(self.value):
-            return str(self.value)
-        return str(SliceText(tuple(self.value) if isinstance(self.value, list) else (self.value,)))
-
-
-def parse_steps(text: str) -> PatchNumbers:
-    """Returns steps as typed: `3`, `2, 40`, `1:`, `prefill`.
-
-    Raises:
-        ValueError: The text is not a list of numbers, nor a name.
-    """
-    if text.strip() in NAMED_STEPS:
-        return PatchNumbers(text.strip())
-    try:
-        found = parse_positions(text)
-    except ValueError as error:
-        raise ValueError(f"{error}; steps are also named {' and '.join(NAMED_STEPS)}") from None
-    if _is_rows(found.value):
-        raise ValueError(f"{text!r}: steps are the same for each row of the batch")
-    return found
-
-
-def parse_positions(text: str) -> PatchNumbers:
-    """Returns positions as typed: `3`, `2, 40`, `1:`, or those of each row of the batch.
-
-    Raises:
-        ValueError: The text is not a list of numbers.
-
-    Example:
-        >>> str(parse_positions("2,40")), str(parse_positions("[3], [5], [2]"))
-        ('2, 40', '[[3], [5], [2]]')
-    """
-    stripped = text.strip()
-    is_nested = stripped.startswith("[[") and stripped.endswith("]]")
-    typed = parse_slice(stripped[1:-1] if is_nested else stripped)
-    parts = list(typed.parts)
-    if not typed.names:
-        if len(parts) == 1 and isinstance(parts[0], (int, slice)):
-            return PatchNumbers(parts[0])
-        if all(isinstance(part, int) for part in parts) or (_is_rows(parts) and (is_nested or len(parts) > 1)):
-            return PatchNumbers(parts)
-    raise ValueError(
-        f"{text!r} is not a list of whole numbers; write 3, or 2, 40, or 1:5; for each row of the batch, [3], [5]"
-    )
-
-
-def _check_literal(kind: str, wanted: PatchValue, text: str) -> None:
-    """Raises if a literal is not a number, or not a text. The type of any other expression is not known yet."""
-    try:
-        literal = ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return
-    if not isinstance(literal, str if wanted.is_text else (int, float, complex)):
-        raise ChosenPatchError("value", f"{kind} takes {wanted.noun}, not {text}")
-
-
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(part, list) for part in value)
+def unknown_names(patch: ChosenPatch, namespace: dict[str, Any]) -> str:
+    """Returns which names a patch uses that are not defined yet; an empty text without any."""
+    names = sorted(names_used([patch]))
+    unknown = [name for name in names if name not in namespace and not hasattr(builtins, name)]
+    return f"{', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet" if unknown else ""
 
 
 def _quoted(text: str) -> str:
     return f'"{text}"' if " " in text else text
-
-
-def _variable(text: str) -> str:
-    name = unicodedata.normalize("NFKC", text)  # as Python does: exported code would use that variable
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"{name!r} cannot be the name of a variable")
-    if why := reserved(name):
-        raise ValueError(f"{name!r} {why}: choose another name for the variable")
-    return name
-
-
-def reserved(name: str) -> str:
-    """Returns why a variable of the user should not have this name; an empty string if it may."""
-    if name.startswith("_"):
-        return "begins with an underscore, like the variables of IPython"
-    if name in _OF_IPYTHON:
-        return "is a variable of IPython"
-    return "is a builtin of Python" if hasattr(builtins, name) else ""

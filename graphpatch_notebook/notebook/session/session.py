@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,9 +25,8 @@ from graphpatch_notebook.errors import ChosenPatchError, GraphPatchWarning, Sess
 from graphpatch_notebook.execution import check_call, is_part_of_splice, target_of_call
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve
 from graphpatch_notebook.notebook.display.labels import visible
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, UntrustedFile, names_used
-from graphpatch_notebook.notebook.session.origin import Origin
-from graphpatch_notebook.notebook.session.slices import Sliced, sliced_shape
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
+from graphpatch_notebook.notebook.session.expressions import Origin, sliced_shape
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.slices import index_text
@@ -35,6 +34,7 @@ from graphpatch_notebook.paths import ParsedPath, numbered, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
 
 _MOST_UNDOS = 1000
+_Patches: TypeAlias = tuple[ChosenPatch, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Check:
     """The value that a patch would be applied to."""
 
     patch: ChosenPatch  # with its path in canonical form
-    shape: torch.Size | None  # as recorded; `None` for a number, or if it is not known
-    sliced: tuple[int, ...] | None
-    warning: str | None  # such as an index beyond the recorded size
+    shape: torch.Size | None = None  # as recorded; `None` for a number, or if it is not known
+    sliced: tuple[int, ...] | None = None  # the shape of its slice
+    warning: str | None = None  # such as an index beyond the recorded size
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,6 @@ class ResolvedPatches:
 
     patch_map: dict[str, list[Patch[Any]]]  # the argument of `pg.patch`
     observing: tuple[tuple[ChosenPatch, Patch[Any]], ...]  # those that keep something
-
-    def results(self, namespace: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the patches have kept, by the names of their variables; without probes that never fired.
-
-        Raises:
-            PatchValueError: The model has overwritten a kept value, or a slice does not fit one.
-        """
-        kept = {chosen.name: chosen.taken(patch, namespace) for chosen, patch in self.observing}
-        return {str(name): value for name, value in kept.items() if value is not None}
 
 
 class Session:
@@ -90,9 +81,9 @@ class Session:
         self._lock = threading.RLock()
         self._chosen = ChosenPatches()
         self._last_number = 0
-        self._undone: list[tuple[ChosenPatch, ...]] = []
-        self._done: list[tuple[ChosenPatch, ...]] = []
-        self._listeners: list[Callable[[ChosenPatches], object]] = []
+        self._undone: list[_Patches] = []
+        self._done: list[_Patches] = []
+        self._listeners: list[Callable[[], object]] = []
 
     @property
     def graph(self) -> PatchableGraph:
@@ -109,65 +100,77 @@ class Session:
 
     # -- edits ---------------------------------------------------------------------------------------------------------
 
-    def add(self, patch: ChosenPatch, based_on: int | None = None) -> ChosenPatch:
-        """Adds a patch after the others; returns it with its number and its path in canonical form.
+    def edit(self, make: Callable[[_Patches], Iterable[ChosenPatch]], based_on: int | None = None) -> _Patches:
+        """Replaces the patches by those that `make` returns, as one step of undo; returns them.
+
+        Patches that are new or changed are checked, and their paths become canonical. Those without a number get one.
 
         Raises:
-            ChosenPatchError: It cannot be applied; the message names the nearest paths, or the shapes.
+            ChosenPatchError: One cannot be applied; the message names the nearest paths, or the shapes.
         """
+        with self._lock:
+            self._check_version(based_on)
+            before = self._chosen.patches
+            patches = list(make(before))
+            # A number is never reused, because a cell that names it may run again.
+            last = self._last_number
+            for at, patch in enumerate(patches):
+                if not patch.number:
+                    last += 1
+                    patches[at] = patch.with_fields(number=last)
+                last = max(last, patch.number)
+            for at, patch in enumerate(patches):
+                if patch not in before:
+                    patches[at] = self.check(patch, [*patches[:at], *patches[at + 1 :]]).patch
+            after = tuple(patches)
+            if after != before:
+                self._last_number = last
+                self._done = [*self._done, before][-_MOST_UNDOS:]
+                self._undone.clear()
+                self._publish(after)
+            return after
+
+    def add(self, patch: ChosenPatch, based_on: int | None = None) -> ChosenPatch:
+        """Adds a patch after the others; returns it with its number."""
         return self.extend([patch], based_on)[0]
 
-    def extend(self, patches: Iterable[ChosenPatch], based_on: int | None = None) -> tuple[ChosenPatch, ...]:
-        """Adds several patches, as one step of undo; returns them as they were added."""
-        with self._lock:
-            before = self._chosen.patches
-            added = self._checked((patch.with_fields(number=0) for patch in patches), before)
-            self._commit((*before, *added), based_on)
-        return added
-
-    def replace_all(self, patches: Iterable[ChosenPatch]) -> tuple[ChosenPatch, ...]:
-        """Replaces all patches by these, as one step of undo; returns them. Those that have a number keep it."""
-        with self._lock:
-            chosen = self._checked(patches, ())
-            self._commit(chosen, None)
-        return chosen
+    def extend(self, patches: Iterable[ChosenPatch], based_on: int | None = None) -> _Patches:
+        """Adds several patches; returns them as they were added."""
+        new = [patch.with_fields(number=0) for patch in patches]
+        return self.edit(lambda before: (*before, *new), based_on)[-len(new) :] if new else ()
 
     def change(self, number: int, based_on: int | None = None, **changed: Any) -> ChosenPatch:
         """Changes fields of a patch (`is_enabled=False`, `slice=":, 0"`), which keeps its number and position."""
-        with self._lock:
-            before = self._chosen.find(number)
-            others = tuple(patch for patch in self._chosen.patches if patch is not before)
+
+        def make(patches: _Patches) -> Iterable[ChosenPatch]:
+            before = ChosenPatches(0, patches).find(number)
             after = before.with_fields(**changed)
             if after.value != before.value:  # the user has written this value
                 after = after.with_fields(untrusted=None)
-            (after,) = self._checked([after], others)
-            self._commit(tuple(after if patch is before else patch for patch in self._chosen.patches), based_on)
-        return after
+            return [after if patch is before else patch for patch in patches]
 
-    def trust(self, file: UntrustedFile, based_on: int | None = None) -> None:
-        """Trusts a file: values from it are evaluated from now on."""
-        with self._lock:
-            trusted = (p.with_fields(untrusted=None) if p.untrusted == file else p for p in self._chosen.patches)
-            self._commit(tuple(trusted), based_on)
+        return ChosenPatches(0, self.edit(make, based_on)).find(number)
 
     def move(self, number: int, position: int, based_on: int | None = None) -> None:
         """Moves a patch to a position in the order, counted from 0."""
-        with self._lock:
-            moved = self._chosen.find(number)
-            others = [patch for patch in self._chosen.patches if patch is not moved]
-            self._commit((*others[:position], moved, *others[position:]), based_on)
 
-    def remove(self, numbers: Iterable[int], based_on: int | None = None) -> tuple[ChosenPatch, ...]:
+        def make(patches: _Patches) -> Iterable[ChosenPatch]:
+            moved = ChosenPatches(0, patches).find(number)
+            others = [patch for patch in patches if patch is not moved]
+            return [*others[:position], moved, *others[position:]]
+
+        self.edit(make, based_on)
+
+    def remove(self, numbers: Iterable[int], based_on: int | None = None) -> _Patches:
         """Removes the patches with these numbers; returns them."""
-        with self._lock:
-            removed = tuple(self._chosen.find(number) for number in numbers)
-            self._commit(tuple(patch for patch in self._chosen.patches if patch not in removed), based_on)
+        removed = self._chosen.only(numbers).patches
+        gone = {patch.number for patch in removed}
+        self.edit(lambda before: [patch for patch in before if patch.number not in gone], based_on)
         return removed
 
-    def clear(self, based_on: int | None = None) -> tuple[ChosenPatch, ...]:
+    def clear(self, based_on: int | None = None) -> _Patches:
         """Removes all patches; returns them."""
-        with self._lock:
-            return self.remove([patch.number for patch in self._chosen.patches], based_on)
+        return self.remove([patch.number for patch in self._chosen.patches], based_on)
 
     def undo(self, based_on: int | None = None) -> bool:
         """Undoes the last edit; returns whether there was one."""
@@ -187,17 +190,7 @@ class Session:
         """Whether there is an edit to redo."""
         return bool(self._undone)
 
-    def _checked(self, patches: Iterable[ChosenPatch], others: tuple[ChosenPatch, ...]) -> tuple[ChosenPatch, ...]:
-        """Returns the patches, checked against `others` and each other; those without a number get new ones."""
-        found: list[ChosenPatch] = []
-        for new, patch in enumerate(patches, self._last_number + 1):
-            numbered = patch if patch.number else patch.with_fields(number=new)
-            found.append(self.check(numbered, (*others, *found)).patch)
-        return tuple(found)
-
-    def _step(
-        self, source: list[tuple[ChosenPatch, ...]], other: list[tuple[ChosenPatch, ...]], based_on: int | None
-    ) -> bool:
+    def _step(self, source: list[_Patches], other: list[_Patches], based_on: int | None) -> bool:
         with self._lock:
             self._check_version(based_on)
             if not source:
@@ -206,17 +199,6 @@ class Session:
             self._publish(source.pop())
             return True
 
-    def _commit(self, patches: tuple[ChosenPatch, ...], based_on: int | None) -> None:
-        self._check_version(based_on)
-        if patches == self._chosen.patches:
-            return
-        # A number is never reused, because a cell that names it may run again.
-        self._last_number = max((self._last_number, *(patch.number for patch in patches)))
-        self._done.append(self._chosen.patches)
-        del self._done[:-_MOST_UNDOS]
-        self._undone.clear()
-        self._publish(patches)
-
     def _check_version(self, based_on: int | None) -> None:
         if based_on is not None and based_on != self._chosen.version:
             raise StaleEditError(
@@ -224,28 +206,26 @@ class Session:
                 "look at them again and repeat the edit"
             )
 
-    def _publish(self, patches: tuple[ChosenPatch, ...]) -> None:
+    def _publish(self, patches: _Patches) -> None:
         self._chosen = ChosenPatches(self._chosen.version + 1, patches)
         for listener in tuple(self._listeners):
             try:
-                listener(self._chosen)
+                listener()
             except Exception as error:
-                what = f"a listener raised {type(error).__name__}: {error}"
-                warning = GraphPatchWarning(f"{what}; the edit was made, all others were called", "listener")
-                warnings.warn(warning, stacklevel=2)
+                what = f"a listener raised {type(error).__name__}: {error}; the edit was made, all others were called"
+                warnings.warn(GraphPatchWarning(what, "listener"), stacklevel=2)
                 continue
 
-    def listen(self, listener: Callable[[ChosenPatches], object]) -> Callable[[], None]:
-        """Calls `listener` with the chosen patches after each change, in the thread of the edit and under its lock.
+    def listen(self, listener: Callable[[], object]) -> Callable[[], None]:
+        """Calls `listener` after each change, in the thread of the edit and under its lock.
 
         Returns:
             A function that removes the listener.
         """
-        with self._lock:
-            self._listeners.append(listener)
+        self._listeners.append(listener)
 
         def stop() -> None:
-            with self._lock, suppress(ValueError):
+            with suppress(ValueError):
                 self._listeners.remove(listener)
 
         return stop
@@ -263,22 +243,21 @@ class Session:
         there = tuple(self._chosen.patches if others is None else others)
         root = captured(self.graph).root
         _check_name(patch, there, self.origin)
-        warned = [_warning_of_uses(patch, there)]
+        used = _warning_of_uses(patch, there)
         try:
             target = _target(root, patch)
         except Unresolvable as problem:
             if not is_part_of_splice(root, patch.path):
                 raise ChosenPatchError("path", problem.message) from None
-            return Check(patch, None, None, warned[0])
+            return Check(patch, warning=used)
         shape = target.spec.shape if isinstance(target.spec, TensorSpec) else None
-        sliced = _sliced(patch, target, shape)
-        text = "; ".join(filter(None, [sliced.warning, *warned])) or None
-        return Check(patch.with_fields(path=target.text), shape, sliced.shape, text)
+        sliced, warning = _sliced(patch, target, shape)
+        return Check(
+            patch.with_fields(path=target.text), shape, sliced, "; ".join(filter(None, [warning, used])) or None
+        )
 
     def free_name(self, path: str, taken: Container[str] = ()) -> str:
         """Returns a name for the variable of a probe: the end of the path, with a number if that name is taken.
-
-        The end begins at the last submodule with a number, so that layers have different names: `h_3_mlp_output`.
 
         Example:
             >>> import torch
@@ -286,17 +265,10 @@ class Session:
             >>> Session(pg).free_name("sub_0.linear")
             'sub_0_linear'
         """
-        parsed = ParsedPath((path,)) if is_component_name(path) else parse_path(path)
-        last = len(parsed.names) - 1
-        begin = next((at for at in range(last - 1, -1, -1) if parsed.names[at][-1:].isdigit()), max(0, last - 1))
-        words = re.sub(r"\W+", "_", "_".join((*parsed.names[begin:], *parsed.dig)), flags=re.ASCII).strip("_")
-        base = words if words and not words[0].isdigit() else f"node_{words}".strip("_")
         mine = {patch.name for patch in self._chosen.patches} | self.origin.names
-        return next(
-            name
-            for name in itertools.chain([base], numbered(base))
-            if not (name in mine or name in taken or keyword.iskeyword(name) or hasattr(builtins, name))
-        )
+        base = name_of_path(path)
+        names = itertools.chain([base], numbered(base))
+        return next(name for name in names if name not in mine and name not in taken and not is_reserved(name))
 
     # -- use -----------------------------------------------------------------------------------------------------------
 
@@ -323,6 +295,27 @@ class Session:
         patch_map = {path: [made[one.number] for one in same] for path, same in paths.items()}
         observing = ((one, made[one.number]) for one in enabled if one.definition.keeps is not None)
         return ResolvedPatches(patch_map, tuple(observing))
+
+
+def is_reserved(name: str) -> bool:
+    """Whether Python means something else by a name."""
+    return keyword.iskeyword(name) or hasattr(builtins, name)
+
+
+def name_of_path(path: str) -> str:
+    """Returns an identifier made of the end of a path.
+
+    The end begins at the last submodule with a number, so that layers have different names.
+
+    Example:
+        >>> name_of_path("transformer.h_3.mlp.output"), name_of_path('0."a.b"')
+        ('h_3_mlp_output', 'node_0_a_b')
+    """
+    parsed = ParsedPath((path,)) if is_component_name(path) else parse_path(path)
+    last = len(parsed.names) - 1
+    begin = next((at for at in range(last - 1, -1, -1) if parsed.names[at][-1:].isdigit()), max(0, last - 1))
+    words = re.sub(r"\W+", "_", "_".join((*parsed.names[begin:], *parsed.dig)), flags=re.ASCII).strip("_")
+    return words if words and not words[0].isdigit() else f"node_{words}".strip("_")
 
 
 def by_value(root: Frame, patches: Sequence[ChosenPatch]) -> dict[str, list[ChosenPatch]]:
@@ -368,28 +361,23 @@ def _target(root: Frame, patch: ChosenPatch) -> Target:
     return target
 
 
-def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> Sliced:
-    typed = patch.index
-    if typed is None or (shape is None and is_absent(target)):
-        return Sliced(None if shape is None else tuple(shape))
+def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> tuple[tuple[int, ...] | None, str | None]:
+    """Returns the shape of the slice, if it is known, and a warning."""
+    if patch.index is None:
+        return shape, None
     if shape is None:
+        # An input that the example call did not have has an unknown value.
+        if isinstance(target.spec, ScalarSpec) and target.spec.value is None:
+            return None, None
         raise ChosenPatchError(
             "slice", f"{target.text!r} is a number ({target.spec}): it cannot have a slice; drop the brackets"
         )
     try:
-        sliced = sliced_shape(typed, shape, allow_empty=patch.allow_empty)
-        if sliced.warning is not None:
-            sliced_shape(typed, shape, fixed_sizes_of(target), allow_empty=patch.allow_empty)
-        return sliced
+        return sliced_shape(patch.index, shape, lambda: fixed_sizes_of(target), allow_empty=patch.allow_empty)
     except ValueError as error:
         if patch.any_shape:
-            return Sliced(None)
+            return None, None
         raise ChosenPatchError("slice", f"{target.text!r}: {error}") from None
-
-
-def is_absent(target: Target) -> bool:
-    """Whether the path is an input that the example call did not have, so its value is not known."""
-    return isinstance(target.spec, ScalarSpec) and target.spec.value is None
 
 
 def _check_name(patch: ChosenPatch, others: Iterable[ChosenPatch], origin: Origin) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,14 +32,12 @@ from graphpatch_notebook.errors import ChosenPatchError, SessionFileError, cut
 from graphpatch_notebook.inspection.resolution import operation_of, other_operation, with_nearest
 from graphpatch_notebook.notebook.messages import Message, PatchFields
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, UntrustedFile
-from graphpatch_notebook.notebook.session.expressions import is_plain
-from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.expressions import Origin, is_plain
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file
 
-_MOST_BYTES = 32 * 2**20
 _MOST_PROBLEMS = 20
 _LONGEST_PROBLEM = 500
 _WRITABLE = 0o222
@@ -72,38 +71,23 @@ def dumps(session: Session) -> str:
 
 
 def save(session: Session, file: str | os.PathLike[str], force: bool = False) -> Path:
-    """Writes the chosen patches to a file atomically; returns the file. By default, only a session file is overwritten.
+    """Writes the chosen patches to a file; returns the file. By default, only a session file is overwritten.
 
     The file is trusted from now on, unless it contains values that are not trusted.
 
     Raises:
         SessionFileError: The file cannot be written, or is not a session file; it is not changed.
     """
-    try:
-        target = real_file(file)
-        if target.exists() and not force:
-            _check_overwritten(target)
-        text = dumps(session)
-        replace_text(target, text)
-    except OSError as error:
-        raise SessionFileError(f"{str(file)!r} cannot be written: {error.strerror or error}") from error
+    text = dumps(session)
+    target = write_text(file, text, None if force else _content)
     patches = session.chosen.patches
     if any(map(_is_code, patches)) and not any(patch.untrusted for patch in patches):
-        _trust(digest(text))
+        _trust(digest(text.encode()))
     return target
 
 
 def _is_code(patch: ChosenPatch) -> bool:
     return patch.value is not None and not is_plain(patch.value)
-
-
-def _check_overwritten(target: Path) -> None:
-    try:
-        _content(_bytes(target))
-    except SessionFileError as problem:
-        raise SessionFileError(
-            f"{str(target)!r} would be overwritten, but {problem}; choose another name, or add --force"
-        ) from None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -123,8 +107,8 @@ def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = Fals
             names all problems, and nothing was changed.
     """
     try:
-        data = _bytes(Path(file).expanduser())
-        source = UntrustedFile(str(file), hashlib.sha256(data).hexdigest())
+        data = Path(file).expanduser().read_bytes()
+        source = UntrustedFile(str(file), digest(data))
         is_trusted = is_trusted or _is_trusted(source.digest)
         loaded = loads(session, data, f"{str(file)!r}: ", None if is_trusted else source)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
@@ -138,7 +122,10 @@ def trust(session: Session, number: int, based_on: int | None = None) -> None:
     """Trusts the current text of the file that a chosen patch is from: its values are evaluated from now on."""
     file = session.chosen.find(number).untrusted
     if file is not None:
-        session.trust(file, based_on)
+        session.edit(
+            lambda before: [one.with_fields(untrusted=None) if one.untrusted == file else one for one in before],
+            based_on,
+        )
         _trust(file.digest)
 
 
@@ -161,7 +148,7 @@ def loads(
             continue
     if problems or (misfits and not found):
         raise SessionFileError(_listed([*problems, *misfits]))
-    loaded = session.replace_all(one.with_fields(untrusted=source) if _is_code(one) else one for one in found)
+    loaded = session.edit(lambda _: [one.with_fields(untrusted=source) if _is_code(one) else one for one in found])
     if misfits:
         many = f"{len(misfits)} of {len(misfits) + len(found)} patches do not fit this graph, and were left out"
         warn_each_time(f"{where}{many}: {_listed(misfits)}", "unresolved patch")
@@ -189,16 +176,8 @@ def _listed(problems: list[str]) -> str:
     return "; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _bytes(source: Path) -> bytes:
-    with source.open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise SessionFileError(f"it is not a session: more than {_MOST_BYTES >> 20} MiB long")
-    return data
-
-
 def _content(text: str | bytes) -> _SessionFile:
-    """Returns the content of a text, if it is a session that this version can read."""
+    """Returns the content of a text; raises a `SessionFileError` if it is not a session that this version can read."""
     try:
         return msgspec.json.decode(text, type=_SessionFile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -206,39 +185,43 @@ def _content(text: str | bytes) -> _SessionFile:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Text files
+# Text files, also of exported code
 
 
-def real_file(file: str | os.PathLike[str]) -> Path:
-    """Returns the file to write, with links and `~` resolved.
+def write_text(file: str | os.PathLike[str], text: str, check_overwritten: Callable[[bytes], object] | None) -> Path:
+    """Writes a text file atomically, and returns it, with links and `~` resolved.
+
+    Args:
+        file: The file.
+        text: Its new content.
+        check_overwritten: Raises a `SessionFileError` for a content that must not be overwritten; `None` overwrites
+            everything but read-only files.
 
     Raises:
-        SessionFileError: It is not a regular file, is read-only, or its name is not valid.
+        SessionFileError: The file cannot be written, or must not be; its content is not changed.
     """
     try:
         target = Path(os.path.realpath(Path(file).expanduser()))
-    except (RuntimeError, ValueError) as error:  # an unknown user in `~user`, a null character
-        raise SessionFileError(f"{str(file)!r} cannot be written: {error}") from error
-    if target.exists() and not target.is_file():
-        raise SessionFileError(f"{str(target)!r} is not a regular file: give the name of a file")
-    if target.exists() and not target.stat().st_mode & _WRITABLE:  # it could be replaced, but the user decides that
-        raise SessionFileError(f"{str(target)!r} is read-only: choose another name, or make it writable")
+        if target.exists() and not (target.is_file() and target.stat().st_mode & _WRITABLE):
+            raise OSError("it is read-only, or not a regular file")
+        if target.exists() and check_overwritten is not None:
+            check_overwritten(target.read_bytes())
+        with whole_file(target) as written:
+            written.write_bytes(text.encode())
+    except SessionFileError as problem:
+        raise SessionFileError(
+            f"{str(file)!r} would be overwritten, but {problem}; choose another name, or add --force"
+        ) from None
+    except (OSError, RuntimeError, ValueError) as error:  # an unknown user in `~user`, a null character
+        raise SessionFileError(
+            f"{str(file)!r} cannot be written: {getattr(error, 'strerror', None) or error}"
+        ) from error
     return target
 
 
-def digest(text: str) -> str:
-    """Returns the SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def replace_text(target: Path, text: str) -> None:
-    """Replaces the content of `target` atomically.
-
-    Raises:
-        OSError: It cannot be written; its content is not changed.
-    """
-    with whole_file(target) as written:
-        written.write_bytes(text.encode())
+def digest(data: bytes) -> str:
+    """Returns the SHA-256 of the content of a file."""
+    return hashlib.sha256(data).hexdigest()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.nn import Module
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.search.search import index_of
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
-from graphpatch_notebook.notebook.session.origin import written_arguments
+from graphpatch_notebook.notebook.session.expressions import written_arguments
 from graphpatch_notebook.notebook.session.session import Session, session_of
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.paths import nearest
@@ -47,7 +47,7 @@ class Workspace:
         self._namespace = namespace
         self.put_in_new_cell = put_in_new_cell
         self.results = Results(namespace)
-        self._used: str | None = None
+        self._used = ""
         self._sessions: dict[str, Session] = {}
 
     @property
@@ -83,42 +83,34 @@ class Workspace:
             what = f"unknown variable {name!r}"
         raise SessionError(f"{what}; {self._what_is_there(name)}")
 
-    def find(self) -> ActiveGraph | None:
-        """Returns the active graph: the one picked by name, or else the only one; `None` if there is no graph.
+    def current(self) -> ActiveGraph:
+        """Returns the active graph: the one picked by name, or else the only one.
 
         Raises:
-            SessionError: There are several graphs, and none was picked.
+            SessionError: There is none, or there are several, and none was picked.
         """
         graphs = self.graphs()
-        if self._used is not None:
-            picked = self.namespace.get(self._used)
-            if is_a(picked, PatchableGraph):
-                return self._active(self._used, picked)
-            self._used = None
+        if self._used in graphs:
+            return self._active(self._used, graphs[self._used])
         different = {id(graph): graph for graph in graphs.values()}
         if len(different) > 1:
             raise SessionError(
                 f"there are several graphs: {', '.join(graphs)}; pick one: %graphpatch use NAME, or %%graphpatch NAME"
             )
         if not graphs:
-            return None
+            raise SessionError(f"no PatchableGraph yet; {self.first_step}")
         graph = next(iter(different.values()))
         known = session_of(graph).origin.graph
         return self._active(known if known in graphs else next(iter(graphs)), graph)
 
-    def current(self) -> ActiveGraph:
-        """Returns the active graph."""
-        found = self.find()
-        if found is None:
-            raise SessionError(f"no PatchableGraph yet; {self._what_is_there('')}")
-        return found
-
     def _what_is_there(self, name: str) -> str:
-        graphs = self.graphs()
-        if graphs:
-            return f"graphs: {', '.join(nearest(name, list(graphs)))}"
-        model = next(iter(self.models()), "MODEL")
-        return f"make one: %graphpatch wrap pg = {model}(EXAMPLE INPUTS)"
+        graphs = list(self.graphs())
+        return f"graphs: {', '.join(nearest(name, graphs))}" if graphs else self.first_step
+
+    @property
+    def first_step(self) -> str:
+        """The command that makes a graph."""
+        return f"make one: %graphpatch wrap pg = {next(iter(self.models()), 'MODEL')}(EXAMPLE INPUTS)"
 
     def models(self) -> list[str]:
         """Returns the names of the variables that hold modules other than graphs."""
@@ -223,7 +215,6 @@ def transfer(patches: tuple[ChosenPatch, ...], session: Session) -> None:
             dropped.append(f"dropped #{patch.number} {patch}: {problem}")
             continue
     if kept:
-        session.replace_all(kept)
-        print(f"{counted(len(kept))} carried over from the previous graph in {session.origin.graph}")
-    for line in dropped:
-        print(line)
+        session.edit(lambda _: kept)
+        dropped.insert(0, f"{counted(len(kept))} carried over from the previous graph in {session.origin.graph}")
+    print(*dropped, sep="\n", end="\n" * bool(dropped))

@@ -25,7 +25,7 @@ from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidge
 from graphpatch_notebook.notebook.messages import Items
 from graphpatch_notebook.notebook.run.model_calls import RunInputs, inputs_for_run
 from graphpatch_notebook.notebook.run.runs import Runs
-from graphpatch_notebook.notebook.session.origin import written_arguments
+from graphpatch_notebook.notebook.session.expressions import written_arguments
 from graphpatch_notebook.notebook.session.session import Session, session_of
 from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
 from graphpatch_notebook.notebook.views.requests import HANDLERS, Handlers, RequestContext, answer, session_state
@@ -68,7 +68,7 @@ class LinkedView(DisplayedWidget):
         self.renew(*self._makers())
         super().__init__(**traits)
         follow = weakref.WeakMethod(self.follow_session)
-        self._stop_listening = session.listen(lambda _: (method := follow()) and method())
+        self._stop_listening = session.listen(lambda: (method := follow()) and method())
         self._runs.followers.add(self)
         self._selection.followers.add(self)
         self.on_msg(lambda view, message, _: view._answer(message))  # does not refer to this widget

@@ -7,7 +7,6 @@ Requests never run the model in the current thread: a request may arrive while a
 
 from __future__ import annotations
 
-import builtins
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ from graphpatch_notebook.notebook.messages import (
     TrustEdit,
     UndoEdit,
 )
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, names_used
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, unknown_names
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.session_file import trust
@@ -195,10 +194,8 @@ def _check(context: RequestContext, payload: CheckRequest) -> Answer:
         typed = msgspec.structs.replace(typed, kind="zero")
     patch = _patch(context, typed).with_fields(number=payload.number or 0)
     found = session.check(patch, others)
-    namespace, notes = context.workspace.namespace, [found.warning]
-    unknown = [name for name in sorted(names_used([patch])) if name not in namespace and not hasattr(builtins, name)]
-    if unknown:
-        notes.append(f"{', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet")
+    namespace = context.workspace.namespace
+    notes = [found.warning, unknown_names(patch, namespace)]
     is_kept = before is not None and before.name == patch.name
     if patch.name in namespace and not is_kept and not context.workspace.results.is_own(str(patch.name)):
         notes.append(f"the variable {patch.name} exists, and the next run overwrites it")

@@ -45,7 +45,7 @@ def test_inputs_that_are_not_arguments_of_a_call_are_an_error_of_the_export(pg: 
     pg.ok("browser = pg.browse()")
     message = {"id": 1, "request": "export", "payload": {"inputs": "x)("}}
     reply, _ = answer(pg.namespace["browser"]._request_context, message, HANDLERS)
-    assert "are not the arguments of a call" in reply["error"]["message"]
+    assert "not the arguments of a call" in reply["error"]["message"]
 
 
 def test_a_graph_in_no_variable_is_not_called_like_another(pg: Shell) -> None:

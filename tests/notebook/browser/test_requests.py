@@ -21,7 +21,7 @@ from graphpatch_notebook.notebook.browser.widget import Browser
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
-from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.requests import answer, session_state

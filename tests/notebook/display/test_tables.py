@@ -15,7 +15,7 @@ from rich.console import Console
 from graphpatch_notebook.inspection.tree import CSS_STYLES
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.display.tables import Column, Table
-from graphpatch_notebook.notebook.export.source_code import as_html
+from graphpatch_notebook.notebook.export.patch_code import SourceCode
 from graphpatch_notebook.notebook.search.search import find
 from tests.notebook.hostile import KEYS, hostile_graph
 
@@ -157,7 +157,9 @@ def contrast(style: str, text: float, page: float) -> float:
 @pytest.mark.parametrize(("text", "page"), [(0.13, 1.0), (1.0, 0x11 / 255), (0.0, 1.0), (0.8, 0.0)])
 def test_colors_can_be_read_on_light_and_dark_pages(text: float, page: float) -> None:
     styles = [style for style in CSS_STYLES.values() if "color:" in style]
-    styles += re.findall(r'style="(color:[^"]*)"', as_html("import x  # y\ndef f(): return 'a' + str(1)"))
+    styles += re.findall(
+        r'style="(color:[^"]*)"', SourceCode("import x  # y\ndef f(): return 'a' + str(1)")._repr_html_()
+    )
     assert len(set(styles)) >= 6
     assert min(contrast(style, text, page) for style in styles) >= 4.5
 

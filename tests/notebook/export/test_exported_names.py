@@ -12,8 +12,9 @@ from torch import nn
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.notebook.export.patch_code import export
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
-from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session
+from tests.notebook.replies import kept_by
 
 # An object whose attributes and items differ each time.
 HELPERS = """
@@ -67,7 +68,7 @@ def in_session(patches: list[ChosenPatch], arguments: str, namespace: dict[str, 
     before = dict(namespace)  # slices mean what they mean when a cell begins
     with namespace["pg"].patch(resolved.patch_map):
         output = eval(f"pg({arguments})", namespace)
-    return {"output": output, **resolved.results(before)}
+    return {"output": output, **kept_by(resolved, before)}
 
 
 def source_of(patches: list[ChosenPatch], arguments: str = "x") -> str:

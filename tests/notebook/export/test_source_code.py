@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import html
-import io
 import os
 import pty
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from graphpatch_notebook.notebook.export.source_code import SourceCode
+from graphpatch_notebook.notebook.export.patch_code import SourceCode
 from tests.notebook.shells import Shell
 
 pytestmark = pytest.mark.hosts
 
 TEXT = 'from graphpatch import ZeroPatch\n\n# <script>alert("&")</script>\nx = {"a": 1.5}\nif x:\n    print(f\'{x}\')\n'
 CODE = SourceCode(TEXT)
-SHOW = f"from graphpatch_notebook.notebook.export.source_code import SourceCode as S; display(S({TEXT!r}))"
+SHOW = f"from graphpatch_notebook.notebook.export.patch_code import SourceCode as S; display(S({TEXT!r}))"
 
 
 def test_it_is_a_text() -> None:
@@ -28,11 +26,6 @@ def test_it_is_a_text() -> None:
     assert repr(CODE) == TEXT.rstrip("\n")
     assert isinstance(CODE + "", str)
     compile(CODE, "<exported>", "exec")
-
-
-def test_it_is_saved_as_utf8(tmp_path: Path) -> None:
-    file = SourceCode("x = 'ä'\n").save(tmp_path / "code.py")
-    assert file.read_bytes() == b"x = '\xc3\xa4'\n"
 
 
 def test_html_shows_the_code_and_nothing_else() -> None:
@@ -82,11 +75,3 @@ def test_it_is_colored_in_a_terminal() -> None:
     for text, has_colors in ((colored, True), (plain, False)):
         assert bool(re.search(r"\x1b\[[0-9;]+m", text)) == has_colors
         assert re.sub(escapes, "", text).replace("\r\n", "\n").rstrip("\n") == TEXT.rstrip("\n")
-
-
-def test_rich_shows_it() -> None:
-    from rich.console import Console
-
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(CODE.__rich__())
-    assert [line.rstrip() for line in console.export_text().splitlines()] == TEXT.splitlines()

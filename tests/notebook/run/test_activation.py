@@ -19,7 +19,7 @@ from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.run import activation
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
-from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.patchable_graph import captured
 from tests.notebook import shells

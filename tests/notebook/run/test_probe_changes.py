@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
-from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from tests.hooks import registered
 from tests.notebook.replies import received

@@ -18,7 +18,7 @@ from graphpatch_notebook.execution import TokenDims
 from graphpatch_notebook.notebook.display import statistics
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, next_tokens, token_text
 from graphpatch_notebook.notebook.run.run_report import changes
-from graphpatch_notebook.notebook.session.slices import parse_slice
+from graphpatch_notebook.notebook.session.expressions import parse_slice
 
 
 @pytest.fixture(autouse=True)

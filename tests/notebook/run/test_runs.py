@@ -17,7 +17,7 @@ from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
-from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Results
 from tests.notebook.replies import received

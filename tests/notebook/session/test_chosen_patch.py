@@ -85,7 +85,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
     ("chosen", "text"),
     [
         (ChosenPatch("a.b", "add", slice=": ,-1", value="0.5 * v"), "add a.b[:, -1] 0.5 * v"),
-        (ChosenPatch("a", "probe", name="kept", steps="2,4"), 'probe a kept --steps "2, 4"'),
+        (ChosenPatch("a", "probe", name="kept", steps="2,4"), 'probe a as kept --steps "2, 4"'),
         (
             ChosenPatch("a", "zero", positions="3:", position_dim=1, any_shape=True, allow_empty=True),
             "zero a --positions 3: --position-dim 1 --any-shape --allow-empty",

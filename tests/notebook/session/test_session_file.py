@@ -19,7 +19,7 @@ from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFi
 from graphpatch_notebook.notebook.export.patch_code import export
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
-from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session
 
 pytestmark = pytest.mark.hosts

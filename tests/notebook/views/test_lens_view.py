@@ -155,13 +155,13 @@ def test_the_view_follows_the_patches(view: LensView, gpt2: tuple[PatchableGraph
     view.stream = "mlp"
     assert set(received(view)[1]) == {"residual", "mlp"}
     assert np.array_equal(received(view)[1]["residual"]["rank"], patched["residual"]["rank"])
-    session.replace_all([ChosenPatch("layers[0].mlp_out", "probe", name="kept")])
+    session.edit(lambda _: [ChosenPatch("layers[0].mlp_out", "probe", name="kept")])
     view.update()
     assert view.lens["runs"] == 1
     # What fails is said, and the numbers before stay.
-    session.replace_all([ChosenPatch("layers[0].mlp_out", "add", value="unknown")])
+    session.edit(lambda _: [ChosenPatch("layers[0].mlp_out", "add", value="unknown")])
     assert "unknown" in ask()["error"]["message"]
-    session.replace_all([ChosenPatch("layers[0].mlp_out", "add", value="__import__('torch').ones(9)")])
+    session.edit(lambda _: [ChosenPatch("layers[0].mlp_out", "add", value="__import__('torch').ones(9)")])
     answer = ask()
     assert answer["result"]["state"] == "failed"
     assert answer["result"]["error"]
