@@ -291,7 +291,7 @@ ATOMS = [
     "__import__('pathlib').Path(canary).touch()", "ａ", "'\u202e'", "x[:, ...]", "(\nx\n)", "x # '\n", "(x, # (\n)",
 ]  # fmt: skip
 JOINTS = [" + ", "\r+ ", "\n+ ", "+\n", ", ", " if x else ", " # )\n", ".", "][", ") + (", "=", ": ", "\f"]
-WHY = {"are not the arguments of a call", "cannot be written on one line"}
+WHY = {"not the arguments of a call", "cannot await, yield or assign", "cannot be written on one line"}
 BROKEN = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=8).map("".join)
 WHOLE = st.lists(st.sampled_from(ATOMS) | st.sampled_from(JOINTS), min_size=1, max_size=5).map("".join)
 TEXTS = WHOLE | WHOLE.map("({})".format) | BROKEN

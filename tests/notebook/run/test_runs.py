@@ -218,12 +218,12 @@ def test_given_inputs_are_a_tuple_a_dict_or_one_value(pg: PatchableGraph, given:
     ("typed", "match"),
     [
         ("nothing", "unknown variable 'nothing'"),
-        ("1 +", "are not the arguments of a call"),
-        (") + f(", "are not the arguments of a call"),
-        ("x)(x", "are not the arguments of a call"),
+        ("1 +", "not the arguments of a call"),
+        (") + f(", "not the arguments of a call"),
+        ("x)(x", "not the arguments of a call"),
         ("y := 1", "cannot await, yield or assign|no arguments"),
         ("x / 0 if False else 1 / 0", "ZeroDivisionError"),
-        ("x, x=", "are not the arguments of a call"),
+        ("x, x=", "not the arguments of a call"),
     ],
 )
 def test_inputs_that_cannot_be_evaluated_start_nothing(pg: PatchableGraph, typed: str, match: str) -> None:

@@ -81,7 +81,7 @@ def test_a_plane_is_what_the_slice_takes(plane: str | None, expected: Tensor, te
         ("missing, 0", "integers"),
         ("1 +", "is not a slice"),
         ("f(0)", "is not allowed"),
-        ("::-1", "steps are 1 or more"),
+        ("::-1", "step is 1 or more"),
     ],
 )
 def test_planes_that_a_value_has_not_are_refused(plane: str, match: str) -> None:
