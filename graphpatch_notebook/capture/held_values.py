@@ -10,7 +10,7 @@ import enum
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -154,24 +154,26 @@ def unregistered_modules(module: Module) -> Iterator[tuple[str, Module]]:
             yield from ((f"{name}.{key}", item) for key, item in value.items() if isinstance(item, Module))
 
 
-def mutable_containers(module: Module) -> Iterator[tuple[str, Any]]:
+def mutable_containers(
+    module: Module, without: Container[str] = (), seen: set[int] | None = None
+) -> Iterator[tuple[str, Any]]:
     """Yields what `module` itself holds values in, each with its name: its `__dict__` (""), and the containers in it.
 
     These are dicts, lists, sets, deques and the attributes of plain objects (a cache, the config), also inside of each
-    other. Large ones are data: they are not searched.
+    other. Large ones are data: they are not searched. Attributes in `without`, and what is in `seen`, are left out.
     """
     waiting: list[tuple[str, Any]] = [("", module.__dict__)]
-    seen: set[int] = set()
+    seen = set() if seen is None else seen
     for name, container in waiting:
         if id(container) in seen:
             continue
         seen.add(id(container))
         if not isinstance(container, tuple):
             yield name, container
-        if name != "_modules" and (len(container) <= MANY or name in REGISTRIES):
+        if container and name != "_modules" and (len(container) <= MANY or name in REGISTRIES):
             prefix = f"{name}." if name else ""
             for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
-                if type(item) in PLAIN_VALUES or (not name and key in NOT_STATE):
+                if type(item) in PLAIN_VALUES or (not name and (key in without or key in NOT_STATE)):
                     continue
                 if (inside := _inside(item)) is not None:
                     waiting.append((f"{prefix}{key}", inside))

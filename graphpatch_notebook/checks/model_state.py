@@ -11,11 +11,11 @@ import copy
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from torch.nn import Module, Parameter
 from graphpatch_notebook.capture.held_values import (
     LARGE,
     NOT_STATE,
-    OF_EACH_MODULE,
     PLAIN_VALUES,
     WRITTEN,
     is_offloaded,
@@ -116,7 +115,7 @@ class RandomState:
         """Returns the owners of the generators whose state has changed since."""
         now = self._now()
         known = [owner for owner, state in self._states.items() if state is not None]
-        return [owner for owner in known if _comparable(self._states[owner]) != _comparable(now[owner])]
+        return [owner for owner in known if not _is_same_state(self._states[owner], now[owner])]
 
     def restore(self) -> None:
         """Puts the generators back to this state."""
@@ -163,17 +162,29 @@ def _bits_of(generator: Any) -> Any:
     return getattr(generator, "bit_generator", generator)
 
 
-def _comparable(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return state.numpy().tobytes()
-    if isinstance(state, dict):
-        return [(name, _comparable(item)) for name, item in state.items()]
-    if isinstance(state, (list, tuple)):
-        return [*map(_comparable, state)]
-    return state.tobytes() if hasattr(state, "tobytes") else state
+def _is_same_state(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return all(_is_same_state(a[name], b[name]) for name in a)
+    if isinstance(a, (list, tuple)) and len(a) < _MOST_NUMBERS:  # those of Python's generator are plain
+        return len(a) == len(b) and all(map(_is_same_state, a, b))
+    return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else bool(a == b)
+
+
+_MOST_NUMBERS = 100
 
 
 # -- the state of a model ----------------------------------------------------------------------------------------------
+
+
+_Held: TypeAlias = "tuple[Module, str, Any, Any]"
+"""A container that a module holds, with its name (none for the attributes), and a copy of what it held."""
+
+_REGISTRIES = dict.fromkeys(name for name, value in Module().__dict__.items() if isinstance(value, (dict, set)))
+_HOOKS = dict.fromkeys(name for name in _REGISTRIES if "_hooks" in name)
+_WITHOUT_TENSORS = PLAIN_VALUES | {dict, OrderedDict, set, list, tuple}
+"""What is inside of a container is kept with that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,21 +229,64 @@ class ModelSnapshot:
 
     def __init__(self, root: Module, generators: Iterable[Any] = ()) -> None:
         self.root = root
+        self._has_warned = False
+        self._empty: list[_Held] = []  # most registries
+        self._held: list[_Held] = []
+        self._tensors: dict[int, _TensorSnapshot] = {}
+        self._generators = {id(one): one for one in generators if is_generator(one)}
         sharded: set[int] = set()
+        seen: set[int] = set()
         with without_torch_functions():
             modules = reachable_modules(root)
             for module in filter(is_fully_sharded, modules):
                 sharded.update(map(id, module.modules()))
-            self._modules = {id(module): _ModuleSnapshot(module, id(module) in sharded) for module in modules}
-            held = [value for module in self._modules.values() for value in module.generators]
-            self.random = RandomState({id(one): one for one in (*held, *filter(is_generator, generators))}.values())
-        self._has_warned = False
+            for module in modules:
+                # accelerate and FSDP put weights in place while a module runs.
+                moving = ("_parameters", "_buffers") if is_offloaded(module) else ("_parameters",)
+                self._keep(module, moving if is_offloaded(module) or id(module) in sharded else (), seen)
+            self.random = RandomState(self._generators.values())
 
-    def changes(self, module: Module | None = None) -> Iterator[Change]:
-        """Yields what has changed since, in all modules or in one; hooks that are inert do not count."""
+    def _keep(self, module: Module, moving: Sequence[str], seen: set[int]) -> None:
+        own = module.__dict__
+        for name in _REGISTRIES:
+            registry = own.get(name)
+            if not isinstance(registry, (dict, set)) or name in moving:  # those of a `ScriptModule` are neither
+                continue
+            if registry:
+                self._keep_container(module, name, registry)
+            else:
+                self._empty.append((module, name, registry, type(registry)()))
+        for name, container in mutable_containers(module, _REGISTRIES, seen):
+            self._keep_container(module, name, container)
+        if isinstance(module, torch.jit.ScriptModule):  # its tensors are not in its `__dict__`
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                self._tensors.setdefault(id(tensor), _TensorSnapshot(module, name, tensor))
+
+    def _keep_container(self, module: Module, name: str, container: Any) -> None:
+        saved = _saved(name, container)
+        self._held.append((module, name, container, saved))
+        for key, value in _items(saved):
+            if type(value) in _WITHOUT_TENSORS:
+                continue
+            if isinstance(value, Tensor):
+                if id(value) not in self._tensors:
+                    self._tensors[id(value)] = _TensorSnapshot(module, f"{name}.{key}" if name else key, value)
+            elif is_generator(value):
+                self._generators[id(value)] = value
+
+    def changes(self) -> Iterator[Change]:
+        """Yields what has changed since; hooks that are inert do not count."""
         with without_torch_functions():
-            ones = [one for one in self._modules.values() if module is None or one.module is module]
-            yield from (change for one in ones for change in one.changes())
+            for module, name, container, saved in self._containers():
+                for key in _changed_keys(name, container, saved):
+                    yield Change(type(module).__name__, _shown(f"{name}.{key}" if name else str(key)))
+            for tensor in self._tensors.values():
+                if tensor.is_written(tensor.module.training):
+                    kind = type(tensor.module).__name__
+                    yield Change(kind, _shown(tensor.name), True, tensor.content is not None)
+
+    def _containers(self) -> list[_Held]:
+        return [*(held for held in self._empty if held[2]), *self._held]
 
     def restore(self, *, counts_writes: bool = False) -> None:
         """Puts everything back that can be. Call it again where an interrupt came in between.
@@ -241,8 +295,14 @@ class ModelSnapshot:
         """
         self.random.restore()
         with without_torch_functions():
-            for module in self._modules.values():
-                module.restore(counts_writes)
+            for module, name, container, saved in self._containers():
+                if name in _HOOKS:
+                    _restore_hooks(module, name, saved)
+                elif next(_changed_keys(name, container, saved, is_exact=True), ABSENT) is not ABSENT:
+                    _restore_container(container, saved, is_module=not name)
+            for tensor in self._tensors.values():
+                if tensor.is_written(True):
+                    tensor.restore(counts_writes)
             lost = [str(change) for change in self.changes() if not change.is_restorable]
         if lost and not self._has_warned:
             self._has_warned = True
@@ -258,73 +318,16 @@ class ModelSnapshot:
 
         Usually this is the value itself; it is a copy if the value shares memory with a tensor of the model.
         """
-        held = (tensor.value for one in self._modules.values() for tensor in one.tensors)
+        held = (tensor.value for tensor in self._tensors.values())
         kept = {memory_of(tensor) for tensor in held if not isinstance(tensor, Parameter)} - {None}
         return copied_output(value) if any(memory_of(tensor) in kept for tensor in plain_tensors(value)) else value
-
-
-class _ModuleSnapshot:
-    """The part of a snapshot that is about one module."""
-
-    def __init__(self, module: Module, is_sharded: bool) -> None:
-        self.module = module
-        # accelerate and FSDP put weights in place while a module runs.
-        self._moving = {"_parameters", "_buffers"} if is_offloaded(module) else {"_parameters"} if is_sharded else set()
-        self._containers = [
-            (name, container, _saved(name, container))
-            for name, container in mutable_containers(module)
-            if name not in self._moving
-        ]
-        names: dict[int, tuple[str, Tensor]] = {}
-        self.generators: list[Any] = []
-        for name, value in self._values():
-            if isinstance(value, Tensor):
-                names.setdefault(id(value), (name, value))
-            elif is_generator(value):
-                self.generators.append(value)
-        self.tensors = [_TensorSnapshot(name, tensor) for name, tensor in names.values()]
-
-    def _values(self) -> Iterator[tuple[str, Any]]:
-        """Yields its values by name, without plain numbers and texts, registries and submodules."""
-        for name, _, saved in self._containers:
-            if not saved or name == "_modules":
-                continue
-            prefix = f"{name}." if name else ""
-            for key, value in _items(saved):
-                if type(value) not in PLAIN_VALUES and not (type(value) is dict and key in OF_EACH_MODULE):
-                    yield f"{prefix}{key}", value
-        if isinstance(self.module, torch.jit.ScriptModule):  # its tensors are not in its `__dict__`
-            yield from self.module.named_parameters(recurse=False)
-            yield from self.module.named_buffers(recurse=False)
-
-    def changes(self) -> Iterator[Change]:
-        kind = type(self.module).__name__
-        for name, container, saved in self._containers:
-            for key in _changed_keys(name, container, saved):
-                path = f"{name}.{key}" if name else str(key)
-                yield Change(kind, _shown(path))
-        for tensor in self.tensors:
-            if tensor.is_written(self.module.training):
-                yield Change(kind, _shown(tensor.name), True, tensor.content is not None)
-
-    def restore(self, counts_writes: bool) -> None:
-        for name, container, saved in self._containers:
-            if not container and not saved:  # most registries of hooks
-                continue
-            if _is_of_hooks(name):
-                _restore_hooks(self.module, name, saved)
-            elif next(_changed_keys(name, container, saved, is_exact=True), ABSENT) is not ABSENT:
-                _restore_container(container, saved, is_module=not name)
-        for tensor in self.tensors:
-            if tensor.is_written(True):
-                tensor.restore(counts_writes)
 
 
 class _TensorSnapshot:
     """A tensor that a module holds, and a copy of its contents; `None` for weights, and what cannot be copied."""
 
-    def __init__(self, name: str, value: Tensor) -> None:
-        self.name, self.value, self._version = name, value, version_of(value)
+    def __init__(self, module: Module, name: str, value: Tensor) -> None:
+        self.module, self.name, self.value, self._version = module, name, value, version_of(value)
         is_known = id(value) in WRITTEN
         self.content = _copy_of(value, is_known) if is_known or not isinstance(value, Parameter) else None
 
@@ -363,18 +366,14 @@ def _shown(name: str) -> str:
     return name.removeprefix("_parameters.").removeprefix("_buffers.").removeprefix("_modules.")
 
 
-def _is_of_hooks(name: str) -> bool:
-    return "_hooks" in name and name in OF_EACH_MODULE
-
-
 def _saved(name: str, container: Any) -> Any:
     """Returns a copy of what a container holds: without what comes and goes in attributes, and without own hooks."""
     if isinstance(container, dict):
         # At once, as another thread may be at work; and whatever the class makes of it.
-        items = dict(_dict_class(container).items(container))
-        if not name:
-            return {key: value for key, value in items.items() if key not in NOT_STATE}
-        return {key: hook for key, hook in items.items() if not _is_own(hook)} if _is_of_hooks(name) else items
+        items = dict(container if type(container) is dict else _dict_class(container).items(container))
+        for key in () if name else NOT_STATE:
+            items.pop(key, None)
+        return {key: hook for key, hook in items.items() if not _is_own(hook)} if name in _HOOKS else items
     return set(container) if isinstance(container, set) else list(container)
 
 
@@ -410,7 +409,7 @@ def _changed_keys(name: str, container: Any, saved: Any, *, is_exact: bool = Fal
         before, after = was.get(key, ABSENT), now.get(key, ABSENT)
         if before is after or (not is_exact and _is_same_plain(before, after)):
             continue
-        if not _is_of_hooks(name) or any(callable(hook) and not is_inert(hook) for hook in (before, after)):
+        if name not in _HOOKS or any(callable(hook) and not is_inert(hook) for hook in (before, after)):
             yield key
     if is_exact and list(was) != list(now):
         yield "order"

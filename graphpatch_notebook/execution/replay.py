@@ -10,7 +10,7 @@ Frames are identified during the run, not by the capture: on other inputs a mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -166,16 +166,16 @@ class FrameRecording:
         self._stack.running.pop()
 
 
-def _versions(value: Any) -> list[tuple[int, int | None]]:
-    return [(id(leaf), version_of(leaf)) for leaf in leaves_of(value)]
+def _versions(given: Any) -> list[tuple[int, int | None]]:
+    return [(id(leaf), version_of(leaf) if isinstance(leaf, Tensor) else None) for leaf in leaves_of(given)]
 
 
 def _is_replayable(frame: _RunningFrame, output: Any) -> bool:
     """Whether a frame only computes its result from what it is given: it writes into none of that."""
-    given, returned = list(leaves_of(frame.given)), list(leaves_of(output))
+    returned = leaves_of(output)
     return (
         _versions(frame.given) == frame.versions
-        and all(isinstance(leaf, _LEAVES) or callable(leaf) for leaf in given)  # another object may be a cache
+        and all(isinstance(leaf, _LEAVES) or callable(leaf) for leaf in leaves_of(frame.given))  # else perhaps a cache
         and all(isinstance(leaf, _LEAVES) for leaf in returned)
         and not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in returned)
     )
@@ -193,40 +193,64 @@ def has_hooks(module: Module) -> bool:
 
 
 Substitute = Callable[..., Any]
-"""What runs in place of a `forward`: it is given the `forward`, then the arguments."""
+"""What runs in place of a `forward`: it is given the `forward`, the same for other values than those of the frame, then
+the arguments."""
 
 
 class FrameReplay:
-    """Skips frames of a run, which return known values, or runs substitutes in place of their `forward`."""
+    """Skips frames of a run, which return known values, or runs substitutes in place of their `forward`.
+
+    Args:
+        tree: All frames.
+        values: What some frames return.
+        substitutes: What runs in place of the `forward` of others.
+        compared: Frames of which `on_return` is given what they return in this run.
+        on_return: Is called when one of these returns.
+    """
 
     def __init__(
         self,
         tree: FrameTree,
         values: Mapping[FrameNode, Any],
-        substitutes: Mapping[FrameNode, Substitute] | None = None,
+        substitutes: Mapping[FrameNode, Substitute],
+        compared: Container[FrameNode] = (),
+        on_return: Callable[[FrameNode, Any], None] = lambda *_: None,
     ) -> None:
-        self._tree = tree
         self._stack = _RunningFrames(tree)
-        self._values = values
-        self._substitutes = substitutes or {}
-
-    def modules(self) -> list[Module]:
-        """Returns the modules whose calls must be observed: those of its frames, and all callers of these."""
-        return self._tree.modules_around((*self._values, *self._substitutes))
+        self._values, self._substitutes = values, substitutes
+        self._compared, self._on_return = compared, on_return
+        self._is_apart = False  # whether a substitute computes other values than those of its frame
 
     def begin(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any] | None:
-        node = self._stack.push(module).node
+        running = self._stack.push(module)
+        node = running.node
+        if self._is_apart:
+            return None
         if node not in self._values:
             substitute = self._substitutes.get(node)
-            return None if substitute is None else partial(substitute, forward)
+            return None if substitute is None else partial(substitute, forward, partial(self._apart, running, forward))
         # The caller may append to a list that it is given, or write into a dict.
         value = with_own_containers(self._values[node])
         return lambda *_args, **_kwargs: value
 
+    def _apart(self, running: _RunningFrame, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a `forward` for other values than those of its frame: the frames in it do not count."""
+        self._is_apart = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._is_apart = False
+            running.counts.clear()
+
     def returned(self, output: Any) -> None:
-        pass
+        running = self._stack.running[-1]
+        if running.has_returned or self._is_apart:
+            return
+        running.has_returned = True
+        if running.node in self._compared:
+            self._on_return(running.node, output)
 
     def end(self) -> None:
         self._stack.running.pop()
@@ -237,14 +261,23 @@ class FrameReplay:
 _LEAVES = (Tensor, *IMMUTABLE)
 
 
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Yields what a value made of containers holds: tensors, and everything else that is not a container."""
-    inside = None if isinstance(value, _LEAVES) else readable_children(value)
+def leaves_of(value: Any) -> list[Any]:
+    """Returns what a value made of containers holds: tensors, and everything else that is not a container."""
+    if isinstance(value, _LEAVES):
+        return [value]
+    inside = value if type(value) in (tuple, list) else value.values() if type(value) is dict else None
     if inside is None:
-        yield value
-        return
-    for _, child in inside:
-        yield from leaves_of(child)
+        children = readable_children(value)
+        if children is None:
+            return [value]
+        inside = [child for _, child in children]
+    found: list[Any] = []
+    for child in inside:
+        if isinstance(child, _LEAVES):  # the usual case, without another call
+            found.append(child)
+        else:
+            found += leaves_of(child)
+    return found
 
 
 def own_tensors(value: Any) -> Any:

@@ -86,8 +86,6 @@ def test_changes_are_seen_and_restored(edit: str) -> None:
         found = next(snapshot.changes())
         assert found.name.startswith(name)
         assert found.module_class in str(found)
-        owners = [one for one in model.modules() if any(snapshot.changes(one))] if "list" not in edit else []
-        assert len(owners) <= 1
     assert list(snapshot.changes()) == []
     assert not model.first._forward_hooks
     assert not model._forward_hooks_with_kwargs
@@ -188,15 +186,15 @@ def test_large_buffers_are_copied_if_the_capture_writes_into_them(monkeypatch: p
     monkeypatch.setattr("graphpatch_notebook.checks.model_state.LARGE", 100)
     model = Caching()
     PatchableGraph(model, torch.ones(3))
-    (held,) = ModelSnapshot(model)._modules.values()
-    assert [tensor.name for tensor in held.tensors if tensor.content is not None] == ["_buffers.keys"]
+    tensors = ModelSnapshot(model)._tensors.values()
+    assert [tensor.name for tensor in tensors if tensor.content is not None] == ["_buffers.keys"]
 
 
 def test_batch_norms_in_training_do_not_count_their_writes() -> None:
     norm = nn.BatchNorm1d(2)
     snapshot = ModelSnapshot(norm)
     norm(torch.randn(3, 2))
-    assert {change.name for change in snapshot.changes(norm)} >= {"running_mean", "running_var"}
+    assert {change.name for change in snapshot.changes()} >= {"running_mean", "running_var"}
     snapshot.restore()
     assert norm.running_mean.tolist() == [0.0, 0.0]
 

@@ -3,7 +3,8 @@
 In a causal model, patches do not change the positions before them. A *position-wise* frame (an MLP, a projection)
 computes the vector at each position from the input vector at that position only. Where its input is the same as in the
 run without patches, its result is the recorded one. On GPT-2 124M this makes a sweep over 12 layers x 16 positions 1.8
-times as fast. Which frames are position-wise is found by running them once more, with their vectors in another order.
+times as fast. Whether a frame is position-wise is found in its first call with changed positions: known vectors are
+among these, in another order, and must have their known results.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import all_modules
-from graphpatch_notebook.execution import FrameNode, FrameTree, TensorCall
+from graphpatch_notebook.execution import TensorCall
 from graphpatch_notebook.experiments.engine.rows import is_close, wild
 
 _WHOLE = 0.8
@@ -40,55 +41,28 @@ def least_vectors(module: Module | None, value: Tensor) -> float:
     return least / operations if operations else math.inf
 
 
-def position_wise(tree: FrameTree) -> list[tuple[FrameNode, Module, TensorCall]]:
-    """Returns the outermost position-wise frames among those with a recorded call, with their module and the call."""
-    found = []
-    frames = list(tree.root.children.values())
-    while frames:
-        node = frames.pop()
-        if node.module is not None and node.call is not None and _is_position_wise(node.module, node.call):
-            found.append((node, node.module, node.call))
-        else:
-            frames += node.children.values()
-    return found
-
-
-def _is_position_wise(module: Module, call: TensorCall) -> bool:
-    """Whether vectors in another order, every other one replaced by a wild one, give the same for the rest."""
-    vectors = call.given.flatten(0, -2).flip(0)
-    if len(vectors) < _FEWEST:
-        return False
-    vectors[::2] = wild(vectors[::2])
-    try:
-        output = _called(module, vectors.view(call.given.shape), call.keyword)
-    except Exception:  # whatever the module raises for such values
-        return False
-    expected = call.returned.flatten(0, -2).flip(0)
-    is_like = isinstance(output, Tensor) and output.shape == call.returned.shape
-    return is_like and is_close(output.flatten(0, -2)[1::2], expected[1::2])
-
-
-def _called(forward: Callable[..., Any], value: Tensor, keyword: str | None) -> Any:
-    return forward(value) if keyword is None else forward(**{keyword: value})
-
-
 class ChangedPositions:
-    """Replaces the `forward` of one position-wise frame.
+    """Replaces the `forward` of one frame; if this is not position-wise, it runs as it is.
 
     Args:
         module: Its module.
         call: Its input and result in the run without patches.
+
+    Attributes:
+        is_position_wise: Whether vectors do not meet in it; `None` before that is known.
     """
 
     def __init__(self, module: Module, call: TensorCall) -> None:
         self._given, self._returned, self._keyword = call
         self._least = least_vectors(module, call.given)
+        self.is_position_wise = None if self._given.numel() >= _FEWEST * self._given.shape[-1] else False
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], apart: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns the result; `apart` calls the `forward` on other vectors than those of the frame."""
         __tracebackhide__ = True
         (value,) = (*args, *kwargs.values())
         given, returned = self._given, self._returned
-        if not self._is_like_given(value):
+        if self.is_position_wise is False or not self._is_like_given(value):
             return forward(*args, **kwargs)
         count = value.shape[0] // given.shape[0]
         places = differing(value.view(count, *given.shape), given).flatten().nonzero().squeeze(1)
@@ -98,8 +72,9 @@ class ChangedPositions:
         shared = returned.expand(count, *returned.shape)
         result = shared.clone(memory_format=torch.contiguous_format).flatten(0, 1)
         if changed:
-            computed = self._computed(forward, value.flatten(0, -2), places)
-            if computed.dtype != result.dtype:  # under another autocast
+            compute = self._computed if self.is_position_wise else self._tested
+            computed = compute(apart, value.flatten(0, -2).index_select(0, places))
+            if computed is None or computed.dtype != result.dtype:  # under another autocast
                 return forward(*args, **kwargs)
             result.flatten(0, -2).index_copy_(0, places, computed)
         return result
@@ -116,15 +91,35 @@ class ChangedPositions:
             and value.numel() // value.shape[-1] > self._least
         )
 
-    def _computed(self, forward: Callable[..., Any], vectors: Tensor, places: Tensor) -> Tensor:
-        """Calls the module with some vectors, in sequences of the usual length, and returns its result for each."""
-        lead = self._given.shape[1:-1]
-        changed = places.shape[0]
-        missing = -changed % math.prod(lead)
-        padded = torch.cat([places, places[-1:].expand(missing)]) if missing else places
-        shaped = vectors.index_select(0, padded).view(-1, *lead, vectors.shape[-1])
-        output: Tensor = _called(forward, shaped, self._keyword)
-        return output.flatten(0, -2)[:changed]
+    def _computed(self, forward: Callable[..., Any], vectors: Tensor) -> Tensor:
+        """Returns what the module computes from some vectors, in sequences of the usual length."""
+        lead, count = self._given.shape[1:-1], vectors.shape[0]
+        missing = -count % math.prod(lead)
+        padded = torch.cat([vectors, vectors[-1:].expand(missing, -1)]) if missing else vectors
+        shaped = padded.view(-1, *lead, vectors.shape[-1])
+        output: Tensor = forward(shaped) if self._keyword is None else forward(**{self._keyword: shaped})
+        return output.flatten(0, -2)[:count]
+
+    def _tested(self, forward: Callable[..., Any], vectors: Tensor) -> Tensor | None:
+        """Returns the same, with a wild vector and known ones among the others; `None` if the known ones change."""
+        known, expected = self._given.flatten(0, -2), self._returned.flatten(0, -2)
+        length, changed = math.prod(self._given.shape[1:-1]), vectors.shape[0]
+        # Some known vectors for each sequence, and other sequences than in the run without patches.
+        least = 1 + changed + _FEWEST + (changed // length if length > 1 else 0)
+        sequences = max(-(-least // length), len(self._given) + 1)
+        count = sequences * length - 1 - changed
+        turns = -(-count // len(known))
+        mixed = torch.cat([wild(known[:1]), vectors, torch.cat([known.flip(0)] * turns)[:count]])
+        # Each sequence has every n-th of them, so that all have known ones among others.
+        mixed = mixed.view(length, sequences, -1).transpose(0, 1).flatten(0, 1)
+        self.is_position_wise = False
+        try:
+            found = self._computed(forward, mixed)
+            found = found.view(sequences, length, -1).transpose(0, 1).flatten(0, 1)[1:]
+        except Exception:  # whatever the module raises for such values
+            return None
+        self.is_position_wise = is_close(found[changed:], torch.cat([expected.flip(0)] * turns)[:count])
+        return found[:changed] if self.is_position_wise else None
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

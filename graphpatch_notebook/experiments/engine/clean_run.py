@@ -1,11 +1,17 @@
-"""Runs without patches: when each patched value occurs, and what the frames before it return."""
+"""Runs without patches: when each patched value occurs, what the frames before it return, and which outputs it skips.
+
+Language models of transformers have arguments to compute only the logits of the last positions (`logits_to_keep`), and
+to return no cache (`use_cache`). Whether a metric reads the last position only is found by running it on an output
+with other logits at all earlier positions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import all_modules
@@ -20,9 +26,14 @@ from graphpatch_notebook.execution import (
     own_tensors,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.rows import wild
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.values import mapped
+
+_LOGITS, _CACHE = "logits_to_keep", "use_cache"
+_EARLY = ("input", "parameter", "buffer", "attribute")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,37 +82,28 @@ class CleanRun:
         Args:
             pg: The graph.
             inputs: The inputs of the model.
-            targets: The values that are patched, by path.
+            targets: The values that are patched, by path; if there are none, no frame is recorded.
             is_kept: Whether to keep the call of a frame with one tensor.
         """
         tree = FrameTree()
+        if not targets:
+            return cls(inputs, inputs.run(pg), tree, {})
+        chains = [_chain(target) for target in targets.values()]
+        for chain, target in zip(chains, targets.values(), strict=True):
+            _open(tree, chain, target)
+        patched = {frame.module for chain in chains for frame in chain}
+        # To record a dropout costs more than to repeat it.
+        seen = [one for one in all_modules(captured(pg).module) if not does_nothing(one) or one in patched]
         marks = {path: Mark(tree=tree) for path in targets}
-        return cls(inputs, recorded(pg, inputs, targets, tree, marks, is_kept), tree, marks)
+        with frames_seen(FrameRecording(tree, is_kept), seen), pg.patch(marks).quiet():
+            output = inputs.run(pg)
+        return cls(inputs, output, tree, marks)
 
 
-def recorded(
-    pg: PatchableGraph,
-    inputs: Inputs,
-    targets: Mapping[str, Target],
-    tree: FrameTree,
-    patches: Mapping[Any, Patch[Any]],
-    is_kept: Callable[[FrameNode, Tensor], bool] = lambda *_: False,
-) -> Any:
-    """Runs the model with patches, records its frames into a tree, and returns the output."""
-    for target in targets.values():
-        _open(tree, target)
-    fresh = inputs.fresh()
-    patched = {frame.module for target in targets.values() for frame in _chain(target)}
-    # To record a dropout costs more than to repeat it.
-    seen = [one for one in all_modules(captured(pg).module) if not does_nothing(one) or one in patched]
-    with frames_seen(FrameRecording(tree, is_kept), seen), pg.patch(patches).quiet():
-        return pg(*fresh.args, **fresh.kwargs)
-
-
-def _open(tree: FrameTree, target: Target) -> None:
+def _open(tree: FrameTree, chain: Iterable[Frame], target: Target) -> None:
     """Opens the frames that contain a value, so that the frames they call are kept."""
     node = tree.root
-    for frame in _chain(target):
+    for frame in chain:
         node = node.child(frame.module, 0 if frame.call is None else frame.call.call_index)
         node.is_open = node.is_open or frame is not target.frame or target.node.kind != "output"
 
@@ -114,3 +116,57 @@ def _chain(target: Target) -> list[Frame]:
         chain.append(frame)
         frame = frame.parent
     return chain[::-1]
+
+
+# -- outputs that the metric does not read -----------------------------------------------------------------------------
+
+
+def trimmed_inputs(root: Frame, inputs: Inputs, targets: Iterable[Target]) -> list[Inputs]:
+    """Returns inputs with arguments that make a run skip outputs; those that skip most are first, the same are last.
+
+    Args:
+        root: The root frame of the capture.
+        inputs: The inputs of the model; arguments that they contain are not replaced.
+        targets: The values that are patched.
+    """
+    given = {*inputs.kwargs, *(parameter.name for parameter in root.parameters[: len(inputs.args)])}
+    free = {parameter.name for parameter in root.parameters} - given
+    has_cache = any("past" in name or "cache" in name for name in given)
+    without_cache: dict[str, Any] = {_CACHE: False} if _CACHE in free and not has_cache else {}
+    found: list[dict[str, Any]] = [without_cache, {}] if without_cache else [{}]
+    if _LOGITS in free and "labels" not in given and not any(_is_late(root, target) for target in targets):
+        found.insert(0, {**without_cache, _LOGITS: 1})
+    return [replace(inputs, kwargs={**inputs.kwargs, **extra}) for extra in found]
+
+
+def _is_late(root: Frame, target: Target) -> bool:
+    """Whether a value may occur after `logits_to_keep` is applied: in the model's own forward, or in its head."""
+    if target.frame is root:
+        return target.node.kind not in _EARLY
+    frame = target.frame
+    while frame.parent is not None and frame.parent is not root:
+        frame = frame.parent
+    first = next(root.calls(), None)
+    return first is None or first.frame is not frame
+
+
+def reads_no_more(metric: Callable[[Any], Any], clean: CleanRun, is_same: Callable[[Any, Any], bool]) -> bool:
+    """Whether a metric reads none of the outputs that a run skipped.
+
+    Args:
+        metric: The metric.
+        clean: A run on trimmed inputs.
+        is_same: Compares two results of the metric.
+    """
+    output = clean.output
+    logits = getattr(output, "logits", None)
+    try:
+        value = metric(own_tensors(output))
+        if _LOGITS not in clean.inputs.kwargs:
+            return True
+        if not isinstance(logits, Tensor) or logits.dim() != 3:
+            return False
+        longer = torch.cat([wild(logits), logits], 1)
+        return is_same(value, metric(mapped(output, lambda leaf: longer if leaf is logits else own_tensors(leaf))))
+    except Exception:  # it reads an output that was skipped
+        return False

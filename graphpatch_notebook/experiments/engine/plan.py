@@ -1,16 +1,15 @@
-"""The plan of cells that share forwards, found by running the model without patches, also at twice the batch.
+"""The plan of cells that share forwards: each cell has rows of its own in a batch.
 
-rows          where each value holds the rows of the batch, so that each cell has rows of its own
-frames        what modules return that end before the first patched value of a cell: it is not computed again
-instead       modules that compute only the positions that patches have changed
-groups        cells whose first patched values occur at about the same time: each group is one forward
+Cells whose first patched values occur at about the same time run in one forward. What modules return that end before
+these values is not computed again, and modules compute only the positions that patches have changed. Where the rows
+are in each value is found by the first forward.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import all_modules
+from graphpatch_notebook.capture.records import HELD_KINDS
 from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.execution import (
     FUSED_MODULES,
@@ -32,16 +32,16 @@ from graphpatch_notebook.execution import (
     innermost,
     leaves_of,
 )
-from graphpatch_notebook.experiments.engine.changed_positions import ChangedPositions, position_wise
-from graphpatch_notebook.experiments.engine.clean_run import CleanRun, recorded
+from graphpatch_notebook.experiments.engine.changed_positions import ChangedPositions
+from graphpatch_notebook.experiments.engine.clean_run import CleanRun
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.rows import (
     BatchRows,
     CannotShareError,
-    DoubledValue,
     Layout,
     RowsPatch,
     layout_of,
+    layout_of_output,
     parted,
     repeated,
 )
@@ -72,133 +72,150 @@ def check_may_share(pg: PatchableGraph) -> None:
         raise CannotShareError(why)
 
 
-@dataclass(frozen=True)
 class SharedPlan:
-    """How cells share forwards.
-
-    Attributes:
-        pg: The graph.
-        clean: The run without patches.
-        input_rows: Where the rows are in the inputs.
-        output_rows: Where the rows are in the output.
-        rows: Where the rows are in patched values, by path; without those that have none.
-        frames: Where the rows are in the results of frames that need not be computed again.
-        instead: Replacements for position-wise frames.
-        most: The number of cells in one forward, at most.
-    """
-
-    pg: PatchableGraph
-    clean: CleanRun
-    input_rows: Layout
-    output_rows: Layout
-    rows: Mapping[str, BatchRows]
-    frames: Mapping[FrameNode, Layout]
-    instead: Mapping[FrameNode, ChangedPositions]
-    most: int
-
-    def fits(self, entries: Sequence[Entry]) -> bool:
-        """Whether a cell can share a forward: each of its values has rows, and is patched as a whole, or in them."""
-        paths: dict[int, str] = {}
-        for entry in entries:
-            path, where = entry.target.path, entry.restriction
-            if path not in self.rows or paths.setdefault(id(entry.target.node), path) != path:
-                return False
-            if where is not None:
-                dim, shape = self.rows[path].dim, self.clean.marks[path].value.shape
-                has_cache = caches_of(captured(self.pg).root, self.clean.inputs.args, self.clean.inputs.kwargs)
-                is_along_rows = where.positions is not None and where.dim == dim
-                if has_cache or is_along_rows or where.row_dim not in (None, dim) or not where.is_whole_in(shape):
-                    return False
-        return True
-
-    def groups(self, cells: Sequence[Sequence[Entry]]) -> list[list[int]]:
-        """Returns the numbers of cells, given by their entries, in groups that each run in one forward.
-
-        The groups whose cells are patched last come first: these use the most recorded results, and are checked.
-        """
-        costs = Costs.of(self.clean.tree, self.instead)
-        extra = costs.overhead(*_size(self.clean.inputs))
-        return costs.groups([self._first(entries) for entries in cells], self.most, extra)[::-1]
-
-    def patches(self, cells: Sequence[Sequence[Entry]]) -> dict[Any, RowsPatch]:
-        """Returns one patch map for cells, given by their entries, each in its rows."""
-        paths = dict.fromkeys(entry.target.path for entries in cells for entry in entries)
-        return {
-            path: RowsPatch([[e for e in entries if e.target.path == path] for entries in cells], self.rows[path])
-            for path in paths
-        }
-
-    def outputs(self, cells: Sequence[Sequence[Entry]]) -> list[Any]:
-        """Runs cells, given by their entries, in one forward, and returns the output of each.
-
-        Their `patches` must be active.
-        """
-        count, inputs, tree = len(cells), self.clean.inputs.fresh(), self.clean.tree
-        args, kwargs = repeated((inputs.args, inputs.kwargs), self.input_rows, count)
-        frames = tree.replayable(min(map(self._first, cells)), self.frames)
-        values = {frame: repeated(frame.value, self.frames[frame], count) for frame in frames}
-        replay = FrameReplay(tree, values, self.instead)
-        with frames_seen(replay, replay.modules()):
-            output = self.pg(*args, **kwargs)
-        return parted(output, self.output_rows, count)
-
-    def _first(self, entries: Sequence[Entry]) -> float:
-        return min((self.clean.marks[entry.target.path].occurred for entry in entries), default=NEVER)
-
-
-def shared_plan(pg: PatchableGraph, clean: CleanRun, targets: Mapping[str, Target], batch: int | str) -> SharedPlan:
-    """Returns how cells share forwards; at first runs the model a few times. The caller restores the model.
+    """How cells share forwards. The first forward finds where the rows are; the caller restores the model.
 
     Args:
         pg: The graph.
         clean: The run without patches.
-        targets: The values that are patched, by path.
+        targets: The values that cells patch, by path.
         batch: The number of cells in one forward, at most, or `"auto"`.
 
     Raises:
         CannotShareError: Cells cannot share forwards.
     """
-    modules = all_modules(captured(pg).module)
-    if any(isinstance(one, FUSED_MODULES) for one in modules) and any(t.node.kind == "op" for t in targets.values()):
-        raise CannotShareError("torch computes the model by other kernels where operations are patched")
-    rows = input_rows(clean.inputs)
-    output_rows, path_rows, frames = _rows_at_twice_the_batch(pg, clean, targets, rows)
-    with torch.no_grad():
-        instead = {node: ChangedPositions(module, call) for node, module, call in position_wise(clean.tree)}
-    for node in clean.tree.root.walk():
-        node.call = None  # frees the tensors of others
-    most = most_rows(clean.inputs, batch)
-    if instead and batch == "auto":
-        most = min(2 * most, _MOST_ROWS)
-    return SharedPlan(pg, clean, rows, output_rows, path_rows, frames, instead, most)
 
+    def __init__(self, pg: PatchableGraph, clean: CleanRun, targets: Mapping[str, Target], batch: int | str) -> None:
+        if any(target.node.kind == "op" for target in targets.values()) and any(
+            isinstance(module, FUSED_MODULES) for module in all_modules(captured(pg).module)
+        ):
+            raise CannotShareError("torch computes the model by other kernels where operations are patched")
+        self._pg, self._clean = pg, clean
+        self._input_rows = input_rows(clean.inputs)
+        self._batch = next(rows.size for rows in self._input_rows if rows is not None and rows.dim is not None)
+        nodes = clean.tree.root.walk()
+        # Modules that compute only the positions that patches have changed.
+        self._instead = {node: ChangedPositions(node.module, node.call) for node in nodes if node.module and node.call}
+        for node in nodes:
+            node.call = None
+        self._most = most_rows(clean.inputs, batch)
+        if self._instead and batch == "auto":
+            self._most = min(2 * self._most, _MOST_ROWS)
+        # What the first forward finds: where the rows are in the output, in patched values (without those that have
+        # none), and in what frames return that need not be computed again.
+        self._output_rows: Layout | None = None
+        self._rows: dict[str, BatchRows] = {}
+        self._frames: dict[FrameNode, Layout] = {}
 
-def _rows_at_twice_the_batch(
-    pg: PatchableGraph, clean: CleanRun, targets: Mapping[str, Target], rows: Layout
-) -> tuple[Layout, dict[str, BatchRows], dict[FrameNode, Layout]]:
-    """Returns where the rows are in the output, in patched values, and in the results of frames.
+    def first(self, cells: Sequence[Sequence[Entry]]) -> list[int]:
+        """Returns the numbers of the cells, given by their entries, for the first forward; there may be none.
 
-    The second half of the batch has wild numbers at all paths, and must change nothing in the first.
-    """
-    args, kwargs = repeated((clean.inputs.args, clean.inputs.kwargs), rows, 2)
-    tree = FrameTree()
-    patches = {path: DoubledValue(mark.value) for path, mark in clean.marks.items() if mark.occurred < NEVER}
-    try:
-        output = recorded(pg, Inputs(args, kwargs), targets, tree, patches)
-    except CannotShareError:
-        raise
-    except Exception as error:
-        raise CannotShareError(f"on several rows it raises {type(error).__name__}: {error}") from None
-    output_rows = layout_of(clean.output, output)
-    if any(own is not None and own.dim is None for own in output_rows):
-        raise CannotShareError("the output has a tensor that is one for all rows")
-    frames = {}
-    doubled = {node.place: node.value for node in tree.root.walk()}
-    for node in clean.tree.root.walk():
-        if node.value is not ABSENT:
-            with suppress(CannotShareError):  # else it is computed in each run
-                frames[node] = layout_of(node.value, doubled.get(node.place))
-    return output_rows, {path: patch.rows for path, patch in patches.items() if patch.rows}, frames
+        It is for cells that are patched early: those that are patched late use what it finds.
+        """
+        plain = [
+            number for number, own in enumerate(cells) if self._may_fit(own) and not any(e.restriction for e in own)
+        ]
+        return [plain[number] for number in self._grouped([cells[number] for number in plain], is_first=True)[0]]
+
+    def groups(self, cells: Sequence[Sequence[Entry]]) -> list[list[int]]:
+        """Returns the numbers of cells in groups that each run in one forward; those patched last come first."""
+        return self._grouped(cells)[::-1]
+
+    def _grouped(self, cells: Sequence[Sequence[Entry]], *, is_first: bool = False) -> list[list[int]]:
+        costs = Costs.of(self._clean.tree, self._instead)
+        extra = costs.overhead(*_size(self._clean.inputs))
+        return costs.groups([self._occurred(entries) for entries in cells], self._most, extra, is_first=is_first)
+
+    def _may_fit(self, entries: Sequence[Entry]) -> bool:
+        paths: dict[int, str] = {}
+        return all(
+            entry.target.node.kind not in HELD_KINDS
+            and entry.target.path in self._clean.marks
+            and self._clean.marks[entry.target.path].occurred < NEVER
+            and paths.setdefault(id(entry.target.node), entry.target.path) == entry.target.path
+            for entry in entries
+        )
+
+    def fits(self, entries: Sequence[Entry]) -> bool:
+        """Whether a cell can share a forward: each of its values has rows, and is patched as a whole, or in them."""
+        clean = self._clean
+        if not self._may_fit(entries) or any(entry.target.path not in self._rows for entry in entries):
+            return False
+        restricted = [(entry.target.path, entry.restriction) for entry in entries if entry.restriction is not None]
+        if restricted and caches_of(captured(self._pg).root, clean.inputs.args, clean.inputs.kwargs):
+            return False
+        return all(
+            where.is_whole_in(clean.marks[path].value.shape)
+            and where.row_dim in (None, self._rows[path].dim)
+            and (where.positions is None or where.dim != self._rows[path].dim)
+            for path, where in restricted
+        )
+
+    @contextmanager
+    def run(self, cells: Sequence[Sequence[Entry]]) -> Iterator[list[Any]]:
+        """Runs cells, given by their entries, in one forward; yields their outputs. In the block, patches are active.
+
+        In the first forward, the run without patches, and wild numbers at all paths, have rows of their own: the former
+        must come out as it did.
+
+        Raises:
+            CannotShareError: It did not, or outputs have no rows.
+        """
+        clean, is_first = self._clean, self._output_rows is None
+        count, tree = len(cells) + 2 * is_first, clean.tree
+        fresh = clean.inputs.fresh()
+        args, kwargs = repeated((fresh.args, fresh.kwargs), self._input_rows, count)
+        replayable = () if is_first else tree.replayable(min(map(self._occurred, cells)), self._frames)
+        values = {frame: repeated(frame.value, self._frames[frame], count) for frame in replayable}
+        compared = [node for node in tree.root.walk() if node.value is not ABSENT] if is_first else []
+        replay = FrameReplay(
+            tree, values, self._instead, {*compared}, lambda node, output: self._compare(node, output, count)
+        )
+        patches = self._patches(cells, is_first=is_first)
+        with self._pg.patch(patches).quiet() if is_first else self._pg.patch(patches):
+            with frames_seen(replay, tree.modules_around((*values, *self._instead, *compared))):
+                output = self._pg(*args, **kwargs)
+            if is_first:
+                self._output_rows = layout_of_output(clean.output, output, count, self._batch)
+                self._rows = {path: patch.rows for path, patch in patches.items() if patch.rows}
+                self._instead = self._used()
+            yield parted(output, self._output_rows, count)[: len(cells)]
+
+    def _patches(self, cells: Sequence[Sequence[Entry]], *, is_first: bool) -> dict[Any, RowsPatch]:
+        """Returns one patch map for cells, each in its rows; for all paths in the first forward."""
+        marks = self._clean.marks
+        paths = dict.fromkeys(entry.target.path for entries in cells for entry in entries)
+        if is_first:
+            paths = dict.fromkeys(path for path, mark in marks.items() if mark.occurred < NEVER)
+        return {
+            path: RowsPatch(
+                [[entry for entry in entries if entry.target.path == path] for entries in cells],
+                marks[path].value,
+                None if is_first else self._rows[path],
+                self._batch,
+            )
+            for path in paths
+        }
+
+    def _compare(self, node: FrameNode, output: Any, count: int) -> None:
+        with suppress(CannotShareError):  # else it is computed in each run
+            self._frames[node] = layout_of(node.value, output, count, self._batch)
+
+    def _used(self) -> dict[FrameNode, ChangedPositions]:
+        """Returns the outermost position-wise frames, and those of which this is not known yet."""
+        found: dict[FrameNode, ChangedPositions] = {}
+        frames = list(self._clean.tree.root.children.values())
+        while frames:
+            node = frames.pop()
+            own = self._instead.get(node)
+            if own is not None and own.is_position_wise is not False:
+                found[node] = own
+            if own is None or not own.is_position_wise:
+                frames += node.children.values()
+        return found
+
+    def _occurred(self, entries: Sequence[Entry]) -> float:
+        return min((self._clean.marks[entry.target.path].occurred for entry in entries), default=NEVER)
 
 
 def most_rows(inputs: Inputs, batch: int | str) -> int:
@@ -296,18 +313,19 @@ class Costs:
         speed = _OPERATIONS_PER_CALL_TIME["cpu" if device == "cpu" else "other"]
         return len(self.ends) * speed / (2 * self.total * max(1, tokens))
 
-    def groups(self, cuts: Sequence[float], most: int, extra: float) -> list[list[int]]:
+    def groups(self, cuts: Sequence[float], most: int, extra: float, *, is_first: bool = False) -> list[list[int]]:
         """Returns the numbers of cells, grouped.
 
         Args:
             cuts: The time at which the first patched value of each cell occurs.
             most: The maximum number of cells in a group.
             extra: The fixed cost of a run, as a number of rows.
+            is_first: Whether there is a run anyway, of which all frames are computed: it is the first group.
         """
         by_cut: dict[float, list[int]] = {}
         for number, cut in enumerate(cuts):
             by_cut.setdefault(cut, []).append(number)
-        groups: list[list[int]] = []
+        groups: list[list[int]] = [[]] if is_first else []
         since = 0.0
         for cut in sorted(by_cut):
             cells, rest = by_cut[cut], self.after(cut)

@@ -1,12 +1,13 @@
 """The rows of cells in a batch: several cells share a forward, and each has its own rows of every value.
 
-BatchRows, Layout   where the rows are in a value: found by comparing a run with one on twice the batch
+BatchRows, Layout   where the rows are in a value: found by comparing a run with a forward on a larger batch
 RowsPatch           applies the patches of each cell to its rows
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,6 +24,10 @@ _COARSE = 3e-2
 
 class CannotShareError(Exception):
     """Cells cannot share forwards, for the reason given (caught inside the package)."""
+
+
+class RowsNotFoundError(Exception):
+    """A value that cells patch has no rows in this forward (caught inside the package)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,45 +58,76 @@ class BatchRows:
             return [value.narrow(self.dim, number * self.size, self.size) for number in range(count)]
         return value.split(self.size, self.dim)  # type: ignore[no-any-return]
 
+    def last(self, value: Tensor) -> Tensor:
+        """Returns a view of the last rows, as many as one cell has."""
+        return value if self.dim is None else value.narrow(self.dim, value.shape[self.dim] - self.size, self.size)
+
+    def are_in(self, value: Tensor, count: int) -> bool:
+        """Whether a value has the rows of so many cells."""
+        return self.dim is not None and value.dim() > self.dim and value.shape[self.dim] == self.size * count
+
 
 Layout: TypeAlias = "tuple[BatchRows | None, ...]"
 """The position of the rows in each leaf of a nested container; `None` for leaves that are not tensors."""
 
 
-def rows_of(one: Tensor, two: Any) -> BatchRows:
-    """Returns the rows of a value, given this value in a run, and at twice the batch.
+def rows_of(one: Tensor, many: Any, count: int, batch: int) -> BatchRows:
+    """Returns the rows of a value, given this value in a run, and in a forward with that run as the last of several.
+
+    Args:
+        one: The value in the run.
+        many: The value in the forward.
+        count: How often the batch of the run is repeated there.
+        batch: The size of the batch of the run.
 
     Raises:
-        CannotShareError: The first half of the latter is not the former.
+        CannotShareError: The shapes do not tell, or the last rows are not those of the run.
     """
-    if isinstance(two, Tensor) and one.dim() == two.dim():
-        grown = [dim for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
+    if isinstance(many, Tensor) and one.dim() == many.dim():
+        grown = [dim for dim, (a, b) in enumerate(zip(one.shape, many.shape, strict=True)) if a != b]
         if not grown:
-            if is_close(two, one):
-                return BatchRows(None)
-            raise CannotShareError(f"a value of shape {tuple(one.shape)} is one for all rows")
-        if len(grown) == 1 and two.shape[grown[0]] == 2 * (size := one.shape[grown[0]]):
-            if is_close(two.narrow(grown[0], 0, size), one):
-                return BatchRows(grown[0], size)
-            raise CannotShareError("in one forward, patches of one cell reach the rows of another")
-    shown = tuple(two.shape) if isinstance(two, Tensor) else type(two).__name__
-    raise CannotShareError(f"a value of shape {tuple(one.shape)} becomes {shown} at twice the batch")
+            return BatchRows(None)
+        dim = grown[0]
+        if len(grown) == 1 and many.shape[dim] == count * one.shape[dim]:
+            rows = BatchRows(dim, one.shape[dim])
+            # A dimension that holds more than the batch, such as heads, may hold it in another order.
+            if rows.size == batch or is_close(rows.last(many), one):
+                return rows
+    shown = tuple(many.shape) if isinstance(many, Tensor) else type(many).__name__
+    raise CannotShareError(
+        f"a value of shape {tuple(one.shape)} becomes {shown} where the batch is {count} times as large"
+    )
 
 
-def layout_of(one: Any, two: Any) -> Layout:
+def layout_of(one: Any, many: Any, count: int, batch: int) -> Layout:
     """Returns the same for each leaf of a nested container.
 
     Raises:
         CannotShareError: The containers differ, or hold something else than tensors and plain values.
     """
-    ones, twos = list(leaves_of(one)), list(leaves_of(two))
-    if len(ones) != len(twos):
-        raise CannotShareError("the model returns another structure at twice the batch")
-    pairs = list(zip(ones, twos, strict=True))
+    ones, others = list(leaves_of(one)), list(leaves_of(many))
+    if len(ones) != len(others):
+        raise CannotShareError("the model returns another structure on a larger batch")
+    pairs = list(zip(ones, others, strict=True))
     for a, b in pairs:
         if not isinstance(a, Tensor) and not (isinstance(a, IMMUTABLE) and a == b):
             raise CannotShareError(f"the output holds a {type(a).__name__}, which has no rows")
-    return tuple(rows_of(a, b) if isinstance(a, Tensor) else None for a, b in pairs)
+    return tuple(rows_of(a, b, count, batch) if isinstance(a, Tensor) else None for a, b in pairs)
+
+
+def layout_of_output(one: Any, many: Any, count: int, batch: int) -> Layout:
+    """Returns the same for the output of the model, whose last rows must be those of the run, whatever others hold.
+
+    Raises:
+        CannotShareError: They are not, or a tensor has no rows.
+    """
+    layout = layout_of(one, many, count, batch)
+    for rows, a, b in zip(layout, leaves_of(one), leaves_of(many), strict=True):
+        if rows is not None and rows.dim is None:
+            raise CannotShareError("the output has a tensor that is one for all rows")
+        if rows is not None and not is_close(rows.last(b), a):
+            raise CannotShareError("in one forward, patches of one cell reach the rows of another")
+    return layout
 
 
 def repeated(value: Any, layout: Layout, count: int) -> Any:
@@ -145,24 +181,39 @@ def is_close(value: Tensor, reference: Tensor) -> bool:
 class RowsPatch(Patch[Any]):
     """Applies the patches of each cell to its rows.
 
+    In the first forward, it finds the rows. The last two blocks of rows are then for checks: wild numbers, which must
+    change nothing in the others, and the run without patches.
+
     Args:
         entries: For each cell, its entries on this value.
-        rows: Where the rows are.
+        mark: The value in the run without patches.
+        rows: Where the rows are; `None` in the first forward.
+        batch: The size of the batch for one cell.
+
+    Attributes:
+        rows: Where the rows are; `None` if that is not known, or if they are shared.
     """
 
-    def __init__(self, entries: Sequence[Sequence[Entry]], rows: BatchRows) -> None:
+    def __init__(self, entries: Sequence[Sequence[Entry]], value: Any, rows: BatchRows | None, batch: int) -> None:
         super().__init__(any_shape=True)  # each entry checks the shape of its rows
-        self._entries, self._rows = entries, rows
+        self.rows, self._is_first = rows, rows is None
+        self._entries, self._value, self._batch = entries, value, batch
 
     def op(self, original_output: Any) -> Any:
-        dim, count = self._rows.dim, len(self._entries)
-        value = original_output if isinstance(original_output, Tensor) else torch.empty(0)
-        if dim is None or value.dim() <= dim or value.shape[dim] != self._rows.size * count:
-            raise CannotShareError(f"a patched value of shape {tuple(value.shape)} has no rows where others had them")
+        value, count = original_output, len(self._entries) + 2 * self._is_first
+        if self._is_first and isinstance(value, Tensor) and isinstance(self._value, Tensor):
+            with suppress(CannotShareError):
+                found = rows_of(self._value, value, count, self._batch)
+                self.rows = None if found.dim is None else found
+        rows = self.rows
+        if rows is None and not any(self._entries):
+            return value
+        if rows is None or not isinstance(value, Tensor) or not rows.are_in(value, count):
+            raise RowsNotFoundError(f"a patched value of type {type(value).__name__} has no rows where others had them")
         if torch.is_grad_enabled():  # many in-place writes would make a deep autograd graph
-            return torch.cat([self._patched(*each) for each in enumerate(self._rows.parted(value, count))], dim)
+            return torch.cat([self._patched(*each) for each in enumerate(rows.parted(value, count))], rows.dim)
         result = value.clone()
-        for number, block in enumerate(self._rows.parted(result, count)):
+        for number, block in enumerate(rows.parted(result, count)):
             patched = self._patched(number, block)
             if patched is not block:
                 block.copy_(patched)
@@ -170,36 +221,11 @@ class RowsPatch(Patch[Any]):
 
     def _patched(self, number: int, block: Tensor) -> Tensor:
         """Returns the patched rows of a cell. Patches may write into the rows if these are part of a clone."""
+        if number >= len(self._entries):
+            return wild(block) if number == len(self._entries) else block
         for entry in self._entries[number]:
             block = apply_to_rows(entry, block, is_own=not torch.is_grad_enabled())
         return block
-
-
-class DoubledValue(Patch[Any]):
-    """At twice the batch, finds the rows of a value, and replaces those of the second cell by wild ones.
-
-    Args:
-        value: The value in the run on the batch.
-
-    Attributes:
-        rows: Where the rows are; `None` if that is not known, or if they are shared.
-    """
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(any_shape=True)
-        self._value = value
-        self.rows: BatchRows | None = None
-
-    def op(self, original_output: Any) -> Any:
-        try:
-            rows = rows_of(self._value, original_output) if isinstance(self._value, Tensor) else BatchRows(None)
-        except CannotShareError:
-            return original_output
-        if rows.dim is None:
-            return original_output
-        self.rows = rows
-        own, other = original_output.split(rows.size, rows.dim)
-        return torch.cat([own, wild(other)], rows.dim)
 
 
 def wild(value: Tensor) -> Tensor:

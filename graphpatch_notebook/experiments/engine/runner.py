@@ -25,12 +25,11 @@ from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPa
 from graphpatch_notebook.execution import Entry, FrameNode, own_tensors
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, PatchCopies, is_pure, patches_in
 from graphpatch_notebook.experiments.engine.changed_positions import least_vectors
-from graphpatch_notebook.experiments.engine.clean_run import CleanRun
+from graphpatch_notebook.experiments.engine.clean_run import CleanRun, reads_no_more, trimmed_inputs
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
-from graphpatch_notebook.experiments.engine.plan import SharedPlan, check_may_share, most_rows, shared_plan
+from graphpatch_notebook.experiments.engine.plan import SharedPlan, check_may_share, most_rows
 from graphpatch_notebook.experiments.engine.rows import CannotShareError
-from graphpatch_notebook.experiments.engine.trimming import reads_no_more, trimmed_inputs
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.warning_places import warn_each_time
@@ -291,50 +290,58 @@ class CellRunner:
             yield from ([self._alone(cell)] for cell in cells)
             return
         with self._request.modes():
-            plan = shared_plan(self._pg, self.baseline.clean, self._targets, batch)
-        first: CellResult | None = None
-        for count, group in enumerate(self._groups(plan)):
-            own = [cells[number] for number in group]
-            found = self._together(plan, own, [entries[number] for number in group])
-            if count == 0:
-                self._check(own, found)
-            first = next((result for result in found if result.number == cells[0].number), first)
-            yield found
-        if first is not None:
-            self._check(cells[:1], [first])
-
-    def _groups(self, plan: SharedPlan) -> list[list[int]]:
-        entries = self._entries
-        fitting = [number for number, own in enumerate(entries) if plan.fits(own)]
-        groups = plan.groups([entries[number] for number in fitting])
-        others = [[number] for number in range(len(entries)) if number not in {*fitting}]
-        if others:
-            self._remark(f"{len(others):,} of {len(entries):,} cells ran one by one: they patch values without rows")
-        return [*([fitting[each] for each in group] for group in groups), *others]
-
-    def _together(
-        self, plan: SharedPlan, cells: Sequence[Cell], entries: Sequence[Sequence[Entry]]
-    ) -> list[CellResult]:
-        """Runs cells in one forward."""
-        if len(cells) == 1 and not plan.fits(entries[0]):
-            return [self._alone(cells[0])]
+            plan = SharedPlan(self._pg, self.baseline.clean, self._targets, batch)
+        # Rows that are only for checks must not have gradients, which may be infinite.
+        first = [] if self._request.backward else plan.first(entries)
         try:
-            with self._request.modes():
-                return self._results(plan, cells, entries)
+            found = self._results(plan, first)
+        except CannotShareError:
+            raise
+        except Exception:  # of a cell perhaps, or for lack of memory
+            first, found = [], []
+            try:
+                self._results(plan, [])
+            except CannotShareError:
+                raise
+            except Exception as error:
+                raise CannotShareError(f"on several rows it raises {type(error).__name__}: {error}") from None
+        yield found
+        rest = [number for number in range(len(cells)) if number not in {*first}]
+        fitting = [number for number in rest if plan.fits(entries[number])]
+        groups = [[fitting[each] for each in group] for group in plan.groups([entries[number] for number in fitting])]
+        others = [number for number in rest if number not in {*fitting}]
+        if not groups and found:
+            self._check(first, found)
+        for count, group in enumerate(groups):
+            found = self._together(plan, group)
+            if count == 0:
+                self._check(group, found)
+            yield found
+        if others:
+            self._remark(f"{len(others):,} of {len(cells):,} cells ran one by one: they patch values without rows")
+            yield from ([self._alone(cells[number])] for number in others)
+        if not self.baseline.is_close(self.baseline.measurement, self._measured_again()):
+            raise self._different(
+                "the metric gives another number for the same output than before: it is not a pure function"
+            )
+
+    def _together(self, plan: SharedPlan, numbers: Sequence[int]) -> list[CellResult]:
+        """Runs cells, given by their numbers, in one forward."""
+        try:
+            return self._results(plan, numbers)
         except torch.OutOfMemoryError:
-            half = len(cells) // 2
-            if not half:
-                return [self._alone(cells[0])]
-            first = self._together(plan, cells[:half], entries[:half])
-            return [*first, *self._together(plan, cells[half:], entries[half:])]
+            half = len(numbers) // 2
+            if half:
+                return [*self._together(plan, numbers[:half]), *self._together(plan, numbers[half:])]
         except Exception as error:  # one cell alone may be the cause
             self._remark(f"some cells ran one by one: together they raised {type(error).__name__}")
-            return [self._alone(cell) for cell in cells]
+        return [self._alone(self._shared[number]) for number in numbers]
 
-    def _results(self, plan: SharedPlan, cells: Sequence[Cell], entries: Sequence[Sequence[Entry]]) -> list[CellResult]:
+    def _results(self, plan: SharedPlan, numbers: Sequence[int]) -> list[CellResult]:
         """Runs the model, and the metric for the rows of each cell."""
-        with self._pg.patch(plan.patches(entries)):
-            found = [self._measured(cell, output) for cell, output in zip(cells, plan.outputs(entries), strict=True)]
+        cells = [self._shared[number] for number in numbers]
+        with self._request.modes(), plan.run([self._entries[number] for number in numbers]) as outputs:
+            found = [self._measured(cell, output) for cell, output in zip(cells, outputs, strict=True)]
             if values := [value for _, value in filter(None, found)] if self._request.backward else []:
                 _backward(values)
         return [each[0] if each else self._alone(cell) for each, cell in zip(found, cells, strict=True)]
@@ -347,23 +354,33 @@ class CellRunner:
         except Exception:  # it may read an output that was skipped
             return None
 
-    def _check(self, cells: Sequence[Cell], found: Sequence[CellResult]) -> None:
+    def _measured_again(self) -> Measurement | None:
+        """Returns the metric of the run without patches; `None` if it fails now."""
+        try:
+            with self._request.modes():
+                return measurement(self._request.metric(own_tensors(self.baseline.clean.output)))
+        except Exception:
+            return None
+
+    def _check(self, numbers: Sequence[int], found: Sequence[CellResult]) -> None:
         """Runs the cell again that changes the metric most.
 
         Raises:
             _DifferentError: Its metric is another one now.
         """
-        number = max(range(len(cells)), key=lambda each: self.baseline.effect(found[each]))
-        before, after = found[number].measurement, self._alone(cells[number], is_check=True).measurement
-        if self.baseline.is_close(before, after):
-            return
-        shown = [each if each is None else each.values.tolist() for each in (before, after)]
-        why = (
-            f"cell {cells[number]} has the metric {shown[0]} among others, and {shown[1]} when it runs again alone: "
-            "the metric is not a pure function, or the rows of a batch depend on each other"
-        )
+        number = max(range(len(numbers)), key=lambda each: self.baseline.effect(found[each]))
+        cell = self._shared[numbers[number]]
+        before, after = found[number].measurement, self._alone(cell, is_check=True).measurement
+        if not self.baseline.is_close(before, after):
+            shown = [each if each is None else each.values.tolist() for each in (before, after)]
+            raise self._different(
+                f"cell {cell} has the metric {shown[0]} among others, and {shown[1]} when it runs again alone: "
+                "the metric is not a pure function, or the rows of a batch depend on each other"
+            )
+
+    def _different(self, why: str) -> _DifferentError:
         warn_each_time(f"the sweep runs again as a loop (batch=None does so at once): {why}", "experiment")
-        raise _DifferentError(why)
+        return _DifferentError(why)
 
 
 class _DifferentError(Exception):

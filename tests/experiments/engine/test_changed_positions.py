@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
-from graphpatch_notebook.experiments.engine.changed_positions import position_wise
+from graphpatch_notebook.experiments.engine.changed_positions import ChangedPositions
 from graphpatch_notebook.experiments.engine.clean_run import CleanRun
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.inspection.resolution import resolve
@@ -156,7 +156,7 @@ def test_only_positions_that_change_are_computed(metric: Any) -> None:
 
     assert result.attrs["remarks"] == []
     cells = len(PATHS) * LENGTH
-    # Without patches (also in vain, without earlier logits), at twice the batch, in another order, and two cells again.
+    # Without patches (also in vain, without earlier logits), wild and known numbers for checks, and a cell again.
     setup = (6 if metric is last else 7) * LENGTH
     # In sequences as long as the example, the last of which may be filled up. Besides, behind the sums, what is at
     # the patched position or after it.
@@ -349,13 +349,21 @@ def test_transformers_compute_fewer_positions(name: str) -> None:
     case = case_by_name(name)
     call = case.example()
     pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
-    outputs = [path for path, meta in pg.nodes.items() if meta.kind == "output" and path.count(".") >= 2]
-    targets = {path: resolve(captured(pg).root, path) for path in outputs[:1]}
+    path = next(path for path, meta in pg.nodes.items() if meta.kind == "output" and path.count(".") >= 2)
+    targets = {path: resolve(captured(pg).root, path)}
+    kinds = set()
 
     with torch.no_grad():
         clean = CleanRun.of(
             pg, Inputs(call.args, call.kwargs), targets, lambda node, _: bool([*node.module.children()])
         )
-        kinds = {type(module).__name__ for _, module, _ in position_wise(clean.tree)}
+        for node in clean.tree.root.walk():
+            if node.call is not None:
+                given = torch.cat([node.call.given] * 3)
+                given[-1, 0] += 1
+                own = ChangedPositions(node.module, node.call)
+                arguments = {node.call.keyword: given} if node.call.keyword else {}
+                own(node.module, node.module, *([] if arguments else [given]), **arguments)
+                kinds |= {type(node.module).__name__} if own.is_position_wise else set()
     assert any("MLP" in kind or "Dense" in kind or "Intermediate" in kind or "FF" in kind for kind in kinds), kinds
     assert not any(kind.endswith(("Attention", "Layer", "Block", "Model")) for kind in kinds), kinds
