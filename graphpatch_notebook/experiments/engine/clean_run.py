@@ -94,7 +94,7 @@ class CleanRun:
         patched = {frame.module for chain in chains for frame in chain}
         # To record a dropout costs more than to repeat it.
         seen = [one for one in all_modules(captured(pg).module) if not does_nothing(one) or one in patched]
-        marks = {path: Mark(tree=tree) for path in targets}
+        marks: dict[Any, Mark] = {path: Mark(tree=tree) for path in targets}
         with frames_seen(FrameRecording(tree, is_kept), seen), pg.patch(marks).quiet():
             output = inputs.run(pg)
         return cls(inputs, output, tree, marks)

@@ -175,11 +175,12 @@ class SharedPlan:
         with self._pg.patch(patches).quiet() if is_first else self._pg.patch(patches):
             with frames_seen(replay, tree.modules_around((*values, *self._instead, *compared))):
                 output = self._pg(*args, **kwargs)
-            if is_first:
-                self._output_rows = layout_of_output(clean.output, output, count, self._batch)
+            layout = self._output_rows
+            if layout is None:
+                layout = self._output_rows = layout_of_output(clean.output, output, count, self._batch)
                 self._rows = {path: patch.rows for path, patch in patches.items() if patch.rows}
                 self._instead = self._used()
-            yield parted(output, self._output_rows, count)[: len(cells)]
+            yield parted(output, layout, count)[: len(cells)]
 
     def _patches(self, cells: Sequence[Sequence[Entry]], *, is_first: bool) -> dict[Any, RowsPatch]:
         """Returns one patch map for cells, each in its rows; for all paths in the first forward."""

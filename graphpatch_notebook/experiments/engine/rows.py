@@ -208,7 +208,7 @@ class RowsPatch(Patch[Any]):
         rows = self.rows
         if rows is None and not any(self._entries):
             return value
-        if rows is None or not isinstance(value, Tensor) or not rows.are_in(value, count):
+        if rows is None or rows.dim is None or not isinstance(value, Tensor) or not rows.are_in(value, count):
             raise RowsNotFoundError(f"a patched value of type {type(value).__name__} has no rows where others had them")
         if torch.is_grad_enabled():  # many in-place writes would make a deep autograd graph
             return torch.cat([self._patched(*each) for each in enumerate(rows.parted(value, count))], rows.dim)
