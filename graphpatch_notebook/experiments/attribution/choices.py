@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.attribution.calls import family_name
+from graphpatch_notebook.experiments.attribution.secants import family_name
 from graphpatch_notebook.torch_compat import without_torch_functions
 
 Routing: TypeAlias = Literal["free", "frozen"]

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphpatch_notebook.capture import decomposition_of
-from graphpatch_notebook.experiments.attribution.calls import PairedCall, Surrogate
-from graphpatch_notebook.experiments.attribution.secants import by_steps, path_average
+from graphpatch_notebook.experiments.attribution.secants import PairedCall
 
 
 def attention(*args: Any, **kwargs: Any) -> Any:
@@ -33,27 +32,6 @@ def refused_attention(call: PairedCall) -> bool:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-def normed(steps: Callable[..., Tensor]) -> Surrogate:
-    """Returns the rule of `layer_norm` or `rms_norm`: that of their steps if only `x` differs between the runs."""
-
-    def surrogate(call: PairedCall, *inputs: Tensor) -> Any:
-        if any(call.differs[1:]):
-            return by_steps(steps)(call, *inputs)
-
-        def standardized(x: Tensor, dims: tuple[int, ...], eps: float, *, center: bool = True) -> Tensor:
-            runs = [call.corrupted[0], call.clean[0]]
-            if center:
-                x, *runs = (each - each.mean(dims, keepdim=True) for each in (x, *runs))
-            one, other = (torch.rsqrt(run.square().mean(dims, keepdim=True) + eps) for run in runs)
-            middle = (runs[0] + runs[1]) / 2
-            change = 2 * one * other / (one + other) * (x * (middle * other)).mean(dims, keepdim=True)
-            return x * ((one + other) / 2) - middle * one * change
-
-        return call.take(partial(steps, standardized=standardized), *inputs)
-
-    return surrogate
-
-
 def _standardized(x: Tensor, dims: tuple[int, ...], eps: float, *, center: bool = True) -> Tensor:
     x = x - x.mean(dims, keepdim=True) if center else x
     return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
@@ -66,21 +44,15 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *_: Any,
-    standardized: Callable[..., Tensor] = _standardized,
 ) -> Tensor:
-    return _scaled(standardized(x, tuple(range(-len(tuple(normalized_shape)), 0)), eps), weight, bias)
+    return _scaled(_standardized(x, tuple(range(-len(tuple(normalized_shape)), 0)), eps), weight, bias)
 
 
 def rms_norm(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    standardized: Callable[..., Tensor] = _standardized,
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _scaled(standardized(x, tuple(range(-len(tuple(normalized_shape)), 0)), eps, center=False), weight, None)
+    return _scaled(_standardized(x, tuple(range(-len(tuple(normalized_shape)), 0)), eps, center=False), weight, None)
 
 
 def group_norm(
@@ -101,12 +73,12 @@ def batch_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
-    scale = _by_channel(x, weight, bias)
-    if not training and running_mean is not None and running_var is not None:
-        return _scaled(
-            (x - _by_channel(x, running_mean)[0]) * torch.rsqrt(_by_channel(x, running_var + eps)[0]), *scale
-        )
-    return _scaled(_standardized(x, (0, *range(2, x.dim())), eps), *scale)
+    if training or running_mean is None or running_var is None:
+        standardized = _standardized(x, (0, *range(2, x.dim())), eps)
+    else:
+        mean, deviation = _by_channel(x, running_mean, torch.rsqrt(running_var + eps))
+        standardized = (x - mean) * deviation
+    return _scaled(standardized, *_by_channel(x, weight, bias))
 
 
 def instance_norm(
@@ -120,9 +92,9 @@ def instance_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
-    if not use_input_stats:
-        return batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-    return _scaled(_standardized(x, tuple(range(2, x.dim())), eps), *_by_channel(x, weight, bias))
+    if use_input_stats:
+        return group_norm(x, x.shape[1], weight, bias, eps)
+    return batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
 def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any) -> Tensor:
@@ -194,14 +166,13 @@ largest, smallest = partial(_max_or_min, choose=torch.maximum), partial(_max_or_
 amax, amin = partial(_folded, choose=torch.maximum), partial(_folded, choose=torch.minimum)
 
 
-def max_pool(call: PairedCall, *inputs: Tensor) -> Any:
-    """The rule of `max_pool1d` to `max_pool3d`: by their steps, without dilation and `ceil_mode`."""
+def refused_max_pool(call: PairedCall) -> bool:
+    """Whether a call of `max_pool1d` to `max_pool3d` has gaps."""
     is_dilated = call.argument(4, "dilation", 1) not in (1, (1,), (1, 1), (1, 1, 1))
-    has_gaps = is_dilated or call.argument(5, "ceil_mode", False)
-    return path_average(call, *inputs) if has_gaps else by_steps(_max_pool)(call, *inputs)
+    return is_dilated or bool(call.argument(5, "ceil_mode", False))
 
 
-def _max_pool(x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *_: Any, **__: Any) -> Tensor:
+def max_pool(x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *_: Any, **__: Any) -> Tensor:
     given = (kernel_size, stride or kernel_size, padding)
     count = max([len(each) for each in given if not isinstance(each, int)], default=x.dim() - 2)
     sizes, steps, margins = ([each] * count if isinstance(each, int) else list(each) for each in given)
@@ -226,16 +197,11 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
     return x.clamp_min(0) + x.clamp_max(0) * (weight if weight.numel() == 1 else _by_channel(x, weight)[0])
 
 
-def cross_entropy(call: PairedCall, *inputs: Tensor) -> Any:
-    """The rule of `cross_entropy`: the mean of log-probabilities, for targets that are numbers of classes."""
-    is_plain = len(inputs) == 1 and not call.argument(7, "label_smoothing", 0.0)
-    return by_steps(_cross_entropy)(call, *inputs) if is_plain else path_average(call, *inputs)
+def refused_cross_entropy(call: PairedCall) -> bool:
+    """Whether its targets are not the numbers of classes alone."""
+    return len(call.inputs) > 1 or bool(call.argument(7, "label_smoothing", 0.0))
 
 
-def _cross_entropy(x: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def cross_entropy(x: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     kwargs.pop("label_smoothing", None)
     return functional.nll_loss(torch.log_softmax(x, 1 if x.dim() > 1 else 0), target, *args[:5], **kwargs)
-
-
-def softmin(x: Tensor, dim: int, *_: Any, **__: Any) -> Tensor:
-    return torch.softmax(-x, dim)

@@ -21,11 +21,14 @@ chain rule, the scores of any cut through the model then sum to the change of th
   for polynomials only, so that `DerivativeRules.fallbacks` names them.
 
 **RelP.** The rules of layer-wise relevance propagation, from the corrupted run alone: denominators of norms are
-constants, activations are multiples of their input, and each factor of a product gets half.
+constants, activations are multiples of their input, and each factor of a product gets half. An activation that is
+written out (`0.5 * x * (1 + tanh(...))`) counts as one function of its *root*, the value that all of its steps are
+computed from elementwise: `ElementwiseRoots` finds it.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,22 +42,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import decomposition_of
-from graphpatch_notebook.checks.sharding import same_value
+from graphpatch_notebook.capture.functions import raw_name
+from graphpatch_notebook.checks.sharding import is_distributed, same_value
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.attribution import composites, relp
-from graphpatch_notebook.experiments.attribution.calls import (
+from graphpatch_notebook.experiments.attribution import composites
+from graphpatch_notebook.experiments.attribution.secants import (
     Held,
-    HeldTensors,
     PairedCall,
     Rule,
     Surrogate,
+    by_steps,
     family_name,
     has_memory,
+    is_in_place,
     is_weight,
-)
-from graphpatch_notebook.experiments.attribution.secants import (
-    by_steps,
     log_softmax,
     logsumexp,
     multilinear,
@@ -62,11 +64,135 @@ from graphpatch_notebook.experiments.attribution.secants import (
     quotient,
     softmax,
 )
-from graphpatch_notebook.torch_compat import base_of
+from graphpatch_notebook.torch_compat import base_of, is_awaited
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 Method: TypeAlias = Literal["gradient", "integrated", "relp", "secant"]
 METHODS: tuple[Method, ...] = ("gradient", "integrated", "relp", "secant")
+
+# -- RelP --------------------------------------------------------------------------------------------------------------
+
+_ACTIVATIONS = operations.NONLINEARITIES - {"glu", "softmax", "pow", "square", "exp"}
+_DENOMINATORS = frozenset("rsqrt sqrt var std norm vector_norm linalg_vector_norm linalg_norm".split())
+
+
+def _identity(call: PairedCall, x: Tensor, *_: Tensor) -> Tensor:
+    """A multiple of the input: `(f(x) - f(0)) / x`, and the derivative where x is 0."""
+    corrupted, rest = call.corrupted[0], call.corrupted[1:]
+    zero = torch.zeros_like(corrupted, requires_grad=True)
+    at_zero = call(zero, *rest)
+    (derivative,) = torch.autograd.grad(at_zero.sum(), zero)
+    is_zero = corrupted.abs() < 1e-6
+    slope = (call(*call.corrupted) - at_zero).detach() / torch.where(is_zero, 1, corrupted)
+    return x * torch.where(is_zero, derivative, slope)
+
+
+def _half(call: PairedCall, *inputs: Tensor) -> Any:
+    """Half of the derivative, as a product shares it among its factors."""
+    return call(*inputs) / 2
+
+
+def _constant(call: PairedCall, *inputs: Tensor) -> Any:
+    """A constant. Its derivative is 0, and not missing: the steps before it have scores, too."""
+    return call(*(x.detach() for x in inputs)) + 0 * sum(x.sum() for x in inputs)
+
+
+def _power(call: PairedCall, *inputs: Tensor) -> Any:
+    """The rule of `pow`: a root is a denominator, and a whole power a product of equal factors that share it."""
+    exponent = _exponent(call.function, call.argument(1, "exponent"))
+    return _constant(call, *inputs) if _is_root(exponent) else call(*inputs) / exponent
+
+
+def _refused_power(call: PairedCall) -> bool:
+    """Whether a power is neither a root nor a product of equal factors."""
+    exponent = _exponent(call.function, call.argument(1, "exponent"))
+    return not (_is_root(exponent) or (exponent > 1 and exponent == int(exponent)))
+
+
+def _exponent(function: Callable[..., Any], given: Any) -> float:
+    """Returns the exponent of a call of `pow`; 1 if it is no number, or the base is."""
+    is_number = isinstance(given, (int, float)) and math.isfinite(given)
+    return float(given) if is_number and raw_name(function) != "__rpow__" else 1.0
+
+
+def _is_root(exponent: float) -> bool:
+    return abs(exponent) == 0.5
+
+
+def _by_first(call: PairedCall, first: Tensor, second: Tensor) -> Any:
+    """A multiple of the first factor: the second, a function of it, is constant."""
+    return call(first, second.detach() + 0 * second)
+
+
+def _by_second(call: PairedCall, first: Tensor, second: Tensor) -> Any:
+    """A multiple of the second factor: the first, a function of it, is constant."""
+    return call(first.detach() + 0 * first, second)
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What a value is an elementwise function of.
+
+    Attributes:
+        value: The value.
+        root: The tensor that it is a function of; `None` for a value that is computed from weights and constants alone.
+        is_multiple: Whether it is a constant multiple of that.
+    """
+
+    value: Tensor
+    root: Tensor | None
+    is_multiple: bool
+
+
+class ElementwiseRoots:
+    """The roots of the values of a run."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Root] = {}
+
+    def of(self, value: Tensor) -> Root:
+        """Returns the root of a value: the value itself, unless it was computed elementwise from a single one."""
+        known = self._by_id.get(id(value))
+        if known is not None and known.value is value:
+            return known
+        base = base_of(value)
+        is_constant = not value.requires_grad or is_weight(value) or (base is not None and self.of(base).root is None)
+        return Root(value, None if is_constant else value, True)
+
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        """Notes that a result is the same value in another form."""
+        known = self.of(value)
+        self._by_id[id(result)] = Root(result, result if known.root is value else known.root, known.is_multiple)
+
+    def note(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+        """Notes the root of a result."""
+        if not isinstance(result, Tensor) or not result.requires_grad:
+            return
+        name = family_name(function)
+        given = [part for arg in args for part in (arg if isinstance(arg, (tuple, list)) else [arg])]
+        roots = [self.of(part) for part in given if isinstance(part, Tensor)]
+        self._by_id.pop(id(result), None)  # an operation in place returns what it is given
+        varying = [root for root in roots if root.root is not None]
+        is_constant = not varying and any(root.value.requires_grad for root in roots)
+        is_power = name == "pow" and len(args) > 1 and _is_root(_exponent(function, args[1]))
+        if is_constant or is_power or name in _DENOMINATORS:
+            self._by_id[id(result)] = Root(result, None, False)
+            return
+        if not varying or any(root.root is not varying[0].root for root in varying):
+            return
+        is_scaled = any(root.root is None and root.value.numel() != 1 for root in roots)
+        if is_scaled or result.shape != varying[0].value.shape:
+            return
+        if name in _ACTIVATIONS or name in ("pow", "square", "exp"):
+            is_multiple = False
+        elif name in operations.SCALINGS:
+            is_multiple = len(varying) == 1 and varying[0].is_multiple and varying[0].value is args[0]
+        elif name in operations.ADDITIONS or name in ("sub", "rsub", "neg"):
+            is_multiple = len(varying) == 2 and all(root.is_multiple for root in varying)
+        else:
+            return
+        self._by_id[id(result)] = Root(result, varying[0].root, is_multiple)
+
 
 # -- tables, by the names that all forms of a function share -----------------------------------------------------------
 
@@ -119,7 +245,6 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "cosine_similarity": composites.cosine_similarity,
     "glu": composites.glu,
     "prelu": composites.prelu,
-    "softmin": composites.softmin,
     "amax": composites.amax,
     "amin": composites.amin,
     "max": composites.largest,
@@ -132,21 +257,23 @@ _SECANT: dict[Any, Rule] = {
     **dict.fromkeys(_APPROXIMATED.split(), Rule(path_average, is_exact=False)),
     **{name: Rule(by_steps(steps)) for name, steps in _COMPOSITES.items()},
     "linalg_norm": Rule(by_steps(composites.norm), refusal=composites.is_norm_of_matrix),
-    **{name: Rule(composites.normed(_COMPOSITES[name])) for name in ("layer_norm", "rms_norm")},
+    "cross_entropy": Rule(by_steps(composites.cross_entropy), refusal=composites.refused_cross_entropy),
     **dict.fromkeys(("softmax", "_safe_softmax", "_softmax"), Rule(softmax)),
     **dict.fromkeys(("log_softmax", "_log_softmax"), Rule(log_softmax)),
     **dict.fromkeys(("logsumexp", "special_logsumexp"), Rule(logsumexp)),
-    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), Rule(composites.max_pool)),
-    "cross_entropy": Rule(composites.cross_entropy),
+    **dict.fromkeys(
+        ("max_pool1d", "max_pool2d", "max_pool3d"),
+        Rule(by_steps(composites.max_pool), refusal=composites.refused_max_pool),
+    ),
     "scaled_dot_product_attention": Rule(by_steps(composites.attention), refusal=composites.refused_attention),
 }
 _NORMS = ("layer_norm", "rms_norm", "group_norm", "instance_norm", "normalize")
 _RELP: dict[Any, Rule] = {
-    **dict.fromkeys(relp.ACTIVATIONS, Rule(relp.identity)),
-    **dict.fromkeys(relp.DENOMINATORS, Rule(relp.constant)),
-    **dict.fromkeys(("mul", "multiply"), Rule(relp.half, is_multilinear=True)),
-    "square": Rule(relp.half),
-    "pow": Rule(relp.power, refusal=relp.refused_power),
+    **dict.fromkeys(_ACTIVATIONS, Rule(_identity)),
+    **dict.fromkeys(_DENOMINATORS, Rule(_constant)),
+    **dict.fromkeys(("mul", "multiply"), Rule(_half, is_multilinear=True)),
+    "square": Rule(_half),
+    "pow": Rule(_power, refusal=_refused_power),
     "glu": Rule(by_steps(composites.glu)),
     **{name: Rule(by_steps(_COMPOSITES[name])) for name in _NORMS},
 }
@@ -198,23 +325,18 @@ def warn_of_loss(what: str, loss: float, fallbacks: Mapping[str, str], *, is_hal
 
 
 class DerivativeRules:
-    """The rules of a method for one pair of runs.
+    """The rules of a method for one pair of runs: by default, the derivatives of torch.
 
     Under `recording` and `applied`, all values are the same as without, to the last bit: only derivatives differ. Both
     runs must take the same steps. Enter them around the calls of a `PatchableGraph`, so that they see the steps of
     attention that patches open.
 
     Attributes:
-        method: The name of the method; empty for the gradients of torch.
         fallbacks: Why a function does not explain the whole change of its result, by its name.
     """
 
-    method: ClassVar[str] = ""
-
     def __init__(self) -> None:
         self.fallbacks: dict[str, str] = {}
-        self.is_open = False
-        self._seen: set[Any] = set()
 
     def recording(self) -> AbstractContextManager[Any]:
         """Returns a context manager for the run on the clean inputs, and its metric."""
@@ -224,92 +346,166 @@ class DerivativeRules:
         """Returns a context manager for the run with gradients on the corrupted inputs, and its metric."""
         return nullcontext()
 
-    def before(self, args: Sequence[Any]) -> None:
-        """Names what computed the arguments of a call of the run with gradients, if torch did not dispatch it."""
-        for value in args:
-            node = value.grad_fn if isinstance(value, Tensor) else None
-            if node is not None and node not in self._seen and not type(node).__name__.startswith(_TRANSPARENT):
-                kind = type(node).__name__.removesuffix("Backward")
-                self.fallbacks.setdefault(kind, "it is not a function that torch dispatches, and keeps its derivative")
 
-    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
-        """Is given the result of each call of the run with gradients."""
-        self._seen.update(value.grad_fn for value in (*_parts(result), *args) if isinstance(value, Tensor))
-
-    def pass_on(self, value: Tensor, result: Tensor) -> None:
-        """Is given a value of the run with gradients, and the same in another form."""
-
-
-class SecantRules(DerivativeRules):
-    """Rules that take each derivative from two runs.
-
-    Attributes:
-        tape: The calls of the clean run that have rules.
-    """
+class SecantRules(DerivativeRules, TorchFunctionMode):
+    """Rules that take each derivative from two runs: the calls of the clean run are kept on a tape."""
 
     method: ClassVar[str] = "secant"
+    table: ClassVar[Mapping[Any, Rule]] = _SECANT
 
     def __init__(self) -> None:
-        super().__init__()
-        self.tape: list[_Recorded] = []
-        self._at = 0
+        TorchFunctionMode.__init__(self)
+        DerivativeRules.__init__(self)
+        self.is_open = False
+        self._is_recording = False
+        self._tape: list[PairedCall] = []
         self._decisions: list[Tensor] = []
-        self._decided = 0
+        self._at = self._decided = 0
+        self._seen: set[Any] = set()
+        self._held: dict[int, list[Held]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        self.tape, self._decisions = [], []
-        with _Recording(self):
+        self._tape, self._decisions, self._is_recording = [], [], True
+        with self:
             yield
+        self._is_recording, self._held = False, {}
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         self._at = self._decided = 0
+        self.is_open = True
         try:
-            with _Applied(self):
+            with self:
                 yield
         finally:
+            self.is_open, self._held = False, {}
             self._seen.clear()
-        if self._at != len(self.tape):
-            raise ExperimentError(self._parted(self.tape[self._at], None))
-        self.tape, self._decisions = [], []
+        if self._at != len(self._tape):
+            raise ExperimentError(self._parted(self._tape[self._at], None))
+        self._tape, self._decisions = [], []
 
-    def rule_for(self, function: Callable[..., Any]) -> Rule | None:
-        """Returns the rule for a function; `None` for one whose own derivative is used."""
-        found = _SECANT.get(function)
-        return _SECANT.get(family_name(function)) if found is None else found
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is same_value:
+            return self.same_value(*args)
+        kwargs = kwargs or {}
+        every = (*args, *kwargs.values())
+        if not self._is_recording:
+            self._name_unseen(args)
+        decomposition = decomposition_of(func) if family_name(func) in _OPENED else None
+        if decomposition is not None and decomposition.refusal(args, kwargs) is None:
+            with self:
+                return decomposition.steps(is_fused=False)(*args, **kwargs)
+        call = self._call(func, args, kwargs)
+        replaced = call if call is not None and self._is_replaced(call) else None
+        if replaced is not None:
+            replaced.held = [self._hold(x) for x in replaced.inputs]
+            if self._is_recording:
+                replaced.inputs.clear()
+        if self._held and is_in_place(func, args, kwargs):
+            self._copy_before_write(every)
+        if self._is_recording or replaced is None:
+            result = func(*args, **kwargs)
+        else:
+            apply: Any = _Replaced.apply
+            result = apply(replaced, lambda: func(*args, **kwargs), *replaced.inputs)
+            result = result if replaced.kind is None else replaced.kind(result)
+        if replaced is not None and replaced.rule.keeps_result and isinstance(result, Tensor):
+            replaced.result = self._hold(result)
+        self.after(func, every, result, has_rule=call is not None)
+        return result
 
-    def clean_counterpart(self, call: PairedCall) -> _Recorded:
-        """Returns the record of the same call in the clean run, and notes which inputs differ."""
-        recorded = self.tape[self._at] if self._at < len(self.tape) else None
-        mine = _Recorded(family_name(call.function), [Held(x) for x in call.inputs])
-        if recorded is None or (recorded.name, recorded.shapes) != (mine.name, mine.shapes):
-            raise ExperimentError(self._parted(recorded, mine))
+    def _call(self, func: Any, args: Any, kwargs: Any) -> PairedCall | None:
+        """Returns a call that has a rule; `None` for one that keeps its own derivative."""
+        rule = self.table.get(func) or self.table.get(family_name(func))
+        call = None if rule is None else PairedCall(func, args, kwargs, rule, self)
+        fits = call is not None and call.inputs and all(map(has_memory, call.inputs)) and not call.rule.refusal(call)
+        return call if fits else None
+
+    def _is_replaced(self, call: PairedCall) -> bool:
+        """Whether a call gets the derivative of its rule: it is kept in the clean run, and replaced in the other."""
+        if call.rule.is_multilinear and sum(not is_weight(x) for x in call.inputs) < 2:
+            return False
+        if self._is_recording:
+            self._tape.append(call)
+            return True
+        self.pair(call)
+        is_needed = torch.is_grad_enabled() and any(x.requires_grad for x in call.inputs) and any(call.differs)
+        if not is_needed or (call.rule.is_multilinear and sum(call.differs) < 2):
+            return False
+        if _is_in_checkpoint():
+            raise ExperimentError(
+                "the model computes values again in backward (activation checkpointing), where derivative rules cannot "
+                'follow: switch it off (model.gradient_checkpointing_disable()), or use method="gradient"'
+            )
+        if not call.rule.is_exact:
+            self.fallbacks.setdefault(family_name(call.function), "its rule is an approximation")
+        return True
+
+    # -- what differs between methods ----------------------------------------------------------------------------------
+
+    def pair(self, call: PairedCall) -> None:
+        """Finds the same call in the clean run, and which inputs differ."""
+        clean = self._tape[self._at] if self._at < len(self._tape) else None
+        if clean is None or clean.signature != call.signature:
+            raise ExperimentError(self._parted(clean, call))
         self._at += 1
-        call.differs = tuple(map(_is_different, recorded.inputs, call.inputs))
-        return recorded
-
-    def decide(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """Records what a call of the clean run decides."""
-        self._decisions += _decisions(function, args, result)
+        call.counterpart = clean
+        call.differs = tuple(map(_is_different, clean.held, call.inputs))
 
     def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
-        super().after(function, args, result, has_rule=has_rule)
+        """Is given the result of each call."""
+        if self._is_recording:
+            self._decisions += _decisions(function, args, result)
+            return
+        self._seen.update(value.grad_fn for value in (*_parts(result), *args) if isinstance(value, Tensor))
         name = family_name(function)
         for decision in _decisions(function, args, result):
             clean = self._decisions[self._decided] if self._decided < len(self._decisions) else None
             self._decided += 1
             if clean is None or clean.shape != decision.shape or not torch.equal(clean, decision):
                 self.fallbacks.setdefault(name, "it decides differently in the other run")
-        inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+        if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            return
         results = [part for part in _parts(result) if part.is_floating_point() or part.is_complex()]
-        if inputs and results and not torch.is_grad_enabled():
+        if results and not torch.is_grad_enabled():
             self.fallbacks.setdefault(name, "the model computes it under torch.no_grad()")
         is_known = has_rule or name in LINEAR or name in _OPENED
-        if inputs and not is_known and any(part.requires_grad for part in results):
+        if not is_known and any(part.requires_grad for part in results):
             self.fallbacks.setdefault(name, "it has no rule here, and the derivative of torch")
 
-    def _parted(self, clean: _Recorded | None, corrupted: _Recorded | None) -> str:
+    def same_value(self, value: Tensor, result: Tensor) -> Tensor:
+        """Is given a value, and the same in another form."""
+        return result
+
+    # -- tensors -------------------------------------------------------------------------------------------------------
+
+    def _hold(self, tensor: Tensor) -> Held:
+        """Returns a tensor as it is now."""
+        if is_distributed(tensor):
+            raise ExperimentError(
+                'the model computes with DTensors, which derivative rules cannot follow: use method="gradient", or a '
+                "plan whose modules return local tensors (use_local_output=True)"
+            )
+        held = Held(tensor.detach().clone() if is_awaited(tensor) else tensor)  # a clone waits for it
+        self._held.setdefault(held.tensor.untyped_storage().data_ptr(), []).append(held)
+        return held
+
+    def _copy_before_write(self, args: Sequence[Any]) -> None:
+        target = next((arg for arg in args if isinstance(arg, Tensor)), None)
+        if target is not None and has_memory(target):
+            for held in self._held.pop(target.untyped_storage().data_ptr(), ()):
+                held.tensor = held.tensor.clone()
+
+    def _name_unseen(self, args: Sequence[Any]) -> None:
+        """Names what computed the arguments of a call, if torch did not dispatch it."""
+        for value in args:
+            node = value.grad_fn if isinstance(value, Tensor) else None
+            if node is not None and node not in self._seen and not type(node).__name__.startswith(_TRANSPARENT):
+                kind = type(node).__name__.removesuffix("Backward")
+                self.fallbacks.setdefault(kind, "it is not a function that torch dispatches, and keeps its derivative")
+
+    def _parted(self, clean: PairedCall | None, corrupted: PairedCall | None) -> str:
         return (
             f"the secant pairs the operations of the two runs, which diverge at operation {self._at + 1}: "
             f"{clean or 'nothing more'} in the clean run, {corrupted or 'nothing more'} in the corrupted run (mixtures "
@@ -321,56 +517,38 @@ class SecantRules(DerivativeRules):
 _TRANSPARENT = ("View", "Alias", "Clone", "AccumulateGrad", "_Replaced", "CopyBackwards", "CopySlices", "AsStrided")
 
 
-class RelPRules(DerivativeRules):
+class RelPRules(SecantRules):
     """Rules that take each derivative from the corrupted run alone."""
 
     method: ClassVar[str] = "relp"
+    table: ClassVar[Mapping[Any, Rule]] = _RELP
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._roots = relp.ElementwiseRoots()
+    def recording(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        try:
-            with _Applied(self):
-                yield
-        finally:
-            self._seen.clear()
-            self._roots = relp.ElementwiseRoots()
+        self._roots = ElementwiseRoots()
+        with super().applied():
+            yield
+        del self._roots
 
-    def rule_for(self, function: Callable[..., Any]) -> Rule | None:
-        return _RELP.get(family_name(function))
-
-    def clean_counterpart(self, call: PairedCall) -> _Recorded:
-        call.differs = tuple(map(self._roots.varies, call.inputs))
-        roots = [self._roots.of(x) for x in call.inputs if self._roots.varies(x)]
+    def pair(self, call: PairedCall) -> None:
+        call.counterpart = call
+        every = [self._roots.of(x) for x in call.inputs]
+        call.differs = tuple(root.root is not None for root in every)
+        roots = [root for root in every if root.root is not None]
         if len(roots) == 2 and roots[0].root is roots[1].root and call.inputs[0] is not call.inputs[1]:
-            call.surrogate = relp.by_first if roots[0].is_multiple else relp.by_second if roots[1].is_multiple else None
-        return _Recorded(family_name(call.function), [Held(x) for x in call.inputs])
+            kept = _by_first if roots[0].is_multiple else _by_second if roots[1].is_multiple else None
+            call.surrogate = kept or call.surrogate
 
     def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
-        super().after(function, args, result, has_rule=has_rule)
+        self._seen.update(value.grad_fn for value in (*_parts(result), *args) if isinstance(value, Tensor))
         self._roots.note(function, args, result)
 
-    def pass_on(self, value: Tensor, result: Tensor) -> None:
+    def same_value(self, value: Tensor, result: Tensor) -> Tensor:
         self._roots.pass_on(value, result)
-
-
-@dataclass
-class _Recorded:
-    """A call of the clean run."""
-
-    name: str
-    inputs: list[Held]
-    result: Held | None = None
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        return [held.tensor.shape for held in self.inputs]
-
-    def __str__(self) -> str:
-        return f"{self.name} of {', '.join(str(tuple(shape)) for shape in self.shapes)}"
+        return result
 
 
 def _decisions(function: Callable[..., Any], args: Sequence[Any], result: Any) -> list[Tensor]:
@@ -392,115 +570,6 @@ def _is_different(clean: Held, corrupted: Tensor) -> bool:
     return corrupted.requires_grad or not torch.equal(clean.tensor, corrupted)
 
 
-# -- modes -------------------------------------------------------------------------------------------------------------
-
-
-class _Mode(TorchFunctionMode):
-    """Sees all calls of a run."""
-
-    def __init__(self, rules: Any) -> None:
-        super().__init__()
-        self._rules = rules
-        self._writes = HeldTensors()
-        self._weights: dict[int, Tensor] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is same_value:
-            value, result = args
-            if self._is_weight(value):
-                self._weights[id(result)] = result
-            self._rules.pass_on(value, result)
-            return result
-        kwargs = kwargs or {}
-        self._rules.before(args)
-        if family_name(func) in _OPENED:
-            decomposition = decomposition_of(func)
-            if decomposition is not None and decomposition.refusal(args, kwargs) is None:
-                with self:
-                    return decomposition.steps(is_fused=False)(*args, **kwargs)
-        rule = self._rules.rule_for(func)
-        call = None if rule is None else PairedCall(func, args, kwargs, self._rules)
-        if rule is not None and call is not None and rule.fits(call):
-            if not rule.is_multilinear or sum(not self._is_weight(x) for x in call.inputs) > 1:
-                return self._with_rule(rule, call, args, kwargs)
-        else:
-            rule = None
-        self._writes.before(func, args, kwargs)
-        return self._plain(func, args, kwargs, has_rule=rule is not None)
-
-    def _is_weight(self, value: Tensor) -> bool:
-        known = (self._weights.get(id(each)) is each for each in (value, base_of(value)) if each is not None)
-        return is_weight(value) or any(known)
-
-    def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
-        """Calls a function that keeps its own derivative: it does not have a rule, or its rule says so."""
-        raise NotImplementedError
-
-    def _with_rule(self, rule: Rule, call: PairedCall, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-class _Recording(_Mode):
-    """Records the inputs of each call that has a rule."""
-
-    def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
-        result = func(*args, **kwargs)
-        self._rules.decide(func, (*args, *kwargs.values()), result)
-        return result
-
-    def _with_rule(self, rule: Rule, call: PairedCall, args: Any, kwargs: Any) -> Any:
-        func = call.function
-        record = _Recorded(family_name(func), [self._writes.hold(x) for x in call.inputs])
-        self._rules.tape.append(record)
-        self._writes.before(func, args, kwargs)
-        result = self._plain(func, args, kwargs, has_rule=True)
-        if rule.keeps_result and isinstance(result, Tensor):
-            record.result = self._writes.hold(result)
-        return result
-
-
-class _Applied(_Mode):
-    """Replaces the derivatives of calls."""
-
-    def __enter__(self) -> Any:
-        self._rules.is_open = True
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        self._rules.is_open = False
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
-        result = func(*args, **kwargs)
-        self._rules.after(func, (*args, *kwargs.values()), result, has_rule=has_rule)
-        return result
-
-    def _with_rule(self, rule: Rule, call: PairedCall, args: Any, kwargs: Any) -> Any:
-        func = call.function
-        recorded = self._rules.clean_counterpart(call)
-        is_needed = torch.is_grad_enabled() and any(x.requires_grad for x in call.inputs) and any(call.differs)
-        if not is_needed or (rule.is_multilinear and sum(call.differs) < 2):
-            self._writes.before(func, args, kwargs)
-            return self._plain(func, args, kwargs, has_rule=True)
-        if _is_in_checkpoint():
-            raise ExperimentError(
-                "the model computes values again in backward (activation checkpointing), where derivative rules cannot "
-                'follow: switch it off (model.gradient_checkpointing_disable()), or use method="gradient"'
-            )
-        if not rule.is_exact:
-            self._rules.fallbacks.setdefault(family_name(func), "its rule is an approximation")
-        replaced = _ReplacedCall(call, rule, recorded, [self._writes.hold(x) for x in call.inputs])
-        self._writes.before(func, args, kwargs)
-        apply: Any = _Replaced.apply
-        result = apply(replaced, lambda: func(*args, **kwargs), *call.inputs)
-        if rule.keeps_result and isinstance(result, Tensor):
-            replaced.result = self._writes.hold(result)
-        if replaced.kind is not None:
-            result = replaced.kind(result)
-        self._rules.after(func, (*args, *kwargs.values()), result, has_rule=True)
-        return result
-
-
 def _is_in_checkpoint() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _CHECKPOINT_FILE:
@@ -511,65 +580,14 @@ def _is_in_checkpoint() -> bool:
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 
-@dataclass
-class _ReplacedCall:
-    """A call whose derivative is replaced. `kind` is the type of its result, if that is not a tensor."""
-
-    call: PairedCall
-    rule: Rule
-    recorded: _Recorded
-    held: list[Held]
-    result: Held | None = None
-    kind: Any = None
-
-    def products(self, needed: Sequence[bool], given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Returns the vector-Jacobian products of the rule."""
-        call = self.call
-        if call.rules.is_open:
-            raise ExperimentError(
-                f"the model computes derivatives itself, in which method={call.rules.method!r} would change "
-                'values: use method="gradient"'
-            )
-        call.clean = tuple(widened(held.tensor) for held in self.recorded.inputs)
-        call.corrupted = tuple(widened(held.tensor) for held in self.held)
-        if self.recorded.result is not None and self.result is not None:
-            results = (self.recorded.result.tensor, self.result.tensor)
-            if sum(call.differs) == 1 and results[0].element_size() >= 4:  # of half precision, they are too coarse
-                call.results = results
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_(need) for x, need in zip(call.corrupted, needed, strict=True)]
-            found = (call.surrogate or self.rule.surrogate)(call, *inputs)
-            parts = found if isinstance(found, (tuple, list)) else [found]
-            pairs = [
-                (result, gradient.to(result.dtype))
-                for result, gradient in zip(parts, given, strict=True)
-                if gradient is not None and result is not None and result.requires_grad
-            ]
-        if not pairs:
-            return [None] * len(needed)
-        wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-        gradients = [gradient for _, gradient in pairs]
-        found = iter(torch.autograd.grad([result for result, _ in pairs], wanted, gradients, allow_unused=True))
-        answers = [next(found) if need else None for need in needed]
-        return [
-            None if answer is None else answer.to(held.tensor.dtype)
-            for answer, held in zip(answers, self.held, strict=True)
-        ]
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """Returns a half-precision tensor in single precision, which sums over many products need."""
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
-
-
 class _Replaced(torch.autograd.Function):
     """A call with its own value, and the derivative of a rule."""
 
     @staticmethod
-    def forward(ctx: Any, replaced: _ReplacedCall, run: Callable[[], Any], *inputs: Tensor) -> Any:
-        ctx.replaced = replaced
+    def forward(ctx: Any, call: PairedCall, run: Callable[[], Any], *inputs: Tensor) -> Any:
+        ctx.call = call
         ctx.set_materialize_grads(False)
-        if replaced.call.is_in_place:
+        if call.is_in_place:
             ctx.mark_dirty(inputs[0])
             return run()
         # With gradients, as in the model itself: without, some kernels (such as the LSTM's) round differently.
@@ -577,7 +595,7 @@ class _Replaced(torch.autograd.Function):
             result = run()
         if isinstance(result, Tensor):
             return result.detach()
-        replaced.kind = type(result)
+        call.kind = type(result)
         parts = tuple(part.detach() for part in result)
         ctx.mark_non_differentiable(*(part for part in parts if not part.is_floating_point()))
         return parts
@@ -586,7 +604,42 @@ class _Replaced(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if all(gradient is None for gradient in gradients):
             return (None,) * len(ctx.needs_input_grad)
-        return (None, None, *ctx.replaced.products(ctx.needs_input_grad[2:], gradients))
+        return (None, None, *_products(ctx.call, ctx.needs_input_grad[2:], gradients))
+
+
+def _products(call: PairedCall, needed: Sequence[bool], given: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns the vector-Jacobian products of the rule of a call."""
+    if call.rules.is_open:
+        raise ExperimentError(
+            f"the model computes derivatives itself, in which method={call.rules.method!r} would change values: use "
+            'method="gradient"'
+        )
+    clean = call.counterpart
+    call.clean, call.corrupted = (tuple(widened(held.tensor) for held in each.held) for each in (clean, call))
+    if clean.result is not None and call.result is not None and sum(call.differs) == 1:
+        results = clean.result.tensor, call.result.tensor
+        call.results = results if results[0].element_size() >= 4 else None  # those of half precision are too coarse
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_(need) for x, need in zip(call.corrupted, needed, strict=True)]
+        found = call.surrogate(call, *inputs)
+        parts = found if isinstance(found, (tuple, list)) else [found]
+        pairs = [
+            (result, gradient.to(result.dtype))
+            for result, gradient in zip(parts, given, strict=True)
+            if gradient is not None and result is not None and result.requires_grad
+        ]
+    if not pairs:
+        return [None] * len(needed)
+    results, gradients = zip(*pairs, strict=True)
+    wanted = [x for x in inputs if x.requires_grad]
+    answers = iter(torch.autograd.grad(results, wanted, gradients, allow_unused=True))
+    products = [next(answers) if need else None for need in needed]
+    return [None if each is None else each.to(x.tensor.dtype) for each, x in zip(products, call.held, strict=True)]
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Returns a half-precision tensor in single precision, which sums over many products need."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 _BY_METHOD: dict[str, type[DerivativeRules]] = {kind.method: kind for kind in (SecantRules, RelPRules)}

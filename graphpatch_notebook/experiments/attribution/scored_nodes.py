@@ -19,7 +19,7 @@ from graphpatch_notebook.components.flow import Flow
 from graphpatch_notebook.components.names import MEMBERS
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import row_dimension, sequence_dim, takes_tokens, token_inputs
-from graphpatch_notebook.experiments.attribution.calls import has_storage
+from graphpatch_notebook.experiments.attribution.secants import has_memory
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.positions import (
     PositionDim,
@@ -101,9 +101,7 @@ class ScoredNode:
             return _not_floating(value.dtype)
         if value.element_size() < 2:
             return f"of dtype {str(value.dtype).removeprefix('torch.')}, which has no arithmetic"
-        if value.layout is not torch.strided:
-            return f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
-        if not has_storage(value):
+        if not has_memory(value):
             return "inside torch.func or vmap, where one tensor represents several values"
         return None
 

@@ -1,17 +1,194 @@
-"""The derivatives of the secant: means of the Jacobian between two runs, which account for all of a result's change."""
+"""The derivatives of the secant: means of the Jacobian between two runs, which account for all of a result's change.
+
+A rule is given a `PairedCall`: one call of a torch function, with its inputs in both runs.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from graphpatch_notebook.experiments.attribution.calls import PairedCall, Surrogate
+from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
+from graphpatch_notebook.torch_compat import base_of, is_overload, overload_path
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.experiments.attribution.rules import SecantRules
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """A tensor as it is now: the rules copy it before the model writes into it."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
+class PairedCall:
+    """One call of a function in the corrupted run, and its counterpart in the clean run.
+
+    Its *inputs* are all floating-point tensors among its arguments, in order.
+
+    Attributes:
+        function: The function, as torch dispatches it.
+        rule: How it is differentiated.
+        rules: The rules of the run.
+        inputs: The inputs, as the model gives them; none in the clean run.
+        signature: The name of the function and the shapes of the inputs, which the two runs have in common.
+        corrupted: The inputs in the corrupted run.
+        clean: The inputs in the clean run; those of the corrupted run for methods without one.
+        results: The results of the two runs (clean, corrupted), if they were kept.
+        differs: Which inputs differ between the runs.
+        surrogate: What is used in place of the rule's.
+        held, result: The inputs and the result of this call.
+        kind: The type of the result, if that is not a tensor.
+        counterpart: The same call in the clean run.
+    """
+
+    counterpart: PairedCall
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rule: Rule,
+        rules: SecantRules,
+    ) -> None:
+        self.function, self.rule, self.rules = function, rule, rules
+        self.is_in_place = is_in_place(function, args, kwargs)
+        self.inputs: list[Tensor] = []
+        self._args = tuple(self._template(value) for value in args)
+        self._kwargs = {key: self._template(value) for key, value in kwargs.items()}
+        self.signature = (family_name(function), *(tuple(x.shape) for x in self.inputs))
+        self.held: list[Held] = []
+        self.result: Held | None = None
+        self.corrupted: tuple[Tensor, ...] = ()
+        self.clean: tuple[Tensor, ...] = ()
+        self.results: tuple[Tensor, Tensor] | None = None
+        self.differs: tuple[bool, ...] = ()
+        self.surrogate: Surrogate = rule.surrogate
+        self.kind: Any = None
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Returns the result of the function for other inputs, which do not change."""
+        return self.take(self.function, *inputs)
+
+    def __str__(self) -> str:
+        name, *shapes = self.signature
+        return f"{name} of {', '.join(map(str, shapes))}"
+
+    def take(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Returns the result of another function for the arguments of this call, with other inputs."""
+        if self.is_in_place and function is self.function:
+            inputs = (inputs[0].clone(), *inputs[1:])
+        args = tuple(_filled(value, inputs) for value in self._args)
+        return function(*args, **{key: _filled(value, inputs) for key, value in self._kwargs.items()})
+
+    def argument(self, index: int, name: str, default: Any = None) -> Any:
+        """Returns an argument that is not a tensor, by its position or its name."""
+        return self._args[index] if len(self._args) > index else self._kwargs.get(name, default)
+
+    def _template(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            self.inputs.append(value)
+            return _Input(len(self.inputs) - 1)
+        return type(value)(map(self._template, value)) if type(value) in (tuple, list) else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """Marks where the arguments of a call have an input."""
+
+    number: int
+
+
+def _filled(value: Any, inputs: Sequence[Tensor]) -> Any:
+    if isinstance(value, _Input):
+        return inputs[value.number]
+    return type(value)(_filled(item, inputs) for item in value) if type(value) in (tuple, list) else value
+
+
+Surrogate: TypeAlias = Callable[..., Any]
+"""Takes a `PairedCall` and its inputs; returns a result with the derivative that the call gets, not its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a function is differentiated.
+
+    Attributes:
+        surrogate: Takes a `PairedCall` and its inputs (the values of the corrupted run, which require gradients).
+            Returns a tensor of the shape of the result, whose derivative the call gets. It runs in backward.
+        is_multilinear: Whether the function is linear in each input: where only one differs between the runs, torch's
+            own derivative is exact, and is used.
+        keeps_result: Whether `PairedCall.results` are of use.
+        is_exact: Whether the derivative explains the whole change. If not, the function is named as a fallback.
+        refusal: Whether the rule does not fit a call.
+    """
+
+    surrogate: Surrogate
+    is_multilinear: bool = False
+    keeps_result: bool = False
+    is_exact: bool = True
+    refusal: Callable[[PairedCall], bool] = lambda _: False
+
+
+@cache
+def family_name(function: Callable[..., Any]) -> str:
+    """Returns the name that all forms of a function share: function, method, operator, in-place method."""
+    if is_overload(function) and not str(overload_path(function)).startswith("aten."):
+        return str(overload_path(function))
+    raw, name = raw_name(function), function_name(function)
+    if raw.startswith("__") and name[:1] in "ir" and name[1:] in _OPERATORS:  # __iadd__, __radd__
+        return name[1:]
+    return name.rstrip("_") or name
+
+
+_OPERATORS = frozenset("add sub mul div truediv matmul pow floordiv mod".split())
+
+
+@cache
+def _place_of_inplace(function: Callable[..., Any]) -> int:
+    """Returns the position of the argument `inplace`; a large number if the function does not have it."""
+    try:
+        return list(inspect.signature(function).parameters).index("inplace")
+    except (TypeError, ValueError):
+        return 1000
+
+
+def is_in_place(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call writes into its first argument."""
+    place = _place_of_inplace(function)
+    return writes_in_place(raw_name(function), dict(kwargs)) or (len(args) > place and args[place] is True)
+
+
+def is_weight(value: Tensor) -> bool:
+    """Whether a tensor is a parameter or a part of one, which is the same in all runs."""
+    return isinstance(value, Parameter) or isinstance(base_of(value), Parameter)
+
+
+def has_memory(value: Tensor) -> bool:
+    """Whether a tensor is an ordinary one: not sparse, and not a wrapper of `torch.func`."""
+    try:
+        value.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return value.layout is torch.strided
+
+
+# -- derivatives -------------------------------------------------------------------------------------------------------
 
 
 def path_average(call: PairedCall, *inputs: Tensor, points: int = 8) -> Any:

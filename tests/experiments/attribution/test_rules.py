@@ -81,7 +81,6 @@ POINTWISE = {
     "leaky": lambda x: torch.where(x > 9, x, F.leaky_relu(x)),
     "prelu": lambda x: F.prelu(x, torch.full((4,), 0.2).to(x)),
     "softmax": lambda x: x.softmax(-1), "softmax-wide": lambda x: (40 * x).softmax(-1),
-    "softmin": lambda x: F.softmin(x, -1),
     "softmax-hand": softmax_by_hand, "log_softmax": lambda x: F.log_softmax(x, -1),
     "lse": lambda x: x.logsumexp((0, -1)),
     "layer_norm": lambda x: F.layer_norm(x, (6,)), "layer_norm-hand": layer_norm_by_hand,
