@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked
+from graphpatch_notebook.experiments.attribution.attribute import names_in, ranked
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.grids import Grid, Scale, Side, grid_of, shown_labels

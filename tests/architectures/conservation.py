@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.experiments import attribute
-from graphpatch_notebook.experiments.attribution.choices import Routing
+from graphpatch_notebook.experiments.attribution.gradient_runs import Routing
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from tests.architectures.families import Architecture
 from tests.architectures.findings import Finding, examine, refuses_backward

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.attribution.choices import Routing
-from graphpatch_notebook.experiments.attribution.gradient_runs import (
-    AttributionResults,
-    AttributionRuns,
-    KeptDims,
-    WatchedRuns,
-)
-from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked, same_values
+from graphpatch_notebook.experiments.attribution.gradient_runs import AttributionRuns, Routing, WatchedRuns
 from graphpatch_notebook.experiments.attribution.rules import Method, check_method, midpoints, warn_of_loss
 from graphpatch_notebook.experiments.attribution.scored_nodes import (
+    KeptDims,
     PositionAxis,
     ScoredNode,
-    ScoredPlace,
     Selected,
-    selected_nodes,
+    all_nodes,
+    named_nodes,
 )
 from graphpatch_notebook.experiments.engine.inputs import inputs_of
 from graphpatch_notebook.experiments.extras import extra
@@ -43,7 +37,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     check_is_used,
 )
 from graphpatch_notebook.experiments.results.arrays import keep_components, metric_name, with_component_dims
-from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
+from graphpatch_notebook.inspection.node_map import kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.warning_places import level_of_caller, warn
@@ -169,37 +163,24 @@ def attribute(
     if isinstance(corrupted, (Noise, type)):
         raise ExperimentError(f"corrupted is {corrupted!r}; give inputs as for clean (noise is for causal_trace)")
     check_same_input_shapes(pg, *given)
-    of_all = kept_for(pg.nodes, _AllNodes) if paths is None else None
-    selected = selected_nodes(pg.nodes, paths) if of_all is None else of_all.selected
+    selected = kept_for(pg.nodes, all_nodes) if paths is None else named_nodes(pg, paths)
     wanted = [node for node in selected.nodes if node.is_wanted]
     check_is_used(position_dim, is_used=positions is not None)
     axis = None if positions is None else PositionAxis(pg, selected, given[1], positions, position_dim)
-    kept = {}
-    if axis is not None:
-        kept = {path: KeptDims(dim, row=row, columns=axis.columns) for path, (dim, row) in axis.dims.items()}
-    members = {place.path: place for place in selected.places.values() if place.dim is not None}
-    if heads is not None:
-        if members:
-            raise ExperimentError(
-                f"heads= splits values, but {next(iter(selected.places))!r} is one of these parts; drop heads="
-            )
-        kept = _with_heads(pg, wanted, paths, heads, kept)
-    for path, place in members.items():
-        kept[path] = replace(kept.get(path, KeptDims()), heads=place.dim, count=place.count)
+    kept = _kept_dims(pg, selected, wanted, axis, paths, heads)
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
     nodes = wanted if one_sided else selected.nodes
-    idle = [] if of_all is None else of_all.idle
-    watched = idle.pop() if idle else WatchedRuns(pg, nodes)
-    runs = AttributionRuns(pg, watched, metric, *given, nodes, kept, fractions, max_bytes, method, routing, one_sided)
-    found = runs.run()
-    idle.append(watched)
-    found.problems |= selected.skipped
-    result = _data_array(xarray, selected.places, found, axis, heads, metric)
+    watched = selected.idle.pop() if selected.idle else WatchedRuns(pg, nodes)
+    runs = AttributionRuns(pg, watched, metric, *given, nodes, kept, fractions, max_bytes, method, routing)
+    runs.run(is_one_sided=one_sided)
+    selected.idle.append(watched)
+    runs.problems |= selected.skipped
+    result = _data_array(xarray, selected, runs, axis, heads)
     result.attrs |= {"method": method, "routing": routing, **({"steps": steps} if method == "integrated" else {})}
-    result.attrs["same_values"] = same_values(pg.nodes, wanted) if of_all is None else dict(of_all.same_values)
+    result.attrs["same_values"] = dict(selected.same_values)
     if method == "secant":
-        result.attrs["conservation"] = _conservation(pg, found)
-        _warn_of_losses(pg, result, selected.places, found.changes)
+        result.attrs["conservation"] = _conservation(pg, runs)
+        _warn_of_losses(pg, result, selected, runs.changes)
     _warn_of_infinite(result)
     if axis is not None:
         weights = {node.path for node in wanted if node.is_state}
@@ -207,19 +188,121 @@ def attribute(
     return result
 
 
-class _AllNodes:
-    """What is known about the nodes with floating-point tensors, before any run.
+def _kept_dims(
+    pg: PatchableGraph,
+    selected: Selected,
+    nodes: Sequence[ScoredNode],
+    axis: PositionAxis | None,
+    paths: Any,
+    heads: int | None,
+) -> dict[str, KeptDims]:
+    """Returns the dimensions of positions and heads in values."""
+    kept = {} if axis is None else dict(axis.kept)
+    members = {place.path: place for place in selected.places.values() if place.dim is not None}
+    found = {path: (place.dim, place.count) for path, place in members.items()}
+    if heads is not None:
+        if members or paths is None:
+            raise ExperimentError(
+                "heads= needs paths= of values with separate heads, such as ['h_0.attn.c_proj.x'], and none that names "
+                "a single head"
+            )
+        sequences = {path: dims.position for path, dims in kept.items() if dims.position is not None}
+        shapes = {node.path: tuple(node.spec.shape) for node in nodes}
+        found = {path: (dim, heads) for path, dim in head_layout(pg, shapes, heads, sequences).dims.items()}
+    split = {path: replace(kept.get(path, KeptDims()), heads=dim, count=count) for path, (dim, count) in found.items()}
+    return kept | split
 
-    Attributes:
-        selected: The nodes.
-        same_values: The name that represents all names of one value, for each of these.
-        idle: Watched runs of all nodes that no attribution uses now, to be used again.
-    """
 
-    def __init__(self, nodes: NodeMap) -> None:
-        self.selected: Selected = selected_nodes(nodes, None)
-        self.same_values = same_values(nodes, [node for node in self.selected.nodes if node.is_wanted])
-        self.idle: list[WatchedRuns] = []
+def _data_array(
+    xarray: Any, selected: Selected, runs: AttributionRuns, axis: PositionAxis | None, heads: int | None
+) -> DataArray:
+    scores, labels = runs.scores, []
+    places = selected.places
+    coords: list[tuple[str, tuple[Any, ...]]] = [("path", tuple(places))]
+    if heads is not None:
+        coords.append(("head", tuple(range(heads))))
+    if axis is not None:
+        labels, scores = axis.chosen(scores)
+        coords.append(("position", tuple(labels)))
+        runs.problems = axis.problems | runs.problems
+    data = np.full([len(values) for _, values in coords], math.nan)
+    split = {place.path for place in places.values() if place.dim is not None}
+    for number, place in enumerate(places.values()):
+        if place.path in scores:
+            each = scores[place.path]
+            if place.path in split and each.ndim > len(coords) - 1:
+                each = np.asarray(each.sum(0) if place.dim is None else each[place.number])
+            data[number] = each  # those of values that are equal in both runs are zeros of fewer dimensions
+    ordered = (*(place.path for place in places.values()), *runs.problems)
+    attrs = {
+        "clean": runs.clean_metric,
+        "corrupted": runs.corrupted_metric,
+        "metric": metric_name(runs.metric),
+        "skipped": {path: runs.problems[path] for path in ordered if path in runs.problems},
+        "roots": runs.roots,
+        "remarks": runs.remarks,
+        "fallbacks": runs.fallbacks,
+    }
+    data, coords, components = with_component_dims(data, coords)
+    named = {name: list(values) for name, values in coords}
+    result: DataArray = xarray.DataArray(data, named, list(named), name="score", attrs=attrs)
+    keep_components(result, components)
+    return result
+
+
+def _conservation(pg: PatchableGraph, runs: AttributionRuns) -> dict[str, float]:
+    """Returns the relative difference between the scores of each cut through the model and the change of the metric."""
+    sums = {path: ([path], change) for path, change in runs.changes.items()}
+    if not sums:
+        cuts = {"total": runs.roots}
+        if len(pg.components.layers) == 1:  # with several stacks, the residual stream of one is only a part of a cut
+            cuts |= {name: [part.path] for name, part in pg.components.items() if ".resid_" in name and not part.index}
+        sums = {name: (paths, runs.clean_metric - runs.corrupted_metric) for name, paths in cuts.items()}
+    return {
+        name: abs(sum(float(runs.scores[path].sum()) for path in paths) - change) / (abs(change) or 1.0)
+        for name, (paths, change) in sums.items()
+        if all(path in runs.scores for path in paths)
+    }
+
+
+def _warn_of_losses(pg: PatchableGraph, result: DataArray, selected: Selected, changes: Mapping[str, float]) -> None:
+    """Warns if the scores of the secant do not sum to the change of the metric, or one-sided ones to their effect."""
+    losses: dict[str, float] = result.attrs["conservation"]
+    what, loss = "all roots differ from the change of the metric", losses.get("total", 0.0)
+    if changes:
+        least = 1e-2 * abs(result.attrs["clean"] - result.attrs["corrupted"])  # smaller effects are mostly rounding
+        shares = {path: abs(change) / max(abs(change), least) for path, change in changes.items() if change}
+        path = max(losses, key=lambda path: losses[path] * shares.get(path, 1.0))
+        names = " and ".join(repr(name) for name, place in selected.places.items() if place.path == path)
+        what, loss = f"{names} differ from its effect", losses[path] * shares.get(path, 1.0)
+    is_half = any(parameter.element_size() < 4 for parameter in captured(pg).module.parameters())
+    warn_of_loss(what, loss, result.attrs["fallbacks"], is_half=is_half)
+
+
+def _warn_of_no_positions(problems: Mapping[str, str]) -> None:
+    if problems:
+        message = (
+            f"{len(problems)} values have no scores by position (NaN). The most common reasons (see the attribute "
+            "'skipped' for all):\n  " + "\n  ".join(by_problem(problems)[:3])
+        )
+        warn(message, "experiment", level_of_caller())
+
+
+def _warn_of_infinite(result: DataArray) -> None:
+    infinite = [path for path, why in result.attrs["skipped"].items() if "not finite" in why]
+    if infinite:
+        ends = {name: result.attrs[name] for name in ("clean", "corrupted")}
+        warn(
+            f"{len(infinite)} scores are not finite and left out (NaN), such as {infinite[0]!r}; the metric is {ends}: "
+            "where half precision overflows, try a smaller metric, or the model in bfloat16 or float32",
+            "experiment",
+            stacklevel=level_of_caller(),
+        )
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+_CLOSE = 1e-5  # float32 sums in different orders
 
 
 def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> Series[float]:
@@ -264,117 +347,63 @@ def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> 
     return top
 
 
-def _with_heads(
-    pg: PatchableGraph,
-    nodes: Iterable[ScoredNode],
-    paths: Any,
-    count: int,
-    kept: Mapping[str, KeptDims],
-) -> dict[str, KeptDims]:
-    """Returns the dimensions of positions and heads in values."""
-    if paths is None:
-        raise ExperimentError("heads= needs values with separate heads: paths=['h_0.attn.c_proj.x', ...]")
-    sequences = {path: dims.position for path, dims in kept.items() if dims.position is not None}
-    dims = head_layout(pg, {node.path: tuple(node.spec.shape) for node in nodes}, count, sequences).dims
-    return {path: replace(kept.get(path, KeptDims()), heads=dim, count=count) for path, dim in dims.items()}
+@dataclass
+class Rank:
+    """The index of a score in the ranking, and the indices of scores of the same value under other names."""
+
+    number: int
+    others: list[int] = field(default_factory=list)
 
 
-def _data_array(
-    xarray: Any,
-    places: Mapping[str, ScoredPlace],
-    found: AttributionResults,
-    axis: PositionAxis | None,
-    heads: int | None,
-    metric: Callable[[Any], Any],
-) -> DataArray:
-    coords: list[tuple[str, tuple[Any, ...]]] = [("path", tuple(places))]
-    if heads is not None:
-        coords.append(("head", tuple(range(heads))))
-    if axis is not None:
-        coords.append(("position", tuple(axis.positions)))
-    data = np.full([len(values) for _, values in coords], math.nan)
-    split = {place.path for place in places.values() if place.dim is not None}
-    for number, place in enumerate(places.values()):
-        path = place.path
-        if path not in found.scores:
+def ranked(
+    scores: np.ndarray[Any, Any], labels: Sequence[tuple[Any, ...]], names: Mapping[str, str] | None = None
+) -> list[Rank]:
+    """Returns the finite scores, largest in magnitude first; all names of one value share a rank.
+
+    Names of one value with different scores (a residual stream, and the input of a norm) have ranks of their own.
+
+    The label of a score is a path, then others such as a position. `names` has the name that represents all names of a
+    value, for each of these.
+
+    Example:
+        >>> labels = [("a.output",), ("b.input",), ("b.output",)]
+        >>> ranked(np.array([1.0, 1.0, -2.0]), labels, dict.fromkeys(["a.output", "b.input"], "a.output"))
+        [Rank(number=2, others=[]), Rank(number=0, others=[1])]
+    """
+    names = names or {}
+    sizes = np.where(np.isfinite(scores), np.abs(scores), -1.0)
+    order: list[list[int]] = []  # nearly equal scores keep their order, whatever the last digits on a machine are
+    for number in np.argsort(-sizes, kind="stable").tolist()[: int((sizes >= 0).sum())]:
+        if order and _is_close(sizes[order[-1][0]], sizes[number]):
+            order[-1].append(number)
+        else:
+            order.append([number])
+    ranks: list[Rank] = []
+    known: dict[tuple[Any, ...], list[Rank]] = {}
+    for number in (each for close in order for each in sorted(close)):
+        path, *more = labels[number]
+        if path not in names:
+            ranks.append(Rank(number))
             continue
-        scores = found.scores[path]
-        if path in split and scores.ndim:
-            scores = np.asarray(scores.sum(0) if place.dim is None else scores[place.number])
-        for head in range(heads or 1):  # values that are equal in both runs have a scalar score
-            part = scores[head] if heads is not None and scores.ndim else scores
-            where = (number, head) if heads is not None else (number,)
-            data[where] = part if axis is None else axis.row(path, part)
-    if axis is not None:
-        found.problems = {**axis.problems, **found.problems}
-    ordered = (*(place.path for place in places.values()), *found.problems)
-    skipped = {path: found.problems[path] for path in ordered if path in found.problems}
-    attrs = {
-        "clean": found.clean,
-        "corrupted": found.corrupted,
-        "metric": metric_name(metric),
-        "skipped": skipped,
-        "roots": found.roots,
-        "remarks": found.remarks,
-        "fallbacks": found.fallbacks,
-    }
-    data, coords, components = with_component_dims(data, coords)
-    labels = {name: list(values) for name, values in coords}
-    result: DataArray = xarray.DataArray(data, labels, list(labels), name="score", attrs=attrs)
-    keep_components(result, components)
-    return result
+        same = known.setdefault((names[path], *more), [])
+        rank = next((rank for rank in same if _is_close(scores[rank.number], scores[number])), None)
+        if rank is None:
+            rank = Rank(number)
+            ranks.append(rank)
+            same.append(rank)
+        elif path == names[path]:
+            rank.others.append(rank.number)
+            rank.number = number
+        else:
+            rank.others.append(number)
+    return ranks
 
 
-def _conservation(pg: PatchableGraph, found: AttributionResults) -> dict[str, float]:
-    """Returns the relative difference between the scores of each cut through the model and the change of the metric."""
-    if found.changes:
-        return {
-            path: abs(float(found.scores[path].sum()) - change) / (abs(change) or 1.0)
-            for path, change in found.changes.items()
-        }
-    change = found.clean - found.corrupted
-    cuts = {"total": found.roots}
-    if len(pg.components.layers) == 1:  # with several stacks, the residual stream of one is only a part of a cut
-        cuts |= {name: [part.path] for name, part in pg.components.items() if ".resid_" in name and not part.index}
-    return {
-        name: abs(sum(float(found.scores[path].sum()) for path in paths) - change) / (abs(change) or 1.0)
-        for name, paths in cuts.items()
-        if all(path in found.scores for path in paths)
-    }
+def _is_close(score: float, other: float) -> bool:
+    return abs(score - other) <= _CLOSE * max(abs(score), abs(other))
 
 
-def _warn_of_losses(
-    pg: PatchableGraph, result: DataArray, places: Mapping[str, ScoredPlace], changes: Mapping[str, float]
-) -> None:
-    """Warns if the scores of the secant do not sum to the change of the metric, or one-sided ones to their effect."""
-    losses: dict[str, float] = result.attrs["conservation"]
-    what, loss = "all roots differ from the change of the metric", losses.get("total", 0.0)
-    if changes:
-        least = 1e-2 * abs(result.attrs["clean"] - result.attrs["corrupted"])  # smaller effects are mostly rounding
-        shares = {path: abs(change) / max(abs(change), least) for path, change in changes.items() if change}
-        path = max(losses, key=lambda path: losses[path] * shares.get(path, 1.0))
-        names = " and ".join(repr(name) for name, place in places.items() if place.path == path)
-        what, loss = f"{names} differ from its effect", losses[path] * shares.get(path, 1.0)
-    is_half = any(parameter.element_size() < 4 for parameter in captured(pg).module.parameters())
-    warn_of_loss(what, loss, result.attrs["fallbacks"], is_half=is_half)
-
-
-def _warn_of_no_positions(problems: Mapping[str, str]) -> None:
-    if problems:
-        message = (
-            f"{len(problems)} values have no scores by position (NaN). The most common reasons (see the attribute "
-            "'skipped' for all):\n  " + "\n  ".join(by_problem(problems)[:3])
-        )
-        warn(message, "experiment", level_of_caller())
-
-
-def _warn_of_infinite(result: DataArray) -> None:
-    infinite = [path for path, why in result.attrs["skipped"].items() if "not finite" in why]
-    if infinite:
-        ends = {name: result.attrs[name] for name in ("clean", "corrupted")}
-        warn(
-            f"{len(infinite)} scores are not finite and left out (NaN), such as {infinite[0]!r}; the metric is {ends}: "
-            "where half precision overflows, try a smaller metric, or the model in bfloat16 or float32",
-            "experiment",
-            stacklevel=level_of_caller(),
-        )
+def names_in(attrs: Mapping[Any, Any]) -> Mapping[str, str]:
+    """Returns the attribute `same_values` of a result, or an empty dict."""
+    found = attrs.get("same_values")
+    return found if isinstance(found, Mapping) else {}

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
+from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node
 from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
 from graphpatch_notebook.checks.sharding import sharding_of
-from graphpatch_notebook.components.flow import Flow
+from graphpatch_notebook.components import operations
+from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.names import MEMBERS
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError
-from graphpatch_notebook.execution import row_dimension, sequence_dim, takes_tokens, token_inputs
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.execution import row_dimension, sequence_dim, takes_tokens
 from graphpatch_notebook.experiments.attribution.secants import has_memory
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.methods.arguments import input_tensors, targets
 from graphpatch_notebook.experiments.methods.positions import (
     PositionDim,
-    Positions,
-    RowPositions,
     are_of_rows,
     check_problems,
     counted_positions,
@@ -34,9 +34,9 @@ from graphpatch_notebook.experiments.methods.positions import (
     rows_of,
 )
 from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
-from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve_all
+from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.values import TensorSpec, leaves
+from graphpatch_notebook.values import TensorSpec
 
 Scores = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -93,17 +93,20 @@ class ScoredNode:
             return False
         return not (self.is_in_container and self.node.kind == "input" and self.frame.parent is not None)
 
+    def computed(self, flow: Flow) -> Value | None:
+        """Returns the value at the operation that computes it; `None` if it is not a single value."""
+        frame, node = self.frame, self.node
+        if node.kind == "output" and frame.opaque_reason is not None and frame.call is not None:
+            node = frame.call
+        return flow.resolve(node, resolve(flow.root, self.path).dig if self.is_in_container else ())
+
     def problem(self, value: Any) -> str | None:
         """Returns why a value of a run cannot have a score, or `None`."""
         if not isinstance(value, Tensor):
             return f"a tensor when it was captured, of type {type(value).__name__} now"
-        if not value.is_floating_point():
+        if not value.is_floating_point() or value.element_size() < 2:
             return _not_floating(value.dtype)
-        if value.element_size() < 2:
-            return f"of dtype {str(value.dtype).removeprefix('torch.')}, which has no arithmetic"
-        if not has_memory(value):
-            return "inside torch.func or vmap, where one tensor represents several values"
-        return None
+        return None if has_memory(value) else "sparse, or one tensor for several values (torch.func, vmap)"
 
 
 @dataclass(frozen=True)
@@ -132,47 +135,87 @@ class Selected:
         places: Where these values are.
         nodes: All nodes that hold floating-point tensors, in order of execution.
         skipped: Why a path cannot have a score.
+        flow: The flow of values through the capture.
+        idle: Watched runs of the nodes that no attribution uses now, to be used again.
     """
 
     targets: dict[str, Target]
     places: dict[str, ScoredPlace]
     nodes: list[ScoredNode]
     skipped: dict[str, str]
+    flow: Flow
+    idle: list[Any] = field(default_factory=list)
+
+    @functools.cached_property
+    def same_values(self) -> dict[str, str]:
+        """For each path whose value has other names among those with a score, the name that represents them all.
+
+        A value keeps its identity when modules pass it on, and when it is reshaped with all its entries. It is
+        represented by a module output (of the outermost module), otherwise by its first name.
+        """
+        groups: dict[Any, list[ScoredNode]] = {}
+        for scored in self.nodes:
+            value = scored.computed(self.flow) if scored.is_wanted else None
+            while value is not None and not isinstance(value.node, CallNode) and value.node.whole.op in _SAME:
+                moving = self.flow.moving(value.node)
+                if len(moving) != 1 or math.prod(moving[0].shape) != math.prod(value.shape):
+                    break
+                value = moving[0]
+            groups.setdefault(scored.path if value is None else value, []).append(scored)
+        names: dict[str, str] = {}
+        for group in groups.values():
+            outputs = [scored.path for scored in group if scored.node.kind == "output"]
+            standing = min(outputs, key=len, default=group[0].path)
+            names |= {scored.path: standing for scored in group if len(group) > 1}
+        return names
 
 
-def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
-    """Returns the nodes for scores of `paths`, or of all floating-point values.
+_CHOSEN = frozenset("gather index_select flip roll clamp clip where masked_fill nan_to_num".split())
+_SAME = (operations.VIEWS | operations.SAME_VALUES) - _CHOSEN
+
+
+def all_nodes(nodes: NodeMap) -> Selected:
+    """Returns the nodes for scores of all floating-point values."""
+    return _selected(nodes, None, {}, {})
+
+
+def named_nodes(pg: PatchableGraph, paths: Iterable[Any]) -> Selected:
+    """Returns the nodes for scores of `paths`.
 
     Raises:
         UnknownPathError: A path does not exist, or is not a single value.
         ExperimentError: There are no paths.
     """
-    named = {} if paths is None else {target.text: target for target in _targets(nodes, paths)}
-    places = {name: _place_of(target) for name, target in named.items()}
-    if paths is not None and not places:
+    listed = [paths] if isinstance(paths, (str, bytes)) else paths
+    named = {target.text: target for target in targets(pg, map(str, listed)).values()}
+    if not named:
         raise ExperimentError("paths is empty: give at least one path, or leave it out for all nodes")
-    wanted = None if paths is None else list(dict.fromkeys(place.path for place in places.values()))
-    of_interest = set(wanted or ())
+    places = {name: _place_of(target) for name, target in named.items()}
+    return _selected(pg.nodes, {place.path for place in places.values()}, named, places)
+
+
+def _selected(
+    nodes: NodeMap, wanted: Collection[str] | None, named: dict[str, Target], places: dict[str, ScoredPlace]
+) -> Selected:
     found: list[ScoredNode] = []
     skipped: dict[str, str] = {}
-    sharding = sharding_of(nodes.root)
+    root = nodes.root
+    sharding, flow = sharding_of(root), flow_of(root)
     refused = {} if sharding is None else sharding.refusals(nodes)
-    rows = NodeRows.of(nodes.root, with_sizes=wanted is not None)
+    rows = NodeRows.of(root, with_sizes=wanted is not None)
     for path, node, frame, spec in zip(rows.paths, rows.nodes, rows.frames, rows.specs, strict=True):
         is_hidden = node.is_size or node.is_inner  # to watch an inner node would open the fused call
-        is_wanted = path in of_interest if wanted is not None else not is_hidden
-        if not is_wanted and is_hidden:
+        is_wanted = not is_hidden if wanted is None else path in wanted
+        if is_hidden and not is_wanted:
             continue
-        if path in refused:
-            if is_wanted:
-                skipped[path] = f"sharded over processes, and {refused[path]}"
-        elif isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
-            found.append(ScoredNode(path, node, frame, spec, is_wanted, is_wanted or _is_source(node, frame)))
-        elif path in of_interest or (isinstance(spec, TensorSpec) and spec.dtype.is_complex and is_wanted):
+        if path in refused and is_wanted:
+            skipped[path] = f"sharded over processes, and {refused[path]}"
+        elif path not in refused and isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
+            is_compared = is_wanted or _is_source(flow, node, frame)
+            found.append(ScoredNode(path, node, frame, spec, is_wanted, is_compared))
+        elif is_wanted and (wanted is not None or (isinstance(spec, TensorSpec) and spec.dtype.is_complex)):
             skipped[path] = _not_floating(spec.dtype) if isinstance(spec, TensorSpec) else f"not a tensor, but {spec}"
-    if wanted is None:
-        places = {node.path: ScoredPlace(node.path) for node in found if node.is_wanted}
-    return Selected(named, places, found, skipped)
+    return Selected(named, places or {node.path: ScoredPlace(node.path) for node in found}, found, skipped, flow)
 
 
 def flow_of(root: Frame) -> Flow:
@@ -183,35 +226,17 @@ def flow_of(root: Frame) -> Flow:
     return cast("Flow", findings[Flow])
 
 
-def _targets(nodes: NodeMap, paths: Iterable[Any]) -> list[Target]:
-    """Returns the values that paths and names of components mean."""
-    if isinstance(paths, (str, bytes)):
-        paths = [paths]
-    found, unknown = [], []
-    for path in map(str, paths):
-        try:
-            targets = resolve_all(nodes.root, path)
-        except Unresolvable as problem:
-            unknown.append(problem.message)
-            continue
-        found += targets
-    if unknown:
-        raise UnknownPathError("; ".join(unknown))
-    return found
-
-
 def _place_of(target: Target) -> ScoredPlace:
     taken = [dim for dim, part in enumerate(target.index) if part != slice(None)]
     if target.component is None or not taken:
         return ScoredPlace(target.path)
     dim = taken[0]
-    number = target.index[dim]
+    number, count = target.index[dim], target.component.shape[dim]
     if len(taken) > 1 or not isinstance(number, int) or target.component.axes[dim] not in MEMBERS.values():
         raise ExperimentError(
             f"{target.text!r}: there are scores of whole values, of heads and of positions; give a name without a "
             "slice (layers[*].attn.heads[*].z), and positions="
         )
-    count = target.component.shape[dim]
     return ScoredPlace(target.path, dim, number % count, count)
 
 
@@ -219,23 +244,38 @@ def _not_floating(dtype: torch.dtype) -> str:
     return f"of dtype {str(dtype).removeprefix('torch.')}: scores are of floating-point values"
 
 
-def _is_source(node: Node, frame: Frame) -> bool:
+def _is_source(flow: Flow, node: Node, frame: Frame) -> bool:
     """Whether a value is computed from no other floating-point values than parameters and buffers."""
-    if node.kind == "input":
-        return frame.parent is None
-    if node.kind == "output":
-        return frame.opaque_reason is not None
-    if node.kind != "op":
-        return False
-    made = node.whole
-    arguments = (*refs_in(made.args), *refs_in(made.kwargs))
-    return frame.has_own_graph or not any(_is_computed_float(ref.node) for ref in arguments)
+    if node.kind in ("input", "output"):
+        return frame.parent is None if node.kind == "input" else frame.opaque_reason is not None
+    return node.kind == "op" and (frame.has_own_graph or not any(value.is_float for value in flow.moving(node)))
 
 
-def _is_computed_float(node: Node) -> bool:
-    if node.kind in HELD_KINDS:
-        return False
-    return any(isinstance(leaf, TensorSpec) and leaf.dtype.is_floating_point for _, leaf in leaves(node.spec))
+@dataclass(frozen=True)
+class KeptDims:
+    """The dimensions of a value that scores are not summed over.
+
+    Attributes:
+        position: The sequence dimension.
+        heads: The dimension that is split into equal parts, one for each head.
+        count: The number of heads.
+        row: The dimension of the batch, if each row has positions of its own.
+    """
+
+    position: int | None = None
+    heads: int | None = None
+    count: int = 1
+    row: int | None = None
+
+    def summed(self, product: Tensor) -> Tensor:
+        """Returns the sum of a tensor over all other dimensions: (heads, rows, positions), as far as they are kept."""
+        dims = [dim for dim in (self.heads, self.row, self.position) if dim is not None]
+        if self.heads is not None:
+            product = product.unflatten(self.heads, (self.count, -1))
+            dims = [dim + (dim > self.heads) for dim in dims]
+        others = [dim for dim in range(product.dim()) if dim not in dims]
+        sums = product.sum(others) if others else product
+        return sums.permute([sorted(dims).index(dim) for dim in dims])
 
 
 class PositionAxis:
@@ -244,9 +284,7 @@ class PositionAxis:
     `position_dim` is the sequence dimension, as for `attribute`.
 
     Attributes:
-        positions: The chosen positions, counted from the start; numbers of columns, if each row has its own.
-        columns: For each column, the position in each row; empty if positions are the same for all rows.
-        dims: The dimensions of the sequence and (if each row has its own positions) of the batch, of each path.
+        kept: The dimensions of the sequence and (if each row has its own positions) of the batch, of each path.
         problems: Why the positions of a path are unknown.
 
     Raises:
@@ -254,84 +292,73 @@ class PositionAxis:
     """
 
     def __init__(
-        self,
-        pg: PatchableGraph,
-        selected: Selected,
-        inputs: Inputs,
-        positions: Positions | RowPositions,
-        position_dim: PositionDim,
+        self, pg: PatchableGraph, selected: Selected, inputs: Inputs, positions: Any, position_dim: PositionDim
     ) -> None:
-        root = self._root = pg.nodes.root
-        has_rows = are_of_rows(positions)
-        targets = {node.path: node.target for node in selected.nodes if node.is_wanted}
-        targets |= {target.path: target for target in selected.targets.values() if target.path in targets}
-        is_of_input = not (selected.targets or position_dim is None or isinstance(position_dim, Mapping))
-        of_input = self._sequence_of_input(position_dim) if is_of_input else None
-        given = {} if is_of_input else given_dims(pg, selected.targets or targets, position_dim)
-
-        def place(_: str, target: Target) -> tuple[int, bool, int | None]:
-            dim, is_encoder = sequence_dim(root, target, given.get(target.text), of_input)
-            return dim, is_encoder, row_dimension(root, target, dim) if has_rows else None
-
-        found, self.problems = found_or_problems(targets, place)
-        if selected.targets or not found:
-            check_problems(self.problems)
-        self.dims = {path: (dim, row) for path, (dim, _, row) in found.items()}
-        self._lengths = {path: self._length(targets[path], dim, e, inputs) for path, (dim, e, _) in found.items()}
-        lengths = set(self._lengths.values())
-        if len(lengths) > 1 and (has_rows or counts_from_end(positions)):
-            raise ExperimentError(
-                f"positions={positions!r} are of one sequence, but values have {sorted(lengths)} positions: count "
-                "from the start, or give paths= of one sequence"
-            )
-        self.columns: tuple[tuple[int, ...], ...] = ()
-        if has_rows:
-            if inputs.rows != len(cast("Any", positions)):
-                raise ExperimentError(f"positions={positions!r} must have {inputs.rows} rows")
-            self.columns = tuple(zip(*rows_of(positions, max(lengths)), strict=True))
-        self.positions = list(range(len(self.columns))) if has_rows else counted_positions(positions, max(lengths))
-
-    def row(self, path: str, scores: Scores) -> Scores:
-        """Returns the scores of a path at `positions`, or NaN; adds to `problems`."""
-        length = len(self.columns) or self._lengths.get(path)
-        if length is None:
-            return np.full(len(self.positions), np.nan)
-        if scores.ndim == 0:  # equal in both runs
-            scores = np.zeros(length)
-        if len(scores) != length:
-            self.problems[path] = f"the positions of its {len(scores)} entries are unknown"
-            return np.full(len(self.positions), np.nan)
-        return np.array([scores[at] if at < length else np.nan for at in self.positions])
-
-    # -- sequences -----------------------------------------------------------------------------------------------------
-
-    def _sequence_of_input(self, dim: Any) -> Profile:
-        """Returns the dimension `dim` of the first input that has it, of a model that does not take tokens."""
-        if type(dim) is not int or takes_tokens(self._root):
-            raise ExperimentError(f"position_dim={dim!r} is not that of all values: give paths=, or a dict by path")
-        for node in self._root.inputs():
-            if isinstance(node.spec, TensorSpec) and -len(node.spec.shape) <= dim < len(node.spec.shape):
-                return dimensions_of(self._root).profiles(node.spec)[dim]
-        raise ExperimentError(f"position_dim={dim} is out of range for all inputs of the model")
-
-    def _length(self, target: Target, dim: int, is_encoder: bool, inputs: Inputs) -> int:
-        """Returns how long the sequence of a value is in a run: as long as a dimension of an input, or always so."""
-        given = {
-            node.target: given_input(self._root.parameters, node.target, inputs.args, inputs.kwargs)
-            for node in self._root.inputs()
-        }
+        root = pg.nodes.root
+        self._given, self._has_rows = positions, are_of_rows(positions)
         caches = (each for each in (*inputs.args, *inputs.kwargs.values()) if hasattr(each, "get_seq_length"))
         if any(cache.get_seq_length() for cache in caches):
             raise ExperimentError("positions= are not known with a cache; give the whole sequence")
-        if takes_tokens(self._root):
-            tokens = [given.get(name) for name in token_inputs(self._root, is_encoder=is_encoder)]
-            return next(value.shape[1] for value in tokens if isinstance(value, Tensor))
-        known = dimensions_of(self._root)
-        profile = known.profiles(cast("TensorSpec", target.whole))[dim]
-        for node in self._root.inputs():
-            if isinstance(given[node.target], Tensor) and isinstance(node.spec, TensorSpec):
-                for own in known.dims_like(node.spec, profile):
-                    return int(given[node.target].shape[own])
-        if known.follows_inputs(profile):
-            raise ExperimentError(f"the positions of {target.text!r} are not known: no input has that dimension")
-        return profile[0]
+        if self._has_rows and inputs.rows != len(positions):
+            raise ExperimentError(f"positions={positions!r} must have {inputs.rows} rows")
+        targets = {node.path: node.target for node in selected.nodes if node.is_wanted}
+        targets |= {target.path: target for target in selected.targets.values() if target.path in targets}
+        is_of_input = not (selected.targets or position_dim is None or isinstance(position_dim, Mapping))
+        of_input = _sequence_of_input(root, position_dim) if is_of_input else None
+        given = {} if is_of_input else given_dims(pg, selected.targets or targets, position_dim)
+
+        def place(_: str, target: Target) -> KeptDims:
+            dim, _ = sequence_dim(root, target, given.get(target.text), of_input)
+            return KeptDims(dim, row=row_dimension(root, target, dim) if self._has_rows else None)
+
+        self.kept, self.problems = found_or_problems(targets, place)
+        if selected.targets or not self.kept:
+            check_problems(self.problems)
+        wholes = {} if takes_tokens(root) else {path: targets[path].whole.shape for path in self.kept}
+        self._fixed = {path: shape[self.kept[path].position] for path, shape in wholes.items()}
+        self._sizes = {size for value in input_tensors(pg, inputs).values() for size in value.shape}
+        self.numbers(max(self._sizes, default=1))  # before anything runs
+
+    def numbers(self, length: int) -> list[Any]:
+        """Returns the chosen positions in a sequence, counted from the start; for each row, if each has its own."""
+        return rows_of(self._given, length) if self._has_rows else counted_positions(self._given, length)
+
+    def chosen(self, scores: Mapping[str, Scores]) -> tuple[list[int], dict[str, Scores]]:
+        """Returns the labels of the positions, and scores at these; adds to `problems`.
+
+        The last dimension of the given scores has all positions, and the one before all rows if each has its own.
+        """
+        lengths = {path: scores[path].shape[-1] for path in self.kept if path in scores and scores[path].ndim}
+        for path, length in lengths.items():
+            if length not in self._sizes and length != self._fixed.get(path):
+                self.problems[path] = f"the positions of its {length} entries are unknown"
+        known = {length for path, length in lengths.items() if path not in self.problems}
+        if len(known) > 1 and (self._has_rows or counts_from_end(self._given)):
+            raise ExperimentError(
+                f"positions={self._given!r} are of one sequence, but values have {sorted(known)} positions: count "
+                "from the start, or give paths= of one sequence"
+            )
+        longest = max(known, default=max(self._sizes, default=1))
+        numbers = np.array(self.numbers(longest))
+        found: dict[str, Scores] = {}
+        for path in scores.keys() & self.kept.keys() - self.problems.keys():
+            each = scores[path]
+            if not each.ndim:  # equal in both runs
+                found[path] = np.zeros(numbers.shape[-1])
+            elif self._has_rows:
+                found[path] = each[..., np.arange(len(numbers))[:, None], numbers].sum(-2)
+            else:
+                padded = np.full((*each.shape[:-1], longest), np.nan)
+                padded[..., : each.shape[-1]] = each
+                found[path] = padded[..., numbers]
+        return list(range(numbers.shape[-1])) if self._has_rows else numbers.tolist(), found
+
+
+def _sequence_of_input(root: Frame, dim: Any) -> Profile:
+    """Returns the dimension `dim` of the first input that has it, of a model that does not take tokens."""
+    if type(dim) is not int or takes_tokens(root):
+        raise ExperimentError(f"position_dim={dim!r} is not that of all values: give paths=, or a dict by path")
+    for node in root.inputs():
+        if isinstance(node.spec, TensorSpec) and -len(node.spec.shape) <= dim < len(node.spec.shape):
+            return dimensions_of(root).profiles(node.spec)[dim]
+    raise ExperimentError(f"position_dim={dim} is out of range for all inputs of the model")

@@ -25,8 +25,13 @@ from torch import Tensor
 from graphpatch_notebook.checks.model_state import preserved
 from graphpatch_notebook.components.flow import Value
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
-from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
-from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
+from graphpatch_notebook.experiments.attribution.gradient_runs import (
+    Choices,
+    Routing,
+    gradients_of,
+    metric_number,
+    no_gradient,
+)
 from graphpatch_notebook.experiments.attribution.rules import (
     METHODS,
     DerivativeRules,

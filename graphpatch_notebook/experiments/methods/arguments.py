@@ -91,10 +91,10 @@ def check_same_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tenso
 
 def check_same_input_shapes(pg: PatchableGraph, clean: Inputs, corrupted: Inputs) -> None:
     """Raises an `ExperimentError` if the tensors in the clean and the corrupted inputs differ in shape."""
-    check_same_shapes(*(_input_tensors(pg, inputs) for inputs in (clean, corrupted)))
+    check_same_shapes(*(input_tensors(pg, inputs) for inputs in (clean, corrupted)))
 
 
-def _input_tensors(pg: PatchableGraph, inputs: Inputs) -> dict[str, Tensor]:
+def input_tensors(pg: PatchableGraph, inputs: Inputs) -> dict[str, Tensor]:
     """Returns the tensors in the inputs of `forward`, by parameter name and path within it."""
     parameters = pg.nodes.root.parameters
     found: dict[str, Tensor] = {}
