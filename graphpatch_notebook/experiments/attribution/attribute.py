@@ -216,8 +216,7 @@ def _kept_dims(
 def _data_array(
     xarray: Any, selected: Selected, runs: AttributionRuns, axis: PositionAxis | None, heads: int | None
 ) -> DataArray:
-    scores, labels = runs.scores, []
-    places = selected.places
+    scores, places = runs.scores, selected.places
     coords: list[tuple[str, tuple[Any, ...]]] = [("path", tuple(places))]
     if heads is not None:
         coords.append(("head", tuple(range(heads))))

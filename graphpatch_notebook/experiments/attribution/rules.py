@@ -523,8 +523,9 @@ class RelPRules(SecantRules):
     method: ClassVar[str] = "relp"
     table: ClassVar[Mapping[Any, Rule]] = _RELP
 
-    def recording(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        yield
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -308,14 +308,14 @@ class PositionAxis:
         given = {} if is_of_input else given_dims(pg, selected.targets or targets, position_dim)
 
         def place(_: str, target: Target) -> KeptDims:
-            dim, _ = sequence_dim(root, target, given.get(target.text), of_input)
+            dim = sequence_dim(root, target, given.get(target.text), of_input)[0]
             return KeptDims(dim, row=row_dimension(root, target, dim) if self._has_rows else None)
 
         self.kept, self.problems = found_or_problems(targets, place)
         if selected.targets or not self.kept:
             check_problems(self.problems)
-        wholes = {} if takes_tokens(root) else {path: targets[path].whole.shape for path in self.kept}
-        self._fixed = {path: shape[self.kept[path].position] for path, shape in wholes.items()}
+        fixed = () if takes_tokens(root) else self.kept
+        self._fixed = {path: cast("TensorSpec", targets[path].whole).shape for path in fixed}
         self._sizes = {size for value in input_tensors(pg, inputs).values() for size in value.shape}
         self.numbers(max(self._sizes, default=1))  # before anything runs
 
@@ -330,7 +330,7 @@ class PositionAxis:
         """
         lengths = {path: scores[path].shape[-1] for path in self.kept if path in scores and scores[path].ndim}
         for path, length in lengths.items():
-            if length not in self._sizes and length != self._fixed.get(path):
+            if length not in self._sizes and length not in self._fixed.get(path, ()):
                 self.problems[path] = f"the positions of its {length} entries are unknown"
         known = {length for path, length in lengths.items() if path not in self.problems}
         if len(known) > 1 and (self._has_rows or counts_from_end(self._given)):
