@@ -11,6 +11,7 @@ import functools
 import json
 import zlib
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -123,20 +124,9 @@ class Skeleton:
             if depth[below] == depth[row] + 1:
                 yield below
 
-    def node(self, row: int) -> Node | None:
-        """Returns the node of a row, or the node of the container that holds it; `None` for the root and modules."""
-        return self._rows.node[row]
-
     def path(self, row: int) -> str:
         """Returns the path of a row; empty for the root, and for modules that were never called."""
-        if self._rows.kind[row] == _UNUSED:
-            return ""
-        text = ""
-        while row:
-            above = self._rows.parent[row]
-            text = f"{self._separator(row, above)}{self.name(row)}{text}"
-            row = above
-        return text
+        return "" if self._rows.kind[row] == _UNUSED else self._paths[row]
 
     def place(self, row: int) -> Location | None:
         """Returns the place in the capture that a row shows; `None` for a module that was never called."""
@@ -148,24 +138,16 @@ class Skeleton:
         parsed = parse_path(self.path(row))
         return root.below(*parsed.names).below(*parsed.dig)
 
-    def _separator(self, row: int, above: int) -> str:
-        if not above:
-            return ""
-        is_item = self._rows.kind[row] == _ITEM
-        return "|" if is_item and self._rows.kind[above] != _ITEM else "."
-
     # -- which row -----------------------------------------------------------------------------------------------------
 
     def find(self, path: str) -> int | None:
         """Returns the row of a path in any spelling; `None` if it does not exist. The root is `""` or `<root>`."""
         row = self._by_path.get(path)
-        if row is not None:
-            return row
-        try:
-            parsed = self._parsed(path)
-        except Unresolvable:
-            return None
-        return self._by_path.get(format_path(parsed.names, parsed.dig))
+        if row is None:
+            with suppress(Unresolvable):
+                parsed = self._parsed(path)
+                row = self._by_path.get(format_path(parsed.names, parsed.dig))
+        return row
 
     def row(self, path: str) -> int:
         """Returns the row of a path.
@@ -177,10 +159,9 @@ class Skeleton:
         if row is not None:
             return row
         try:
-            parsed = self._parsed(path)
+            close = ", ".join(map(repr, nearest_paths(self.nodes.root, self._parsed(path))))
         except Unresolvable as problem:
             raise UnknownPathError(problem.message) from None
-        close = ", ".join(map(repr, nearest_paths(self.nodes.root, parsed)))
         raise UnknownPathError(f"there is no {path!r} in the tree" + (f"; nearest: {close}" if close else ""))
 
     def _parsed(self, path: str) -> ParsedPath:
@@ -216,17 +197,19 @@ class Skeleton:
         return dict(reversed(found))
 
     @functools.cached_property
-    def _by_path(self) -> dict[str, int]:
+    def _paths(self) -> list[str]:
         rows, names = self._rows, self._names
         paths = [""]
-        found = {"": 0}
         for row in range(1, len(self)):
             above = rows.parent[row]
-            path = f"{paths[above]}{self._separator(row, above)}{names[rows.name[row]]}"
-            paths.append(path)
-            if rows.kind[row] != _UNUSED:
-                found[path] = row
-        return found
+            is_first = rows.kind[row] == _ITEM and rows.kind[above] != _ITEM
+            separator = ("|" if is_first else ".") if above else ""
+            paths.append(f"{paths[above]}{separator}{names[rows.name[row]]}")
+        return paths
+
+    @functools.cached_property
+    def _by_path(self) -> dict[str, int]:
+        return {path: row for row, path in enumerate(self._paths) if self._rows.kind[row] != _UNUSED}
 
 
 # --------------------------------------------------------------------------------------------------------------------

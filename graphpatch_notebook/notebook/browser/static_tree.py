@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from graphpatch_notebook.inspection.tree import Row, TreeEntry, opened
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.workspace import counted
 
 MOST_BYTES = 30_000
 _MOST_LINES = 160
@@ -44,17 +45,11 @@ def _patch_lines(patches: Sequence[ChosenPatch], most: int) -> Iterator[str]:
     if not patches:
         yield "<p>No patch is chosen.</p>"
         return
-    count = len(patches)
-    yield f"<p>{count} {'patch is' if count == 1 else 'patches are'} chosen:</p>"
-    yield "<ul>"
+    yield f"<p>{counted(len(patches))} chosen:</p>\n<ul>"
     for patch in patches[:most]:
-        off = "" if patch.is_enabled else " (off)"
-        name = f" as {patch.name}" if patch.name else ""
-        text = " ".join(filter(None, [f"#{patch.number} {patch.kind}", patch.place, patch.value]))
-        options = "".join(f" {option}" for option in patch.options())
-        yield f"<li><code>{escaped(text + name + options)}</code>{off}</li>"
-    if count > most:
-        yield f"<li>… {count - most} more</li>"
+        yield f"<li><code>{escaped(f'#{patch.number} {patch}')}</code>{'' if patch.is_enabled else ' (off)'}</li>"
+    if len(patches) > most:
+        yield f"<li>… {len(patches) - most} more</li>"
     yield "</ul>"
 
 
@@ -67,9 +62,7 @@ def _tree_lines(row: Row, *, is_open: bool = False) -> Iterator[str]:
     if not row.rows:
         yield f"<li>{text}{label}{escaped(row.note)}</li>"
         return
-    yield f"<li><details{' open' * is_open}><summary>{text}{label}{escaped(row.note)}</summary>"
-    yield "<ul>"
+    yield f"<li><details{' open' * is_open}><summary>{text}{label}{escaped(row.note)}</summary>\n<ul>"
     for child in row.rows:
         yield from _tree_lines(child)
-    yield "</ul>"
-    yield "</details></li>"
+    yield "</ul>\n</details></li>"

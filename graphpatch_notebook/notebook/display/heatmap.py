@@ -245,20 +245,17 @@ def _strongest(strength: FloatArray, block: tuple[int, int]) -> np.ndarray[Any, 
 MOST_BYTES = 30_000
 _MOST_CELLS = 600
 _STRONGEST = 30
-_BOLD = 0.8
 
 
 def static_heatmap(grid: Grid, title: str | None, *, is_upward: bool) -> str:
     """Returns HTML of up to about `MOST_BYTES`: all cells of a small result, or the strongest cells of a large one."""
-    table = "\n".join(_lines(grid, title, _table(grid, is_upward=is_upward)))
-    if grid.values.size <= _MOST_CELLS and len(table.encode()) <= MOST_BYTES:
-        return table
-    count = _STRONGEST
-    while True:
-        text = "\n".join(_lines(grid, title, _list(grid, count)))
-        if len(text.encode()) <= MOST_BYTES or count == 1:
-            return text
-        count = count * 2 // 3
+    name = f"{title}: {summary(grid)}" if title else summary(grid)
+    head = f"<p><strong>{escaped(name)}</strong> (a picture of the heatmap; for the live one, run the cell)</p>"
+    if grid.values.size <= _MOST_CELLS:
+        table = "\n".join([head, *_table(grid, is_upward=is_upward)])
+        if len(table.encode()) <= MOST_BYTES:
+            return table
+    return "\n".join([head, *_list(grid)])
 
 
 def summary(grid: Grid) -> str:
@@ -271,40 +268,22 @@ def summary(grid: Grid) -> str:
     return f"{grid.scale.name}, {size}, from {found.min():.4g} to {found.max():.4g}"
 
 
-def _lines(grid: Grid, title: str | None, body: Iterator[str]) -> Iterator[str]:
-    name = f"{title}: {summary(grid)}" if title else summary(grid)
-    yield f"<p><strong>{escaped(name)}</strong> (a picture of the heatmap; for the live one, run the cell)</p>"
-    yield from body
-
-
 def _table(grid: Grid, *, is_upward: bool) -> Iterator[str]:
-    strength = _strength(grid)
-    least = _BOLD * strength.max(initial=0.0)
     order = range(len(grid.values))
     rows, columns = ([escaped(label) for label in shown_labels(side)] for side in (grid.rows, grid.columns))
     head = "".join(f"<th>{column}</th>" for column in columns)
-    yield "<table>"
-    yield f"<tr><th>{escaped(f'{grid.rows.title} / {grid.columns.title}')}</th>{head}</tr>"
+    yield f"<table>\n<tr><th>{escaped(f'{grid.rows.title} / {grid.columns.title}')}</th>{head}</tr>"
     for row in reversed(order) if is_upward else order:
-        is_bold = (strength[row] >= least) & (strength[row] > 0)
-        cells = (_cell(value, is_bold=bold) for value, bold in zip(grid.values[row], is_bold, strict=True))
-        yield f"<tr><th>{rows[row]}</th>{''.join(cells)}</tr>"
+        cells = "".join("<td>–</td>" if np.isnan(value) else f"<td>{value:.3g}</td>" for value in grid.values[row])
+        yield f"<tr><th>{rows[row]}</th>{cells}</tr>"
     yield "</table>"
 
 
-def _cell(value: float, *, is_bold: bool) -> str:
-    if np.isnan(value):
-        return "<td>–</td>"
-    return f"<td><strong>{value:.3g}</strong></td>" if is_bold else f"<td>{value:.3g}</td>"
-
-
-def _list(grid: Grid, count: int) -> Iterator[str]:
-    strength = _strength(grid)
-    order = np.argsort(-strength, axis=None, kind="stable")[: min(count, int((strength >= 0).sum()))]
-    if not len(order):
-        return
-    yield f"<p>The {len(order)} cells farthest from {escaped(str(grid.scale.center or 0))}:</p>"
-    yield "<ol>"
+def _list(grid: Grid) -> Iterator[str]:
+    center = 0.0 if grid.scale.center is None else grid.scale.center.value
+    strength = np.where(grid.is_missing, -1.0, np.abs(grid.values - center))
+    order = np.argsort(-strength, axis=None, kind="stable")[: min(_STRONGEST, int((strength >= 0).sum()))]
+    yield f"<p>The {len(order)} cells farthest from {escaped(str(grid.scale.center or 0))}:</p>\n<ol>"
     for place in order:
         row, column = np.unravel_index(place, grid.values.shape)
         where = f"{_place(grid.rows, int(row))}, {_place(grid.columns, int(column))}"
@@ -315,8 +294,3 @@ def _list(grid: Grid, count: int) -> Iterator[str]:
 def _place(side: Side, index: int) -> str:
     value = f"{side.name} {side.values[index]}"
     return f"{value} ({tick_text(side.labels[index], is_token=True)})" if side.is_tokens else value
-
-
-def _strength(grid: Grid) -> np.ndarray:
-    center = 0.0 if grid.scale.center is None else grid.scale.center.value
-    return np.where(grid.is_missing, -1.0, np.abs(grid.values - center))

@@ -11,13 +11,10 @@ import shutil
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from graphpatch_notebook.inspection.tree import CSS_STYLES, RICH_STYLES, Style, is_color_terminal
 from graphpatch_notebook.notebook.display.labels import visible
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 Item = TypeVar("Item")
 
@@ -33,9 +30,7 @@ class Column:
 
     title: str
     style: Style = "name"
-    is_cut: bool = False  # in a narrow terminal; the text of other columns wraps
-    is_whole: bool = False  # never cut or wrapped, so that it can be copied
-    is_optional: bool = False  # left out without enough space
+    is_cut: bool = False  # in a narrow terminal; in HTML, its text wraps
 
 
 class Table(Sequence[Item]):
@@ -75,13 +70,7 @@ class Table(Sequence[Item]):
 
     # --- the sequence -----------------------------------------------------------------------------------------------
 
-    @overload
-    def __getitem__(self, position: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, position: slice) -> Sequence[Item]: ...
-
-    def __getitem__(self, position: int | slice) -> Item | Sequence[Item]:
+    def __getitem__(self, position: Any) -> Any:
         return self._items[position]
 
     def __len__(self) -> int:
@@ -95,10 +84,7 @@ class Table(Sequence[Item]):
     # --- display ----------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        rows = self._shown_rows()
-        widths = [max(map(_width, column)) for column in zip(*rows, self._titles(), strict=True)]
-        lines = [_plain_line(row, widths) for row in (self._titles(), *rows)] if rows else []
-        return "\n".join(filter(None, (self.title, *lines, *self._footer())))
+        return "\n".join("".join(text for text, _ in line).rstrip() for line in self._lines())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         if len(printer.stack) > 1:  # inside a list or dict, a table would be unreadable
@@ -109,54 +95,34 @@ class Table(Sequence[Item]):
     def _colored(self) -> str:
         """Returns the table with ANSI colors, fitted to the width of the terminal."""
         from rich.console import Console
-
-        width = shutil.get_terminal_size().columns
-        console = Console(
-            file=io.StringIO(), force_terminal=True, force_jupyter=False, color_system="standard", width=width
-        )
-        needed = sum(w + _GAP for w in self._fitted(self._shown_rows(), width) if w)
-        if any(column.is_whole for column in self.columns):
-            console.width = max(width, needed)  # the terminal wraps such lines, so copied text stays complete
-        with console.capture() as captured:
-            console.print(self.__rich__(width))
-        return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
-
-    def __rich__(self, width: int | None = None) -> Group:
-        from rich.console import Group
-        from rich.table import Table as RichTable
         from rich.text import Text
 
-        rows = self._shown_rows()
-        grid = RichTable(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-        widths = self._fitted(rows, width or shutil.get_terminal_size().columns)
-        shown = [i for i, column_width in enumerate(widths) if column_width or not self.columns[i].is_optional]
-        for i in shown:
-            column = self.columns[i]
-            is_cut = column.is_cut or column.is_whole
-            overflow = {"overflow": "ellipsis", "no_wrap": True} if is_cut else {"overflow": "fold"}
-            grid.add_column(column.title, style=RICH_STYLES[column.style], width=widths[i], **overflow)
-        for row in rows:
-            grid.add_row(*(Text(row[i]) for i in shown))  # a string would be parsed as markup such as `[red]`
-        texts = [Text(self.title, style="bold")] if self.title else []
-        return Group(*texts, *([grid] if rows else ()), *(Text(line, style="dim") for line in self._footer()))
+        console = Console(file=io.StringIO(), force_terminal=True, force_jupyter=False, color_system="standard")
+        with console.capture() as captured:
+            for line in self._lines(shutil.get_terminal_size().columns):
+                parts = [(text, RICH_STYLES[style]) for text, style in line]
+                console.print(Text.assemble(*parts), soft_wrap=True)  # the terminal wraps: copied text stays complete
+        return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
 
-    def _fitted(self, rows: Sequence[Sequence[str]], width: int) -> list[int]:
-        """Returns the widths of the columns in a terminal of this width; 0 for a column that is omitted."""
-        widths = [max(map(_width, column)) for column in zip(*rows, self._titles(), strict=True)]
-        excess = sum(widths) + _GAP * len(widths) - width
-        # Optional columns first, then columns that are truncated, then the widest.
-        order = sorted(
-            (i for i, column in enumerate(self.columns) if not column.is_whole),
-            key=lambda i: (not self.columns[i].is_optional, not self.columns[i].is_cut, -widths[i]),
-        )
-        for i in order:
-            given = max(0, min(excess, widths[i] - _NARROWEST))
-            if given < excess and self.columns[i].is_optional:
-                given = widths[i]
-                excess -= _GAP
-            widths[i] -= given
-            excess -= given
-        return widths
+    def _lines(self, width: int | None = None) -> Iterator[list[tuple[str, Style]]]:
+        """Yields the lines, in parts with separate colors; in a terminal of this width, some columns are cut."""
+        rows = self._shown_rows()
+        if self.title:
+            yield [(self.title, "name")]
+        if rows:
+            widths = [max(map(_width, column)) for column in zip(*rows, self._titles(), strict=True)]
+            excess = 0 if width is None else sum(widths) + _GAP * (len(widths) - 1) - width
+            for at in reversed([at for at, column in enumerate(self.columns) if column.is_cut]):
+                given = max(0, min(excess, widths[at] - _NARROWEST))
+                widths[at] -= given
+                excess -= given
+            notes: list[Style] = ["note"] * len(widths)
+            styles = [column.style for column in self.columns]
+            for row, of in [(self._titles(), notes), *((row, styles) for row in rows)]:
+                *cells, last = map(_padded, row, widths)
+                yield [*zip([*cells, last.rstrip()], of, strict=True)]
+        for line in self._footer():
+            yield [(line, "note")]
 
     def _repr_html_(self) -> str:
         rows = self._shown_rows()
@@ -186,9 +152,9 @@ class Table(Sequence[Item]):
         yield from self.notes
 
 
-def _plain_line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = (cell + " " * (width - _width(cell) + _GAP) for cell, width in zip(cells, widths, strict=True))
-    return "".join(padded).rstrip()
+def _padded(cell: str, width: int) -> str:
+    text = cell if _width(cell) <= width else f"{cell[: width - 1]}…"
+    return text + " " * (width - _width(text) + _GAP)
 
 
 def _width(text: str) -> int:

@@ -287,7 +287,7 @@ def load(workspace: Workspace, args: Namespace) -> None:
 _CHOSEN = (
     Column("#", "note"),
     Column("kind", "graph"),
-    Column("path", "name", is_whole=True),
+    Column("path"),
     Column("value", "number", is_cut=True),
     Column("shape", "tensor"),
     Column("", "note"),
@@ -433,7 +433,7 @@ def _place(workspace: Workspace, word: str | None) -> NodePath:
 
 
 _CHILDREN = (
-    Column("name", is_whole=True),
+    Column("name"),
     Column("what", "graph"),
     Column("value", "tensor"),
     Column("", "note", is_cut=True),

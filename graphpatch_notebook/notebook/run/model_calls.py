@@ -161,18 +161,11 @@ class ModelCalls:
                 with self.graph.patch(dict(patch_map.items())) if patch_map else nullcontext():
                     return self.graph(*args, **kwargs)
 
-            with preserved(captured(self.graph).module, _generators(self.graph)):
+            with preserved(captured(self.graph).module):
                 # A copy, since the next call may write into the same tensors.
                 found = copied_output(job.interruptibly(call)), read()
         self.count.done += 1
         return found
-
-
-def _generators(graph: PatchableGraph) -> Iterator[Any]:
-    """Yields what operations are given; some are random generators of functions that the model's code calls."""
-    for frame in captured(graph).root.walk():
-        for node in frame.nodes:
-            yield from (*node.args, *node.kwargs.values())
 
 
 @contextmanager

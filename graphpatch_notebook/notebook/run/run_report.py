@@ -36,6 +36,7 @@ _MOST_CHANGES = 8
 _MOST_ENTRIES = 5
 _MOST_LEAVES = 10_000
 _DEEPEST = 50
+_ODD = (torch.isnan, torch.isinf)
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
@@ -86,8 +87,16 @@ def compared(path: str, before: Any, after: Any, only: str = "only in the output
         notes.append(f"not compared: shape {list(first.shape)} without the patches, {list(second.shape)} with them")
     elif first is not None and second is not None:
         difference, largest = norm(_differences(first, second)), _largest(first, second)
-        if any(not piece.isfinite().all() for tensor in (first, second) for piece in pieces(tensor)):
-            notes.append("differences count only entries that are finite in both")
+        odd = [
+            f"{nan:,} NaN and {infinite:,} infinite {which} the patches"
+            for tensor, which in ((first, "without"), (second, "with"))
+            for nan, infinite in [[sum(int(is_odd(p).sum()) for p in pieces(tensor)) for is_odd in _ODD]]
+            if nan or infinite
+        ]
+        if odd:
+            notes.append(f"differences count only entries that are finite in both: {', '.join(odd)}")
+        if getattr(value, "is_complex", lambda: isinstance(value, complex))():
+            notes.append("the last index is 0 for the real part, 1 for the imaginary part")
     shape = list(value.shape) if isinstance(value, Tensor) and not value.is_nested else []
     note = "; ".join(dict.fromkeys(notes)) or None
     return OutputChange(path, shape, dtype_or_class(value), norms[0], norms[1], difference, largest, note)
@@ -153,6 +162,16 @@ class KeptValue:
         return self.value
 
 
+def _comparable(before: KeptValue, kept: KeptValue) -> tuple[Any, Any]:
+    """Returns the values of a probe in two runs; of records of one shape, all in one tensor, else the last ones."""
+    both = before.value, kept.value
+    if all(isinstance(values, list) and len(values) > 1 for values in both):
+        shapes = {value.shape if isinstance(value, Tensor) else None for values in both for value in values}
+        if len(both[0]) == len(both[1]) and len(shapes) == 1 and None not in shapes:
+            return torch.stack(both[0]), torch.stack(both[1])
+    return before.shown, kept.shown
+
+
 def copy_of(value: Any) -> Any:
     """Returns a copy of the value of a probe, which is no part of the model any more."""
     if isinstance(value, list):
@@ -166,7 +185,7 @@ def probe_report(kept: KeptValue, before: KeptValue | None, labels: LabelsOf, bu
     head = chosen.number, str(chosen.name), chosen.path
     change = None
     if before is not None and note is None and (before.shown is not None or shown is not None):
-        change = compared(chosen.path, before.shown, shown, "not compared: it fired only")
+        change = compared(chosen.path, *_comparable(before, kept), "not compared: it fired only")
         if before.problem is not None:
             change.note = f"not compared: without the patches, {before.problem}"
     if shown is None:

@@ -184,10 +184,10 @@ def index_of(pg: PatchableGraph) -> NodeIndex:
 
 
 _COLUMNS = (
-    Column("path", is_whole=True),
+    Column("path"),
     Column("op", "graph", is_cut=True),
     Column("value", "tensor"),
-    Column("source", "note", is_cut=True, is_optional=True),
+    Column("source", "note", is_cut=True),
 )
 
 

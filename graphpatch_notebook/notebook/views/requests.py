@@ -42,7 +42,7 @@ from graphpatch_notebook.notebook.messages import (
 )
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, unknown_names
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
-from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.session import Check, Session
 from graphpatch_notebook.notebook.session.session_file import trust
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.selection import patches_of
@@ -117,23 +117,20 @@ def session_state(session: Session, row_of: Callable[[str], int | None] = lambda
 
 
 def _patch_state(session: Session, row: int | None, patch: ChosenPatch) -> PatchState:
-    shape = sliced = warning = None
     try:
         # Without the other patches: warnings about combinations appear when a patch is added.
         found = session.check(patch, ())
     except ChosenPatchError as problem:  # the graph was edited since
-        warning = str(problem)
-    else:
-        shape, sliced, warning = found.shape, found.sliced, found.warning
+        found = Check(patch, warning=str(problem))
     return PatchState(
         **fields_of(patch),
         number=patch.number,
         is_enabled=patch.is_enabled,
         untrusted=None if patch.untrusted is None else patch.untrusted.name,
         row=-1 if row is None else row,
-        shape=None if shape is None else list(shape),
-        sliced=None if sliced is None else list(sliced),
-        warning=warning,
+        shape=None if found.shape is None else list(found.shape),
+        sliced=None if found.sliced is None else list(found.sliced),
+        warning=found.warning,
     )
 
 

@@ -70,7 +70,7 @@ def test_patches_are_listed() -> None:
         ChosenPatch("sub_1.relu", "probe", name="kept", is_enabled=False, number=2),
     ]
     text = tree_of(pg, *patches)
-    assert "2 patches are chosen:" in text
+    assert "2 patches chosen:" in text
     assert "<li><code>#1 add sub_0.linear[:, -1] a &lt; b --steps 1:</code></li>" in text
     assert "<li><code>#2 probe sub_1.relu as kept</code> (off)</li>" in text
     read(text)

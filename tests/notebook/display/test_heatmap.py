@@ -237,7 +237,7 @@ def test_a_plot_without_numbers_says_so() -> None:
     assert repr(heatmap) == "<Heatmap of score, 3 x 4 (path x position), no finite number>"
     assert "no finite number" in static(heatmap)
     large = xr.DataArray(np.full((90, 100), np.nan), dims=["path", "position"])
-    assert "<ol>" not in static(show_heatmap(large))
+    assert "<li>" not in static(show_heatmap(large))
 
 
 def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.capture.recorder import FrameCount, frame_count
-from graphpatch_notebook.notebook.display.progress import busy, capture_progress
+from graphpatch_notebook.notebook.display.progress import capture_progress
 from graphpatch_notebook.patchable_graph import captured
 from tests.notebook.hosts import environment
 from tests.zoo import case_by_name
@@ -64,7 +64,6 @@ def python_file(folder: Path, source: str) -> str:
 # -- terminals ---------------------------------------------------------------------------------------------------------
 
 STORY = """
-import rich.console, rich.progress  # takes a while where the cores are busy
 
 def say(text):
     print(f"<{text}>", flush=True)
@@ -87,7 +86,6 @@ try:
 except KeyboardInterrupt:
     say("interrupted")
 """
-HIDE_CURSOR, SHOW_CURSOR, CLEAR_LINE = "\x1b[?25l", "\x1b[?25h", "\x1b[2K"
 
 
 @pytest.fixture(scope="module")
@@ -110,37 +108,22 @@ def test_nothing_below_the_delay(screens: dict[str, str]) -> None:
     assert screens["short"].strip() == ""
 
 
-def test_a_bar_with_colors_that_moves(screens: dict[str, str]) -> None:
-    shown = screens["capture"]
-    assert "\x1b[3" in shown
-    assert "━" in shown
-    done = [int(number) for number in re.findall(r"Capturing Slow .*? (\d+) of about 21 calls", shown)]
+def test_a_line_that_counts_calls(screens: dict[str, str]) -> None:
+    done = [int(n) for n in re.findall(r"Capturing Slow: running, (\d+) of about 21 module calls", screens["capture"])]
     assert len(set(done)) > 2
     assert done == sorted(done)
-    assert done[0] >= 2
+    assert re.search(r"running, \d+ module calls", screens["many calls"])  # more than expected
 
 
-def test_modules_that_are_called_many_times_grow_the_bar(screens: dict[str, str]) -> None:
-    pairs = [
-        (int(done), int(total)) for done, total in re.findall(r" (\d+) of about (\d+) calls", screens["many calls"])
-    ]
-    assert pairs[0][1] == 5
-    assert pairs[-1][0] > 15
-    assert all(done <= total for done, total in pairs)
-
-
-def test_a_spinner_and_only_one_display_at_once(screens: dict[str, str]) -> None:
+def test_only_one_line_at_once(screens: dict[str, str]) -> None:
     assert "Building [code]" in screens["busy"]
     assert "something within" not in screens["busy"]
-    assert "━" not in screens["busy"]
 
 
 @pytest.mark.parametrize("part", ["capture", "many calls", "busy", "error", "interrupt"])
 def test_the_terminal_is_left_clean(screens: dict[str, str], part: str) -> None:
-    shown = screens[part]
-    assert shown.count(HIDE_CURSOR) == shown.count(SHOW_CURSOR) == 1
-    assert HIDE_CURSOR in shown.split(SHOW_CURSOR)[0]
-    assert re.fullmatch(r"(\x1b\[1A)?" + re.escape(CLEAR_LINE), shown.split(SHOW_CURSOR)[1].strip())
+    last = screens[part].rpartition("\x1b[K")[2]
+    assert last.strip() == ""
 
 
 def test_an_interrupt_ends_the_capture(screens: dict[str, str]) -> None:
@@ -240,12 +223,3 @@ def test_what_the_model_prints_goes_where_it_went(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "printed\n"
     assert frame_count.get() is None
     assert "add" in pg.nodes
-
-
-def test_errors_pass_through() -> None:
-    with pytest.raises(ZeroDivisionError), busy("Dividing"):
-        1 / 0  # noqa: B018
-    model = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="shapes"), capture_progress(model):
-        PatchableGraph(model, torch.ones(1, 3))
-    assert frame_count.get() is None

@@ -47,7 +47,6 @@ DRAWING: dict[str, Callable[[Tensor], Tensor]] = {
     "gamma": lambda h: h + Gamma(1.0, 1.0).sample(h.shape),
     "beta": lambda h: h * Beta(torch.ones(3), torch.ones(3)).sample(),
     "dirichlet": lambda h: h * Dirichlet(torch.ones(3)).sample(),
-    "an own generator": lambda h: h + torch.rand(3, generator=GENERATOR),
     "Python's": lambda h: h * random.random(),
     "Python's in a helper": lambda h: by_helper(h),
     "numpy's": lambda h: h * float(np.random.rand()),
