@@ -18,9 +18,6 @@ from graphpatch_notebook.notebook.run.run_report import copy_of
 from graphpatch_notebook.notebook.run.value_plots import Picture, Plane, picture
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch
 
-_MOST_KEPT = 256 * 2**20
-"""Values with more bytes are not kept for other slices."""
-
 
 def is_held(target: Target) -> bool:
     """Whether the value is a parameter or buffer, so that the model need not run."""
@@ -57,37 +54,33 @@ def shown_activation(
 
 
 class ShownValue:
-    """The display of a value: `view` is for the front end, `buffers` are the values of its heatmap."""
+    """The display of a value: `view` is for the front end, `buffers` are the values of its heatmap.
+
+    The value is kept for other slices, until `forget_value`.
+    """
 
     def __init__(self, path: str, value: Any, plane: Plane, labels: TokenLabels | None) -> None:
-        self._labels, self._plane = labels, plane
-        numbers = readable(value)
+        self._path, self._labels = path, labels
+        self._numbers: Readable | None = readable(value)
+        self._statistics = statistics_of(value, self._numbers)
         try:
-            drawn = picture(numbers, plane, labels)
+            self.show(plane)
         except ChosenPatchError as error:  # its shape differs from the recorded one
-            drawn = Picture(NoPlot(str(error)))
-        self._path, self._statistics = path, statistics_of(value, numbers)
-        is_small = isinstance(value, Tensor) and value.numel() * value.element_size() <= _MOST_KEPT
-        self._numbers: Readable | None = numbers if is_small and numbers.tensor is not None else None
-        self._draw(drawn)
+            self._draw(Picture(NoPlot(str(error))))
 
     def _draw(self, drawn: Picture) -> None:
         self.buffers = [] if drawn.values is None else [drawn.values]
         self.view = ActivationView(self._path, self._statistics, drawn.plot, drawn.row_labels, drawn.column_labels)
 
     def show(self, plane: Plane) -> bool:
-        """Shows another slice of the value, and returns whether that was possible without a run.
-
-        Returns `False` for the same slice: the user asks for the current value.
+        """Shows a slice of the value, and returns whether that was possible: whether the value is still kept.
 
         Raises:
             ChosenPatchError: The slice is not valid for the value (`field` is `plane`).
         """
-        if self._numbers is None or plane.typed == self._plane.typed:
-            return False
-        self._draw(picture(self._numbers, plane, self._labels))
-        self._plane = plane
-        return True
+        if self._numbers is not None:
+            self._draw(picture(self._numbers, plane, self._labels))
+        return self._numbers is not None
 
     def forget_value(self) -> None:
         """Drops the value; what is displayed stays."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import traitlets
 from torch import Tensor
@@ -273,24 +272,12 @@ class AttentionView(ComputedView):
 
 
 _SIDE, _GAP = 32, 3
-_VIRIDIS = (
-    (68, 1, 84),
-    (71, 44, 122),
-    (59, 81, 139),
-    (44, 113, 142),
-    (33, 144, 141),
-    (39, 173, 129),
-    (92, 200, 99),
-    (170, 220, 50),
-    (253, 231, 37),
-)
-"""Every 32nd color of viridis, as in js/src/plots/matrix.ts."""
 
 
 def picture_of(layers: Sequence[Tensor]) -> bytes:
-    """Returns a PNG with a row of heads for each layer, given the cells as bytes, of shape (head, query, key).
+    """Returns a gray PNG with a row of heads for each layer, given the cells as bytes, of shape (head, query, key).
 
-    The brightest color of each head is what nearly all of its cells do not exceed: in a causal pattern, the first query
+    The darkest gray of each head is what nearly all of its cells do not exceed: in a causal pattern, the first query
     has nothing but one weight of 1.
 
     Example:
@@ -299,26 +286,23 @@ def picture_of(layers: Sequence[Tensor]) -> bytes:
         b'PNG'
     """
     step = _SIDE + _GAP
-    # The last color is for the gaps.
-    image = torch.full((len(layers) * step, max(len(cells) for cells in layers) * step), 255, dtype=torch.uint8)
+    # A column before the image: each row of a PNG begins with the number of its filter.
+    image = torch.full((len(layers) * step, 1 + max(len(cells) for cells in layers) * step), 255, dtype=torch.uint8)
     for number, cells in enumerate(layers):
         for head, one in enumerate(pooled(cells, _SIDE)):
             strong = one[one > 0].float()
-            bright = float(strong.quantile(0.98)) if len(strong) else 255.0
-            small = (one * (254 / bright)).clamp_max(254).to(torch.uint8)
+            dark = float(strong.quantile(0.98)) if len(strong) else 255.0
+            small = (240 - one * (240 / dark)).clamp_min(0).to(torch.uint8)
             repeats = [max(1, _SIDE // size) for size in small.shape]
             large = small.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
-            image[number * step :, head * step :][: large.shape[0], : large.shape[1]] = large
-    places = np.linspace(0, len(_VIRIDIS) - 1, 255)
-    colors = [np.interp(places, range(len(_VIRIDIS)), channel) for channel in zip(*_VIRIDIS, strict=True)]
-    palette = np.vstack([np.stack(colors, 1).round(), [[255, 255, 255]]]).astype(np.uint8)
-    rows = torch.cat([torch.zeros(image.shape[0], 1, dtype=torch.uint8), image], 1)
-    header = struct.pack(">IIBBBBB", image.shape[1], image.shape[0], 8, 3, 0, 0, 0)
-    chunks = {b"IHDR": header, b"PLTE": palette.tobytes(), b"IDAT": zlib.compress(rows.numpy().tobytes(), 9)}
-    parts = [b"\x89PNG\r\n\x1a\n"]
-    for name, data in {**chunks, b"IEND": b""}.items():
-        parts.append(struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)))
-    return b"".join(parts)
+            image[number * step :, 1 + head * step :][: large.shape[0], : large.shape[1]] = large
+    image[:, 0] = 0
+    header = struct.pack(">IIBBBBB", image.shape[1] - 1, image.shape[0], 8, 0, 0, 0, 0)
+    chunks = {b"IHDR": header, b"IDAT": zlib.compress(image.numpy().tobytes(), 9), b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks.items()
+    )
 
 
 def attention_of(

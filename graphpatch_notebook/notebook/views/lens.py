@@ -17,7 +17,6 @@ from graphpatch_notebook.experiments.elsewhere import RemoteGraph
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.grids import tick_text
 from graphpatch_notebook.experiments.methods.readouts import STREAMS, Readouts, ReadStates, RemoteReadouts
-from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
 from graphpatch_notebook.notebook.messages import LensRequest
@@ -29,6 +28,8 @@ from graphpatch_notebook.notebook.views.requests import Answer, Handlers, Reques
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _TOP = 10
+_MOST_STATIC = 250
+"""How many cells the table without scripts has."""
 _MOST_SENT = 700_000
 """About how many bytes are sent at most, before they are compressed."""
 
@@ -229,58 +230,33 @@ class LensView(ComputedView):
         return f"<LensView of {self._session.origin.graph}, {self.stream}, {rows} x {positions}{patches}>"
 
     def _static_html(self) -> str | None:
-        parts: list[str] = []
-        stream = self.stream or self._streams[0]
-        for run, what in zip(self._read_runs, ("", " with the patches"), strict=False):
-            title = f"Logit lens of {self._session.origin.graph}, {stream}{what}"
-            most = MOST_BYTES // len(self._read_runs)
-            parts += _table(run[stream], self._readouts.target, self._text, self._positions, title, most)
-        return "\n".join(parts)
+        return "\n".join(
+            line
+            for run, what in zip(self._read_runs, ("", " with the patches"), strict=False)
+            for line in self._table(run[self.stream or self._streams[0]], what)
+        )
+
+    def _table(self, read: ReadStates, what: str) -> Iterator[str]:
+        """Yields a table of the last positions: the most probable token of each cell."""
+        count = len(self._readouts.target)
+        texts = [*map(str, range(count))] if self._positions is None else self._positions
+        shown = range(max(0, count - max(1, _MOST_STATIC // len(read.names))), count)
+        title = escaped(f"Logit lens of {self._session.origin.graph}, {self.stream or self._streams[0]}{what}")
+        note = "" if len(shown) == count else f", the last {len(shown)} of {count} positions"
+        yield f"<p><strong>{title}</strong> (the most probable tokens{note}; for the live one, run the cell)</p>"
+        heads = "".join(f"<th>{escaped(tick_text(texts[at], is_token=True))}</th>" for at in shown)
+        yield f"<table>\n<tr><th>layer / position</th>{heads}</tr>"
+        for row in reversed(range(len(read.names))):
+            readout, label = read.readouts[row], _row(read.names[row], read.layers[row])["label"]
+            cells = (self._cell(readout.tokens[at, 0], readout.probabilities[at, 0]) for at in shown)
+            yield f"<tr><th>{label}</th>{''.join(cells)}</tr>"
+        yield "</table>"
+
+    def _cell(self, token: Any, probability: Any) -> str:
+        percent = f"{100 * float(probability):.0f}%"
+        shown = {"0%": "&lt;1%", "100%": "&gt;99%"}.get(percent, percent)
+        return f"<td><code>{escaped(tick_text(self._text(int(token)), is_token=True))}</code> {shown}</td>"
 
 
 def _row(name: str, layer: int | None) -> dict[str, Any]:
     return {"name": name, "layer": layer, "label": "embed" if layer is None else str(layer)}
-
-
-def _table(
-    read: ReadStates,
-    target: Sequence[int],
-    text: Callable[[int], str],
-    positions: Sequence[str] | None,
-    title: str,
-    most: int,
-) -> Iterator[str]:
-    """Yields a table of the last positions, as many as fit: the most probable token of each cell."""
-    order = range(len(read.names) - 1, -1, -1)
-    if positions is None:
-        labels = [*map(str, range(len(target)))]
-    else:
-        labels = [tick_text(text, is_token=True) for text in positions]
-    columns: list[list[str]] = []
-    length = 0
-    for position in reversed(range(len(target))):
-        cells = [
-            _cell(read.readouts[row].tokens[position, 0], read.readouts[row].probabilities[position, 0], text)
-            for row in order
-        ]
-        length += sum(map(len, cells)) + len(labels[position])
-        if columns and length > most:
-            break
-        columns.insert(0, [f"<th>{escaped(labels[position])}</th>", *cells])
-    note = "" if len(columns) == len(target) else f", the last {len(columns)} of {len(target)} positions"
-    what = f"the most probable token of each cell{note}; for the live one, run the cell"
-    yield f"<p><strong>{escaped(title)}</strong> ({what})</p>"
-    heads = [
-        "<th>layer / position</th>",
-        *(f"<th>{_row(read.names[row], read.layers[row])['label']}</th>" for row in order),
-    ]
-    yield "<table>"
-    for number, head in enumerate(heads):
-        yield f"<tr>{head}{''.join(column[number] for column in columns)}</tr>"
-    yield "</table>"
-
-
-def _cell(token: Any, probability: Any, text: Callable[[int], str]) -> str:
-    percent = f"{100 * float(probability):.0f}%"
-    shown = {"0%": "&lt;1%", "100%": "&gt;99%"}.get(percent, percent)
-    return f"<td><code>{escaped(tick_text(text(int(token)), is_token=True))}</code> {shown}</td>"

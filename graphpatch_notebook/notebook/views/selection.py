@@ -222,34 +222,24 @@ def _patch(session: Session, act: Act, place: _Place, value: str | None, taken: 
             index = "" if place.slice_in_value is None else f"[{place.slice_in_value}]"
             return ChosenPatch(path, "replace", slice=part, value=run + index)
         case "mean":
-            return ChosenPatch(path, "custom", value=_mean(place))
+            return _mean(place)
         case "probe":
             return ChosenPatch(path, "probe", slice=part, name=session.free_name(path, taken))
 
 
-def _mean(place: _Place) -> str:
-    """Returns the code of a function that replaces the selected part by its mean."""
+def _mean(place: _Place) -> ChosenPatch:
+    """Returns a patch that replaces what is selected by its mean: a position by that over all positions."""
     axes = place.axes
     is_pattern = {"query", "key"} <= {*axes}
     over = [dim for dim, axis in enumerate(axes) if axis == "batch" or (axis in _POSITIONS and not is_pattern)]
     is_weight = is_pattern and (place.along is not None or any(axes[dim] != "head" for dim in place.at))
-    if not over or is_weight:
+    if not over or is_weight or {*place.at} & {*over}:
         raise SessionError(
             f"{place.path!r} does not have a mean over the batch and the positions"
             + (": select the head instead of one of its weights" if is_weight else f" ({', '.join(axes)})")
         )
-    # A head keeps a mean of its own; a position is replaced by the mean over all positions.
-    heads = {dim: index for dim, index in place.at.items() if dim not in over}
-    positions = {dim: index for dim, index in place.at.items() if dim in over}
-    source = "value" + "".join(_index(*one) for one in heads.items())
-    changed = f"{source}.mean({tuple(over) if len(over) > 1 else over[0]}, keepdim=True)"
-    changed += f".expand_as({source}{''.join(_index(*one) for one in positions.items())})"
-    for inside, parts in ((source, positions), ("value", heads)):
-        for dim, index in parts.items():
-            changed = f"{inside}.slice_scatter({changed}, {dim}, {index}, {index + 1})"
-    return f"lambda value: {changed}"
-
-
-def _index(dim: int, index: int) -> str:
-    """Returns the code that takes one index of a dimension, which stays."""
-    return f"[{', '.join([':'] * dim + [f'{index}:{index + 1}'])}]"
+    # A head keeps a mean of its own, and its dimension.
+    part = _slice_text({dim: f"{index}:{index + 1}" for dim, index in place.at.items()})
+    dims = tuple(over) if len(over) > 1 else over[0]
+    value = f"lambda value: value.mean({dims}, keepdim=True).expand_as(value)"
+    return ChosenPatch(place.path, "custom", slice=part, value=value)
