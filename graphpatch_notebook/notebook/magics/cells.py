@@ -253,7 +253,7 @@ class CellResults:
     def _report(self) -> None:
         name = self._active.name
         context = innermost(captured(self._active.graph))
-        is_called = self._has_results or (context is not None and context.has_runs)
+        is_called = self._has_results or (context is not None and context.is_used)
         if self._patches and not is_called:
             why = "calls of the original model, of other graphs and in other threads are not patched"
             if self._namespace.get(name) is not self._active.graph:
