@@ -208,10 +208,11 @@ class PatchableGraph(_LikeItsModel):
     def from_exported(cls, program: Any, *, flat_args_adapter: Any = None) -> PatchableGraph:
         """Returns a `PatchableGraph` of an exported program, with the module hierarchy of the model that was exported.
 
-        Calls run the program's graphs, patched or not; this method runs nothing. Nodes have the names that they have in
-        the program, the calls of a module that is called several times are `name_0`, `name_1`, ..., and inputs and
-        outputs have the structure that they had in the model. Calls that the program does not allow raise its own
-        errors, before anything runs. The weights are copies of the program's.
+        The program runs once, on its own example inputs. Nodes have the names that they have in the program, and inputs
+        and outputs have the structure that they had in the model. A module that is called several times is one with
+        several calls (`name_0`, `name_1`) where the program does the same in each, else a module for each call (`name`,
+        `name_call_1`). Calls that the program does not allow raise its own errors, before anything runs. The weights
+        are copies of the program's.
 
         Args:
             program: The result of `torch.export.export`, or a file written by `torch.export.save`.
@@ -232,9 +233,9 @@ class PatchableGraph(_LikeItsModel):
             ...     print(pg(torch.ones(1, 2)).tolist())
             [[0.0, 0.0, 0.0]]
         """
-        from graphpatch_notebook.graphs.exported import unflattened_program
+        from graphpatch_notebook.graphs.exported import exported_model
 
-        return cls._of(*unflattened_program(program, flat_args_adapter), ExtractionOptions())
+        return cls._of(*exported_model(program, flat_args_adapter), ExtractionOptions())
 
     def _set_up(self, captured: CapturedModel) -> None:
         copies_config = captured.options.copy_transformers_generation_config

@@ -40,6 +40,14 @@ def is_overload(func: object) -> bool:
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator))
 
 
+def is_higher_order(func: object) -> bool:
+    """Whether `func` is an operator of `torch.ops.higher_order`, which calls functions: `cond`, `scan`.
+
+    `torch._ops.HigherOrderOperator`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py (branches).
+    """
+    return isinstance(func, torch._ops.HigherOrderOperator)
+
+
 def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
     """Returns the `CodeGen` of `graph`: torch has `set_codegen`, but no public getter.
 
@@ -450,23 +458,6 @@ def base_of(value: torch.Tensor) -> torch.Tensor | None:
     `Tensor._base`: torch 2.0 to 2.13. Tested by: tests/experiments/attribution/test_rules.py.
     """
     return value._base
-
-
-leaves_of = torch.utils._pytree.tree_leaves
-"""Returns the leaves of a value, as torch's pytree does: graphs call it."""
-
-STRUCTURE_FUNCTIONS = frozenset(
-    {
-        torch.utils._pytree.tree_leaves,
-        torch.utils._pytree.tree_flatten,
-        torch.utils._pytree.tree_unflatten,
-        torch.fx._pytree.tree_flatten_spec,
-    }
-)
-"""The functions that graphs of exported programs call to flatten and unflatten values.
-
-`torch.utils._pytree`, `torch.fx._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
-"""
 
 
 def unflattens_programs() -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.records import Node, map_leaves, refs_in
 from graphpatch_notebook.values import ContainerSpec, TensorSpec
 
-SIZE_READS = frozenset({"shape", "size", "numel", "nelement", "nbytes", "__len__"})
+SIZE_READS = frozenset({"shape", "size", "numel", "nelement", "nbytes", "__len__", "sym_size.int", "sym_numel.default"})
 """Calls whose results are sizes."""
 
 VALUE_READS = frozenset(

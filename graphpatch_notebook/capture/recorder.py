@@ -44,7 +44,7 @@ from graphpatch_notebook.capture.records import (
 from graphpatch_notebook.capture.sizes import Escapes, Size
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
-from graphpatch_notebook.torch_compat import function_mode_depth, is_overload, version_of
+from graphpatch_notebook.torch_compat import function_mode_depth, is_higher_order, is_overload, version_of
 from graphpatch_notebook.values import PLAIN_TENSORS, describe, readable_children, replaced
 
 _AROUND_CALLS = ("torch.nn.modules", "torch.distributed.fsdp")
@@ -135,6 +135,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if (decomposition := self.decompositions.get(id(func))) is not None:
             return self._composite(decomposition, args, kwargs)
+        if is_higher_order(func):  # the modules that it calls, such as branches, belong to its one node
+            return self._muted_op(func, raw_name(func), args, kwargs)
         return self._op(func, raw_name(func), args, kwargs)
 
     def _composite(self, decomposition: Decomposition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,13 +173,17 @@ class Recorder(TorchFunctionMode):
             for value, result in zip(given, results if isinstance(results, tuple) else (results,), strict=False):
                 self.stack[-1].pass_through(value, result)
             return results
+        with self.mute():
+            return self._muted_op(apply, cls.__name__, args, kwargs)
+
+    def _muted_op(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a call as one op, without what it calls."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.mute():
-                return apply(*args, **kwargs)
+                return func(*args, **kwargs)
 
-        with self.mute():
-            return self._op(run, cls.__name__, args, kwargs, target=apply)
+        return self._op(run, name, args, kwargs, target=func)
 
     def _op(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None

@@ -472,14 +472,16 @@ class Capture:
 
     Attributes:
         has_escaped_sizes: Whether the model used a size as a plain number outside of the module call that read it.
+        is_program: Whether the model is an exported program, which checks sizes itself: names mean one value at all.
     """
 
     options: ExtractionOptions | None = None
     findings: dict[Callable[..., Any], Any] = field(default_factory=dict)
     has_escaped_sizes: bool = False
+    is_program: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
-        result = memo[id(self)] = Capture(self.options, has_escaped_sizes=self.has_escaped_sizes)
+        result = memo[id(self)] = dataclasses.replace(self, findings={})
         return result
 
 

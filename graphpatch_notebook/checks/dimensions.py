@@ -373,7 +373,9 @@ def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Call
     if len(spec.shape) != len(shape):
         dimensions = "1 dimension" if len(spec.shape) == 1 else f"{len(spec.shape)} dimensions"
         return f"it had {dimensions} when it was captured, and has {len(shape)} now"
-    if frame.opaque_reason is not None or frame.has_own_graph:  # the record has no contents of the value
+    if (
+        frame.opaque_reason is not None or frame.has_own_graph or frame.capture.is_program
+    ):  # the record has no contents of the value
         return None
     if frame.parent is None and any(spec is given for node in frame.inputs() for given in tensor_specs(node.spec)):
         return None
@@ -395,7 +397,7 @@ def fixed_sizes(frame: Frame, node: Node, spec: ValueSpec) -> tuple[int | None, 
         return None
     if node.kind == "parameter":
         return tuple(spec.shape)
-    if frame.opaque_reason is not None or frame.has_own_graph:
+    if frame.opaque_reason is not None or frame.has_own_graph or frame.capture.is_program:
         return (None,) * len(spec.shape)
     known = dimensions_of(frame.root)
     known.run_at_other_sizes()

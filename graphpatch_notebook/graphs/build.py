@@ -47,7 +47,7 @@ from graphpatch_notebook.capture.records import (
 )
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import is_overload, structured
+from graphpatch_notebook.torch_compat import is_overload
 from graphpatch_notebook.values import (
     NUMBERS,
     ContainerSpec,
@@ -55,7 +55,6 @@ from graphpatch_notebook.values import (
     ScalarSpec,
     TensorSpec,
     ValueSpec,
-    children,
     rebuilt,
     spec_at,
     take,
@@ -483,21 +482,6 @@ class NamedFunction:
         return f"<{self.__name__}>"
 
 
-class Structured:
-    """Puts values together as an exported program does; a function that generated code can call."""
-
-    def __init__(self, structure: Any) -> None:
-        self.structure = structure
-        self.__name__ = self.__qualname__ = f"make_{getattr(structure.type, '__name__', 'output')}"
-        self.__module__ = __name__
-
-    def __call__(self, *leaves: Any) -> Any:
-        return structured(list(leaves), self.structure)
-
-    def __repr__(self) -> str:
-        return f"<{self.__name__}>"
-
-
 class Container:
     """Makes a container of a special class (dataclass, `ModelOutput`, namedtuple, ...) from its children.
 
@@ -640,13 +624,7 @@ def _structure(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> St
     """Returns the container that a node puts values into, if it does so."""
     if isinstance(target, Container):
         return Structure(target.type, tuple(zip(target.keys, (*args, *kwargs.values()), strict=True)))
-    if not isinstance(target, Structured):
-        return None
-    try:
-        made = target(*args)
-    except Exception:  # a class that does not take records in place of tensors
-        return None
-    return Structure(type(made), tuple(children(made) or ()))
+    return None
 
 
 def _element(record: OpNode, part: Ref) -> ElementNode:

@@ -47,7 +47,7 @@ from graphpatch_notebook.values import (
 )
 from graphpatch_notebook.warning_places import warn
 
-_SIZES = frozenset(name.strip("_") for name in SIZE_READS)
+_SIZES = frozenset(name.strip("_").split(".")[0] for name in SIZE_READS)
 # Values that can be compared with those of the example.
 _READS = frozenset(name.strip("_") for name in VALUE_READS - {"tolist", "numpy", "__array__"})
 _PARTS = frozenset("unbind split split_with_sizes chunk tensor_split hsplit vsplit dsplit".split())

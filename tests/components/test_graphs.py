@@ -57,7 +57,7 @@ def test_a_graph_has_the_components_of_its_model(name, kind, folder):
     expected, found = (graph.record(components, given, **kwargs) for graph in (pg, other))
     for each in components:
         torch.testing.assert_close(found[each], expected[each])
-    with pytest.raises(UnknownPathError, match='one fused call in this graph.*attn_implementation="eager"'):
+    with pytest.raises(UnknownPathError, match="one fused call"):
         other.patch({"layers[0].attn.pattern": ZeroPatch()}).__enter__()
 
 

@@ -225,6 +225,7 @@ def test_identity_patches_on_all_nodes_change_no_bit(case: Case) -> None:
     assert state(pg) == state(whole)
 
 
+@pytest.mark.filterwarnings("ignore:.shared gradient:graphpatch_notebook.GraphPatchWarning")
 @each_case
 def test_recorded_shapes_are_those_of_a_run(case: Case) -> None:
     pg = PatchableGraph.from_exported(case.program())
@@ -285,17 +286,14 @@ def test_calls_are_patched_one_by_one(name: str) -> None:
         long = eager.switch(X, True)
         same_0 = eager.same(X)
         same_1 = eager.same(same_0 * (where != "same_0.output"))
-        total = long * (where != "switch_0.output") + same_1 * (where != "same_1.output")
-        return eager.switch(total, False) * (where != "switch_1.output")
+        total = long * (where != "switch.output") + same_1 * (where != "same_1.output")
+        return eager.switch(total, False) * (where != "switch_call_1.output")
 
-    for where in ("", "same_0.output", "same_1.output", "switch_0.output", "switch_1.output"):
+    for where in ("", "same_0.output", "same_1.output", "switch.output", "switch_call_1.output"):
         with pg.patch({where: ZeroPatch()} if where else {}, strict=True):
             assert torch.equal(pg(X), expected(where))
-    with pg.patch({"switch_0.linear_1.weight": ZeroPatch(), "switch_0.linear_1.bias": ZeroPatch()}, strict=True):
+    with pg.patch({"switch.linear_1.weight": ZeroPatch(), "switch.linear_1.bias": ZeroPatch()}, strict=True):
         assert torch.equal(pg(X), eager.switch(eager.same(eager.same(X)), False))
-    assert list(pg.state_dict()) == list(eager.state_dict())
-    with pytest.raises(RuntimeError, match="calls this Switch 2 times, with 2 different graphs"):
-        pg.switch(X)
 
 
 def test_inputs_and_outputs_have_the_structure_of_the_model() -> None:
@@ -398,14 +396,14 @@ def test_guards_of_the_program_are_kept(tmp_path: Any) -> None:
         return tensor(rows, columns), {"to": [tensor(rows, columns), tensor(more_rows)]}
 
     auto = (Dim.AUTO, Dim.AUTO)
-    x, more = call(2, 4, 4)
+    x, more = call(2, 6, 4)
     shapes = {"x": auto, "more": {"to": [auto, auto[:1]]}}
     program: Any = export(Even(), (x,), {"more": more}, dynamic_shapes=shapes)
     torch.export.save(program, tmp_path / "program.pt2")
     pg = PatchableGraph.from_exported(tmp_path / "program.pt2")
     ran: list[int] = []
     pg.linear.register_forward_hook(lambda *_: ran.append(1))
-    for sizes, message in [((2, 5, 4), r"x.size\(\)\[1\] % 2 == 0"), ((5, 4, 4), r"more\['to'\]\[1\]")]:
+    for sizes, message in [((2, 5, 4), r"x.size\(\)\[1\] % 2 == 0"), ((5, 6, 4), r"more\['to'\]\[1\]")]:
         x, more = call(*sizes)
         if installed.TORCH < (2, 9):  # there are no guards: it runs whatever the sizes
             assert torch.equal(pg(x, more=more), program.module()(x, more=more))
@@ -420,7 +418,7 @@ def test_guards_of_the_program_are_kept(tmp_path: Any) -> None:
         with pytest.raises(AssertionError, match=message):
             copy.deepcopy(pg)(x, more=more)
     assert not ran
-    x, more = call(3, 6, 5)
+    x, more = call(3, 8, 5)
     with pg.patch({path: AddPatch(value=0.0) for path in ("linear.linear", "mul")}, strict=True):
         assert torch.equal(pg(x, more=more), program.module()(x, more=more))
 

@@ -1,0 +1,286 @@
+"""Programs of `torch.export` as models, with the module hierarchy of the model that was exported.
+
+`torch.export.unflatten` makes a module with a graph for each module of the model. Here the graphs become the code of
+these modules, so that a program is captured and patched as any other model is. Its operations are named after the
+variables of that code: the names in the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+import zipfile
+from collections.abc import Callable, Collection, Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.unflatten import InterpreterModule, InterpreterModuleDispatcher, UnflattenedModule
+from torch.nn import Module, ModuleList
+
+from graphpatch_notebook.capture import capture, name_nodes
+from graphpatch_notebook.capture.records import CallNode, Frame, OpNode, SavedSite, Site, SourceLine, line_at
+from graphpatch_notebook.checks.model_state import copied, preserved
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, name_assigned_at
+from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.paths import unique_name
+from graphpatch_notebook.torch_compat import (
+    input_guards,
+    is_overload,
+    parts_of,
+    structure_of,
+    structured,
+    unflattens_programs,
+    without_torch_functions,
+)
+
+_TRACE_LINE = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_OF_MODULES = frozenset(vars(Module()))
+
+
+def exported_model(program: Any, flat_args_adapter: Any = None) -> tuple[Module, Frame]:
+    """Returns an exported program, or the program in a file, as a model, and the record of its run on its examples.
+
+    Arguments and errors are those of `PatchableGraph.from_exported`. Torch raises its own for a file that it cannot
+    read, and for a program that it cannot unflatten.
+    """
+    file = _checked_file(program) if isinstance(program, (str, os.PathLike)) else None
+    if file is None and not isinstance(program, ExportedProgram):
+        raise TypeError(
+            "from_exported needs what torch.export.export returns, or a file that torch.export.save wrote, not "
+            f"{type(program).__name__}; for a model, use PatchableGraph(model, *example_args)"
+        )
+    if not unflattens_programs():
+        raise GraphError(
+            f"exported programs need torch 2.6 or later, and this is {torch.__version__}, whose torch.export.unflatten "
+            "fails on modules that are called twice, and on branches; upgrade torch, or use "
+            "PatchableGraph(model, *example_args) on the model that was exported"
+        )
+    program = program if file is None else torch.export.load(file)
+    if program.example_inputs is None:
+        raise GraphError("the exported program has no example inputs (program.example_inputs), on which to capture it")
+    unflattened = torch.export.unflatten(program, flat_args_adapter)
+    inputs = ProgramInputs(unflattened, input_guards(program))
+    _separate_calls(unflattened, {}, set())
+    for module in list(unflattened.modules()):
+        children = [(_call_name(module, name), child) for name, child in module._modules.items()]
+        called = {name: child for name, child in children if _has_graph(child)}
+        module._modules = {name: called.get(name, child) for name, child in children}
+    for module in list(unflattened.modules()):
+        if _has_graph(module):
+            _give_code(module, inputs if module is unflattened else None)
+        elif isinstance(module, InterpreterModule) or type(module) is Module:  # it is never called
+            is_list = [*module._modules] == [str(number) for number in range(len(module._modules))]
+            module.__class__ = ModuleList if is_list else Module
+            _strip(module, ())
+    args, kwargs = copied(program.example_inputs)
+    with preserved(unflattened):
+        root = capture(unflattened, ExtractionOptions(), tuple(args), kwargs)
+    root.capture.is_program = True
+    for frame in root.walk():
+        _name_as_exported(frame)
+    return unflattened, root
+
+
+def _checked_file(file: str | os.PathLike[str]) -> str:
+    """Returns the name of a file that may hold a program. For other files torch prints a traceback before it raises."""
+    name = os.fspath(file)
+    if not Path(name).is_file():
+        raise FileNotFoundError(f"the file does not exist: {name!r}")
+    if not zipfile.is_zipfile(name):
+        raise GraphError(f"{name!r} is not a file that torch.export.save wrote")
+    return name
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+def _separate_calls(module: Any, turns: dict[Any, Iterator[tuple[int, Module]]], seen: set[int]) -> None:
+    """Makes graphs call a module of its own in each call of a module that does something else: `inner`, `inner_call_1`.
+
+    `turns` has the graphs of modules that torch lets choose among several in turn, by the name of the module.
+    """
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for node in module.graph.nodes:
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        names: list[str] = []
+        *path, name = str(node.target).split(".")
+        owner = module
+        for part in path:
+            names.append(_call_name(owner, part))
+            owner = getattr(owner, part)
+        child, key = getattr(owner, name), (id(owner), name)
+        if isinstance(child, InterpreterModuleDispatcher):
+            turns[key] = cycle(enumerate(child.call_modules()))
+        if node.op == "call_module" and key in turns:
+            turn, child = next(turns[key])
+            name = f"{name}@{turn}" if turn else name
+            owner.add_module(name, child)
+        node.target = ".".join([*names, _call_name(owner, name)])
+        if node.op == "call_module" and _has_graph(child):
+            _separate_calls(child, turns, seen)
+
+
+def _call_name(owner: Module, name: str) -> str:
+    """Returns the name here of what `unflatten` calls `name` or, from the second call of a module on, `name@1`."""
+    base, _, number = name.partition("@")
+    variants = [key for key, child in owner._modules.items() if key.partition("@")[0] == base and _has_graph(child)]
+    return base if not number or variants[:1] == [name] else f"{base}_call_{number}"
+
+
+def _has_graph(module: Any) -> bool:
+    return isinstance(module, (UnflattenedModule, InterpreterModule, fx.GraphModule)) and len(module.graph.nodes) > 0
+
+
+def _strip(module: Module, held: Collection[str]) -> None:
+    """Removes what `unflatten` ran a module by: all but tensors, and the attributes that its graph reads."""
+    for name in vars(module).keys() - _OF_MODULES - {*held}:
+        if not isinstance(module.__dict__[name], Tensor):
+            del module.__dict__[name]
+
+
+class ExportedModule(Module):
+    """A module of an exported program. Abstract: each module has a class of its own, with its code."""
+
+    graph: ClassVar[fx.Graph]
+    source_lines: ClassVar[dict[str, tuple[SourceLine, ...]]]
+    """The lines of the exported model, by the names of the graph."""
+    _generated: ClassVar[GeneratedCode | None] = None
+
+    @classmethod
+    def run(cls, module: Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph on a module."""
+        if cls._generated is None:
+            cls._generated = generate(cls.graph)
+        return cls._generated.function(module, *args, **kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        """Raises an error: the modes were fixed when the program was exported."""
+        raise NotImplementedError(
+            f"{'train' if mode else 'eval'}() does not change an exported program: dropout and the like run as they "
+            "did when it was exported; export the model in the other mode"
+        )
+
+
+def _give_code(module: Any, inputs: ProgramInputs | None) -> None:
+    """Makes the graph of an unflattened module its code, with the parameters of its placeholders, or of the program."""
+    graph = module.graph
+    names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls.run(self, *args, **kwargs) if inputs is None else inputs.run(cls.run, self, args, kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    cast(Any, forward).__signature__ = inspect.Signature([own, *(parameters if inputs is None else inputs.parameters)])
+    exported = getattr(module, "_ty", None)
+    name = str(getattr(exported, "__name__", exported)).rsplit(".", 1)[-1]
+    lines = {node.name: _lines_of(node) for node in graph.nodes}
+    contents = {"forward": forward, "graph": graph, "source_lines": lines, "__module__": __name__}
+    cls: Any = type(name if exported and name.isidentifier() else "ExportedModule", (ExportedModule,), contents)
+    _strip(module, [str(node.target).split(".")[0] for node in graph.nodes if node.op == "get_attr"])
+    module.__class__ = cls
+    if inputs is not None:
+        module.__dict__["fixed_sizes"] = inputs.fixed_sizes
+
+
+def _lines_of(node: fx.Node) -> tuple[SourceLine, ...]:
+    found = _TRACE_LINE.findall(node.meta.get("stack_trace") or "")
+    return tuple(SourceLine(file, int(line), function) for file, line, function in found)
+
+
+def _name_as_exported(frame: Frame) -> None:
+    """Gives the operations of a frame the names of the program, and the lines of the exported model."""
+    lines = getattr(frame.module, "source_lines", {})
+    sites: dict[int, Site] = {}
+    for node in frame.nodes:
+        if not isinstance(node, (OpNode, CallNode)) or node.site is None:
+            continue
+        variable = name_assigned_at(node.site.leaf[0], line_at(*node.site.leaf))
+        if variable is not None and isinstance(node, OpNode) and is_overload(node.target):
+            node.base_name, node.name = variable, ""
+        found = lines.get(variable, ())
+        node.site = sites.setdefault(id(node.site), SavedSite(node.site.steps, found) if found else node.site)
+    name_nodes(frame, size_prefix="")
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+class ProgramInputs:
+    """The inputs of a program: their structure, and the checks of a call.
+
+    It has the unflattened program without its operations: a module of the same class, which returns its flat inputs.
+    `guards` is what the program asserts of these, which `unflatten` leaves out. It holds no weights.
+    """
+
+    def __init__(self, unflattened: UnflattenedModule, guards: Callable[..., None] | None) -> None:
+        signature: Any = unflattened.module_call_graph[0].signature
+        self._output_structure = signature.out_spec
+        self._checks = _without_work(unflattened)
+        self._guards = guards
+        positional, by_name = parts_of(signature.in_spec)
+        flat = [node for node in unflattened.graph.nodes if node.op == "placeholder"]
+        names = _names(getattr(signature, "forward_arg_names", None), positional, by_name, [n.target for n in flat])
+        kinds: list[Any] = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * positional.num_children
+        kinds += [inspect.Parameter.KEYWORD_ONLY] * (len(names) - len(kinds))
+        self.parameters = [inspect.Parameter(name, kind) for name, kind in zip(names, kinds, strict=True)]
+        values = [node.meta.get("val") for node in flat]
+        self.fixed_sizes = [
+            [size if type(size) is int else None for size in value.shape]
+            for value in values
+            if isinstance(value, Tensor)
+        ]
+        """The sizes of each tensor among the flat inputs, `None` where the program takes others."""
+
+    def run(self, code: Callable[..., Any], module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Checks a call as the program does, and runs the code of the program on its flat inputs."""
+        with without_torch_functions():
+            flat = self._checks(*args, **kwargs)
+            if self._guards is not None:
+                self._guards(*flat)
+        return structured(list(code(module, *flat)), self._output_structure)
+
+
+def _names(known: list[str] | None, positional: Any, by_name: Any, flat_names: list[str]) -> list[str]:
+    keywords = [str(key) for key in by_name.context or ()]
+    count = positional.num_children + len(keywords)
+    if known is not None and len(known) == count and known[positional.num_children :] == keywords:
+        return list(known)
+    # Programs of older versions do not say; `*args` have one name for all.
+    names: list[str] = []
+    start = 0
+    for position, structure in enumerate(parts_of(positional)):
+        base = flat_names[start] if structure.is_leaf() else f"input_{position}"
+        names.append(unique_name(base, {*names, *keywords}))
+        start += structure.num_leaves
+    return [*names, *keywords]
+
+
+def _without_work(unflattened: UnflattenedModule) -> UnflattenedModule:
+    """Returns an unflattened module that checks its inputs like `unflattened`, and returns them as a flat tuple."""
+    checks: Any = object.__new__(UnflattenedModule)
+    Module.__init__(checks)
+    # What `unflatten` put around it to hide it from compilers is bound to the module with the weights.
+    hidden = {*_OF_MODULES, "process_forward_inputs", "graph_module", "ivals"}
+    checks.__dict__.update({name: value for name, value in vars(unflattened).items() if name not in hidden})
+    graph = fx.Graph()
+    inputs = [graph.node_copy(node) for node in unflattened.graph.nodes if node.op == "placeholder"]
+    graph.output(tuple(inputs))
+    entry, *others = unflattened.module_call_graph
+    signature = dataclasses.replace(cast(Any, entry.signature), out_spec=structure_of(tuple(inputs)))
+    checks.__dict__ |= {
+        "graph": graph,
+        "input_placeholders": inputs,
+        "module_call_graph": [dataclasses.replace(entry, signature=signature), *others],
+    }
+    return cast(UnflattenedModule, checks)
