@@ -302,7 +302,9 @@ def _refuse_before_hooks(entry: Entry, plans: dict[int, FramePlan]) -> None:
     """Raises if hooks change a module's output, and the graph that calls it may have their operations as its own."""
     frame = entry.target.frame
     above = plans.get(id(frame.parent))
-    if entry.target.node.kind == "output" and frame.conditions.hooks and above is not None and above.graph is not None:
+    graph = None if above is None else above.graph
+    is_record = graph is not None and graph.frame.custom_graph is None
+    if entry.target.node.kind == "output" and frame.conditions.hooks and is_record:
         raise PatchMapError(
             f"{entry.target.path!r} is what forward hooks of the module returned, and the graph that calls the module "
             "was edited: patch the operations of the hooks in that graph"
