@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import UnknownChildError
-from graphpatch_notebook.inspection.aliases import answer_to_alias
-from graphpatch_notebook.inspection.resolution import Unresolvable, nearest_paths, parse, resolve
+from graphpatch_notebook.inspection.resolution import Unresolvable, hint_on, parse, resolve
 from graphpatch_notebook.inspection.tree import LabelOf, TreeEntry, frame_entry, is_shown, spec_entry
-from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, nearest, python_path
+from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, python_path
 from graphpatch_notebook.values import ContainerSpec, ValueSpec
-
-_MOST_MEANT = 3
 
 
 def is_child(node: Node) -> bool:
@@ -103,13 +99,6 @@ class Location:
             here = child
         return here
 
-    def descendant(self, *names: str) -> Location | None:
-        """Returns the location to which `names` lead from here; `None` if it does not exist."""
-        here: Location | None = self
-        for name in names:
-            here = here.child(name) if here is not None else None
-        return here
-
     def at(self, key: str | int) -> Location:
         """Returns the location that `key` names: a child, a path from here on, or a position in a sequence.
 
@@ -148,19 +137,8 @@ class Location:
             return UnknownChildError(f"{message}; it has {', '.join(map(repr, self.children())) or 'none'}")
         if self.graph is None:
             return UnknownChildError(f"{message}: it is a value, {self.spec}")
-        close = [*self._like(names), *nearest_paths(self.root, ParsedPath((*self.names, *names)))]
-        may_be_alias = not self.names and not any(map(is_component_name, close))
-        if may_be_alias and (answer := answer_to_alias(self.root, format_path(names))) is not None:
-            return UnknownChildError(f"{message}; {answer}")
-        listed = ", ".join(map(repr, list(dict.fromkeys(close))[:_MOST_MEANT]))
-        return UnknownChildError(f"{message}; nearest: {listed}" if listed else message)
-
-    def _like(self, names: tuple[str, ...]) -> list[str]:
-        """Returns where `names` lead if the first one is a misspelled child of this graph: values, and also graphs."""
-        alike = difflib.get_close_matches(names[0], self.children(), n=50)
-        meant = [child for name in nearest(names[0], alike, _MOST_MEANT) if (child := self.child(name)) is not None]
-        whole = [location.path for child in meant if (location := child.descendant(*names[1:])) is not None]
-        return whole or [child.path for child in meant]
+        path = ParsedPath((*self.names, *names))
+        return UnknownChildError(message + hint_on(self.root, self.graph, path, len(self.names)))
 
     def python(self) -> str:
         """Returns the Python expression that leads here from a `PatchableGraph` called `pg`."""

@@ -17,7 +17,7 @@ from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, Va
 if TYPE_CHECKING:
     from rich.text import Text
 
-ValueShapes: TypeAlias = "torch.Size | ShapeTuple | ShapeDict | GraphShapes | None"
+ValueShapes: TypeAlias = "torch.Size | tuple[Any, ...] | dict[str, Any] | GraphShapes | None"
 
 
 class CodeSource(Protocol):
@@ -196,33 +196,6 @@ def _attribute(location: Location, name: str) -> Location:
 # Shapes
 
 
-class ShapeTuple(tuple["torch.Size | ShapeTuple | ShapeDict | None", ...]):
-    """The shapes of the values in a sequence; also as attributes `sub_0`, `sub_1`, ..."""
-
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> Any:
-        prefix, _, position = name.partition("_")
-        if prefix == "sub" and position.isdecimal() and int(position) < len(self):
-            return self[int(position)]
-        raise AttributeError(f"no {name!r}; there are {', '.join(dir(self)) or 'none'}")
-
-    def __dir__(self) -> list[str]:
-        return [f"sub_{position}" for position in range(len(self))]
-
-
-class ShapeDict(dict[str, "torch.Size | ShapeTuple | ShapeDict | None"]):
-    """The shapes of the values in a dict or dataclass, by key or field; also as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
-        raise AttributeError(f"no {name!r}; there are {', '.join(self) or 'none'}")
-
-    def __dir__(self) -> list[str]:
-        return list(self)
-
-
 class GraphShapes:
     """The shapes in a graph: it has the same children as the graph, and in the end they are a `torch.Size`."""
 
@@ -261,14 +234,14 @@ def _shapes(location: Location) -> ValueShapes:
     return GraphShapes(location) if location.graph is not None else _value_shapes(location.spec)
 
 
-def _value_shapes(spec: ValueSpec | None) -> torch.Size | ShapeTuple | ShapeDict | None:
+def _value_shapes(spec: ValueSpec | None) -> torch.Size | tuple[Any, ...] | dict[str, Any] | None:
     if isinstance(spec, TensorSpec):
         return spec.shape
     if not isinstance(spec, ContainerSpec):
         return None
     if all(type(key) is int for _, key, _ in spec.children) and issubclass(spec.type, (tuple, list)):
-        return ShapeTuple(_value_shapes(child) for _, _, child in spec.children)
-    return ShapeDict({text: _value_shapes(child) for text, _, child in spec.children})
+        return tuple(_value_shapes(child) for _, _, child in spec.children)
+    return {text: _value_shapes(child) for text, _, child in spec.children}
 
 
 def _shape_label(spec: ValueSpec) -> str:

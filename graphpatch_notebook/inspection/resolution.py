@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,15 +19,10 @@ from graphpatch_notebook.checks.dimensions import fixed_sizes
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name, part_shape
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.aliases import (
-    answer_to_alias,
-    candidate_nodes,
-    component_for_alias,
-    fused_attention,
-)
+from graphpatch_notebook.inspection.aliases import answer_to_alias, fused_attention
 from graphpatch_notebook.patches.slices import part_sizes, selection_problem
 from graphpatch_notebook.paths import ParsedPath, call_name, format_path, nearest, parse_path
-from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, leaves
+from graphpatch_notebook.values import ContainerSpec, Key, TensorSpec, ValueSpec, leaves
 
 if TYPE_CHECKING:
     from graphpatch_notebook.components import Component
@@ -123,8 +119,8 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
         items = path.replace("[", ".").replace("]", "")  # `model.layers[3].mlp`, as Python writes items of lists
         with contextlib.suppress(ValueError):
             parsed = parse_path(items)
-            if respelled := list(islice(_respelled(root, (), parsed.names, parsed.dig), 3)):
-                raise Unresolvable(f"{error}; did you mean {respelled[0]!r}?", is_unknown=True) from None
+            for respelled in _respelled(root, (), parsed.names, parsed.dig):
+                raise Unresolvable(f"{error}; did you mean {respelled!r}?", is_unknown=True) from None
         raise Unresolvable(str(error), is_unknown=True) from None
     return [_in_range(replace(_at_path(root, parse(one.path)), component=one)) for one in components]
 
@@ -151,7 +147,7 @@ def _at_path(root: Frame, parsed: ParsedPath) -> Target:
         rest = parsed.names[depth + 1 :]
         if not isinstance(node, CallNode):
             if rest:
-                raise _beyond_node(root, frame, node, rest, parsed)
+                raise _beyond_node(root, node, parsed, depth + 1)
             return _dug(frame, node, parsed)
         frame = node.frame
     raise _stops_at_graph(root, frame, parsed)
@@ -176,17 +172,7 @@ def parse(text: str) -> ParsedPath:
         return parse_path(text)
     except ValueError as error:
         hint = "; a position in a sequence is written output|sub_0" if "[" in text else ""
-        if text.count("|") > 1 and (meant := _with_one_bar(text)) is not None:
-            hint = f"; inside a container, use dots: {meant!r}"
         raise Unresolvable(f"{error}{hint}", is_unknown=True) from None
-
-
-def _with_one_bar(text: str) -> str | None:
-    first, _, rest = text.partition("|")
-    try:
-        return str(parse_path(f"{first}|{rest.replace('|', '.')}"))
-    except ValueError:
-        return None
 
 
 def is_patchable(node: Node) -> bool:
@@ -201,26 +187,16 @@ def graph_class(frame: Frame | None) -> str:
 
 def with_nearest(root: Frame, path: str, message: str) -> str:
     """Returns the message on an unknown path with the nearest paths, unless it already names them."""
-    if "nearest: " in message:
-        return message
-    try:
-        close = nearest_paths(root, parse(path))
-    except Unresolvable:
-        return message
+    close = [] if "nearest: " in message else nearest_paths(root, path)
     return f"{message}; nearest: {_listed(close, 3)}" if close else message
 
 
 def operation_of(root: Frame, path: str) -> str | None:
     """Returns the operation whose value is at `path`; `None` for all but operations, and for names of components."""
-    try:
+    with contextlib.suppress(Unresolvable):
         target = resolve(root, path)
-    except Unresolvable:
-        return None
-    return _operation(target)
-
-
-def _operation(target: Target) -> str | None:
-    return target.node.op if target.node.kind == "op" and target.component is None else None
+        return target.node.op if target.node.kind == "op" and target.component is None else None
+    return None
 
 
 def other_operation(root: Frame, path: str, op: str | None) -> str | None:
@@ -228,14 +204,12 @@ def other_operation(root: Frame, path: str, op: str | None) -> str | None:
 
     Names of operations count within a module: in another version of its code `attn_weights_3` may be another value.
     """
-    target = resolve(root, path)
-    here = _operation(target)
+    here = operation_of(root, path)
     if op is None or op == here:
         return None
-    names = target.frame.path
-    same = [leaf for node in target.frame.nodes if node.op == op for leaf in _leaf_paths(names, node)]
-    close = [near for near in nearest_paths(root, parse(path), 4) if near not in (path, *same)]
-    close = [*nearest(path, same), *(near for near in close if not is_component_name(near))]
+    frame = resolve(root, path).frame
+    same = [leaf for node in frame.nodes if node.op == op for leaf in _leaf_paths(frame.path, node)]
+    close = nearest(path, same) or [near for near in nearest_paths(root, path, 4) if near != path]
     is_now = f"is of {here}" if here else "is of no operation"
     return f"{path!r} {is_now} here, and was of {op} where it was stored; nearest: {_listed(close[:3], 3)}"
 
@@ -246,79 +220,41 @@ def other_operation(root: Frame, path: str, op: str | None) -> str | None:
 
 def _dug(frame: Frame, node: Node, parsed: ParsedPath) -> Target:
     if not is_patchable(node):
-        raise Unresolvable(_why_not_patchable(node, format_path(parsed.names)))
+        raise Unresolvable(f"{format_path(parsed.names)!r} is {_WHAT.get(node.kind, _SIZE)}")
     keys: list[Key] = []
     spec = node.spec
     for depth, text in enumerate(parsed.dig):
-        here = format_path(parsed.names, parsed.dig[:depth])
-        if not isinstance(spec, ContainerSpec):
-            raise _no_container(node, spec, text, here)
-        if (child := spec.child(text)) is None:
-            asked = "" if depth == len(parsed.dig) - 1 else f"{str(parsed)!r}: "
-            raise Unresolvable(asked + _unknown_key(node, spec, text, here), is_unknown=True)
+        child = spec.child(text) if isinstance(spec, ContainerSpec) else None
+        if child is None:
+            raise Unresolvable(_unknown_key(node, spec, parsed, depth), is_unknown=True)
         key, spec = child
         keys.append(key)
-    path = str(parsed)
     if isinstance(spec, ContainerSpec):
-        raise _stops_at_container(spec, path, parsed)
-    return Target(path, frame, node, tuple(keys), parsed.dig, spec)
+        inside = [format_path(parsed.names, (*parsed.dig, *dig)) for dig, _ in leaves(spec)]
+        which = f"say which value: {_listed(inside, 4)}" if inside else "there is no tensor or number in it to patch"
+        raise Unresolvable(f"{str(parsed)!r} is a {spec}; {which}")
+    return Target(str(parsed), frame, node, tuple(keys), parsed.dig, spec)
 
 
-def _why_not_patchable(node: Node, path: str) -> str:
-    if node.kind == "constant":
-        return (
-            f"{path!r} is a constant in the code of the model, not a value that its run computes; "
-            "patch the node that uses it"
-        )
-    if node.kind == "input":
-        return (
-            f"{path!r} was the same tensor as another input when this graph was captured, and the graph in the file "
-            "cannot distinguish them; patch the value where it is computed, or make a PatchableGraph of the model"
-        )
-    return (
-        f"{path!r} is arithmetic on sizes, which happens in plain Python and cannot be patched; "
-        "patch a tensor that is computed from it"
-    )
+_WHAT = {
+    "constant": "a constant in the code of the model, not a value that its run computes; patch the node that uses it",
+    "input": "an input that was the same tensor as another one when this graph was captured, and the graph in the file "
+    "cannot distinguish them; patch the value where it is computed, or make a PatchableGraph of the model",
+}
+_SIZE = "arithmetic on sizes, which happens in plain Python; patch a tensor that is computed from it"
 
 
-def _no_container(node: Node, spec: ValueSpec, text: str, here: str) -> Unresolvable:
-    if node.kind == "input" and isinstance(spec, ScalarSpec) and spec.value is None:
-        return Unresolvable(
-            f"{here!r} was not given in the example, so what it holds is not known: make the PatchableGraph with "
-            f"example inputs that have it to patch {text!r} in it",
-            is_unknown=True,
-        )
-    hint = f"; to patch a part of it, use {here!r} with slice=..." if isinstance(spec, TensorSpec) else ""
-    return Unresolvable(
-        f"{here!r} is not a container but a value: {spec}; there is no {text!r} in it{hint}", is_unknown=True
-    )
-
-
-def _unknown_key(node: Node, spec: ContainerSpec, text: str, here: str) -> str:
-    keys = [key for key, _, _ in spec.children]
-    if not keys:
-        absent = (
-            " in the example: make the PatchableGraph with example inputs that fill it" if node.kind == "input" else ""
-        )
-        return f"no {text!r} in {here!r}, which is an empty {spec.type.__name__}{absent}"
-    close = nearest(text, keys, 1)
-    there = f"keys: {_listed(keys, 8)}"
-    best = f"nearest: {_below(here, close[0])!r}; " if len(keys) > 8 else ""
-    by_name = node.kind in ("input", "output") and not issubclass(spec.type, (tuple, list))
-    other = "; if other example inputs have it, make the PatchableGraph with those" if by_name else ""
-    return f"no {text!r} in {here!r}, a {spec}; {best}{there}{other}"
-
-
-def _below(here: str, key: str) -> str:
-    parsed = parse_path(here)
-    return format_path(parsed.names, (*parsed.dig, key))
-
-
-def _stops_at_container(spec: ContainerSpec, path: str, parsed: ParsedPath) -> Unresolvable:
-    inside = [format_path(parsed.names, (*parsed.dig, *dig)) for dig, _ in leaves(spec)]
-    if not inside:
-        return Unresolvable(f"{path!r} is a {spec} without a tensor or number in it: there is nothing to patch")
-    return Unresolvable(f"{path!r} is a {spec}; say which value: {_listed(inside, 4)}")
+def _unknown_key(node: Node, spec: ValueSpec, parsed: ParsedPath, depth: int) -> str:
+    here, text = format_path(parsed.names, parsed.dig[:depth]), parsed.dig[depth]
+    keys = [key for key, _, _ in spec.children] if isinstance(spec, ContainerSpec) else []
+    there = f"keys: {_listed(nearest(text, keys, len(keys)) if len(keys) > 8 else keys, 8)}" if keys else "it has none"
+    hint = ""
+    if isinstance(spec, TensorSpec):
+        hint = "; to patch a part of it, give the patch slice=..."
+    elif node.kind in ("input", "output"):
+        hint = "; if other example inputs have it, make the PatchableGraph with those"
+    asked = "" if depth == len(parsed.dig) - 1 else f"{str(parsed)!r}: "
+    return f"{asked}no {text!r} in {here!r}, which is {spec} in the example; {there}{hint}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -327,27 +263,33 @@ def _stops_at_container(spec: ContainerSpec, path: str, parsed: ParsedPath) -> U
 
 def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> Unresolvable:
     where = format_path(parsed.names[:depth]) if depth else "the root graph"
-    respelled = list(_respelled(frame, parsed.names[:depth], parsed.names[depth:], parsed.dig))
-    close = respelled or nearest_paths(root, parsed)
-    hint = f"; nearest: {_listed(close, 4)}" if close else ""
-    if not respelled and not any(map(is_component_name, close)):
-        if (fused := fused_attention(root, parsed.names)) is not None:
-            hint = "; attention is one fused call in this model" + _inside(fused)
-        elif (answer := answer_to_alias(root, str(parsed))) is not None:
-            hint = f"; {answer}"
-    if not respelled and (idle := _idle_submodule(frame, parsed.names[depth])) is not None:
-        hint = (
-            f"; the submodule {idle!r} did not run on the example inputs: make the PatchableGraph with inputs that "
-            "reach it"
-        )
+    hint = hint_on(root, frame, parsed, depth)
     asked = "" if depth == len(parsed.names) - 1 and not parsed.dig else f"{str(parsed)!r}: "
     return Unresolvable(f"{asked}no node {parsed.names[depth]!r} in {where}{hint}", is_unknown=True)
 
 
+def hint_on(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> str:
+    """Returns what an error adds on a path of which the name at `depth` is not in `frame`: what it may mean."""
+    if respelled := list(_respelled(frame, parsed.names[:depth], parsed.names[depth:], parsed.dig)):
+        return f"; nearest: {_listed(respelled, 4)}"
+    if (idle := _idle_submodule(frame, parsed.names[depth])) is not None:
+        return (
+            f"; the submodule {idle!r} did not run on the example inputs: make the PatchableGraph with inputs that "
+            "reach it"
+        )
+    answer = answer_to_alias(root, str(parsed))
+    fused = fused_attention(root, parsed.names)
+    if fused is not None and (answer is None or not answer.startswith("nearest")):
+        return f"; attention is one fused call in this model{_inside(fused)}"
+    if answer is not None:
+        return f"; {answer}"
+    close = nearest_paths(root, str(parsed))
+    return f"; nearest: {_listed(close, 4)}" if close else ""
+
+
 def _inside(fused: Frame) -> str:
     """Returns a description of the nodes inside the fused calls of a frame, for messages."""
-    inside = [format_path((*fused.path, node.name)) for node in fused.nodes if node.is_inner]
-    if inside:
+    if inside := [format_path((*fused.path, node.name)) for node in fused.nodes if node.is_inner]:
         return f": the values inside are {_listed(inside, 4)}"
     if fused.has_own_graph:
         return ", which shows no weights where its graph runs (edited, or from a file): capture the model to see them"
@@ -365,94 +307,75 @@ def _idle_submodule(frame: Frame, name: str) -> str | None:
     return None
 
 
-def _meant_elsewhere(root: Frame, parsed: ParsedPath) -> list[str]:
-    """Returns the names here for the name of a hook point of TransformerLens, or for the end of a path."""
-    if (component := component_for_alias(root, str(parsed))) is not None:
-        return [component]
-    found = (
-        (names, node) for names, node in candidate_nodes(root, parsed.names) if is_patchable(node) and _has_tensor(node)
-    )
-    return [path for names, node in islice(found, 3) for path in _leaf_paths(names, node)[:1]]
-
-
-def _has_tensor(node: Node) -> bool:
-    return any(isinstance(spec, TensorSpec) for _, spec in leaves(node.spec))
-
-
 def _respelled(frame: Frame, before: tuple[str, ...], names: tuple[str, ...], dig: tuple[str, ...]) -> Iterator[str]:
     """Yields the paths for names of modules in the model's own form (`h.0.mlp` for `h_0.mlp`)."""
     if not names:
         yield from _leaf_paths(before, frame.output_node)
-        return
-    if node := frame.names.get(names[0]):
+    elif node := frame.names.get(names[0]):
         if isinstance(node, CallNode):
             yield from _respelled(node.frame, (*before, names[0]), names[1:], dig)
         elif len(names) == 1:
             yield format_path((*before, names[0]), dig)
-        return
-    for call in frame.calls():
-        attributes = tuple(str(call.target).split("."))
-        if attributes == names[: len(attributes)]:
-            yield from _respelled(call.frame, (*before, call.name), names[len(attributes) :], dig)
+    else:
+        for call in frame.calls():
+            attributes = tuple(str(call.target).split("."))
+            if attributes == names[: len(attributes)]:
+                yield from _respelled(call.frame, (*before, call.name), names[len(attributes) :], dig)
 
 
 def _stops_at_graph(root: Frame, frame: Frame, parsed: ParsedPath) -> Unresolvable:
     path = format_path(parsed.names) or "<root>"
-    if parsed.dig and parsed.dig[0] in frame.names:
-        meant = _with_dots(root, parsed) or format_path((*parsed.names, parsed.dig[0]), parsed.dig[1:])
-        return Unresolvable(
-            f"{path!r} is a graph ({graph_class(frame)}): its nodes follow a dot; did you mean {meant!r}?"
-        )
-    output = frame.output_node
-    candidates = [*_leaf_paths(parsed.names, output), *_graph_paths(frame, parsed.names)]
-    if parsed.dig:
-        meant = format_path((*parsed.names, output.name), parsed.dig)
-        candidates = [meant] * (meant in candidates) + candidates
+    if parsed.dig:  # the bar follows a graph, not a value
+        with contextlib.suppress(Unresolvable):
+            meant = _at_path(root, ParsedPath((*parsed.names, *parsed.dig))).path
+            return Unresolvable(f"{path!r} is a graph: its nodes follow a dot; did you mean {meant!r}?")
+    candidates = [*_leaf_paths(parsed.names, frame.output_node), *_graph_paths(frame, parsed.names)]
     such_as = f", such as {candidates[0]!r}" if candidates else ""
     # BERT has modules called `output`, so the name that users try first leads into one.
     called_output = ""
     if parsed.names[-1:] == ("output",) and frame.parent is not None:
-        parents = next(iter(_leaf_paths(parsed.names[:-1], frame.parent.output_node)), None)
-        caller = format_path(parsed.names[:-1]) or "the model"
-        called_output = f"; what {caller} itself returns is {parents!r}" if parents else ""
+        returned = _leaf_paths(parsed.names[:-1], frame.parent.output_node)[:1]
+        called_output = (
+            f"; what {format_path(parsed.names[:-1]) or 'the model'} itself returns is {_listed(returned, 1)}"
+        )
     return Unresolvable(f"{path!r} is a graph ({graph_class(frame)}); patch a node in it{such_as}{called_output}")
 
 
-def _with_dots(root: Frame, parsed: ParsedPath) -> str | None:
-    """Returns the path with dots only, if it leads to a value: then the bar follows a graph, not a value."""
-    try:
-        return resolve(root, ParsedPath((*parsed.names, *parsed.dig))).path
-    except Unresolvable:
-        return None
+def _beyond_node(root: Frame, node: Node, parsed: ParsedPath, depth: int) -> Unresolvable:
+    path, meant = format_path(parsed.names[:depth]), ParsedPath(parsed.names[:depth], parsed.names[depth:] + parsed.dig)
+    hint = f"nearest: {_listed(nearest_paths(root, str(parsed)), 3)}"
+    if isinstance(node.spec, ContainerSpec):
+        hint = f"did you mean {str(meant)!r}? A dot does not lead into a container"
+    return Unresolvable(f"{path!r} is a node, not a graph: no {str(parsed)!r}; {hint}", is_unknown=True)
 
 
-def _beyond_node(root: Frame, frame: Frame, node: Node, rest: tuple[str, ...], parsed: ParsedPath) -> Unresolvable:
-    names = parsed.names[: len(parsed.names) - len(rest)]
-    path, meant = format_path(names), ParsedPath(names, (*rest, *parsed.dig))
-    asked = str(parsed)
-    try:
-        hint = f"did you mean {_dug(frame, node, meant).path!r}?"
-    except Unresolvable as problem:
-        if isinstance(node.spec, ContainerSpec):
-            hint = f"a dot does not lead into a container, write {str(meant)!r} ({problem.message})"
-        else:
-            close = nearest_paths(root, parsed)
-            hint = f"nearest: {_listed(close, 3)}" if close else "there is nothing below it"
-    return Unresolvable(f"{path!r} is a node, not a graph: no {asked!r}; {hint}", is_unknown=True)
-
-
-def nearest_paths(root: Frame, path: ParsedPath, count: int = 3) -> list[str]:
+def nearest_paths(root: Frame, path: str, count: int = 3) -> list[str]:
     """Returns the paths in the capture that `path` may refer to, best first. They are only suggested in messages.
 
-    Names from elsewhere, and ends of paths, come before paths of similar spelling. Frames are ranked before paths are
-    compared, so that it stays fast in a model of 50,000 nodes.
+    Paths that end with it come before paths of similar spelling. Frames are ranked before paths are compared, so that
+    it stays fast in a model of 50,000 nodes.
     """
-    meant = _meant_elsewhere(root, path) if path.names else []
-    parts = (*path.names, *path.dig)
+    parts = re.split(r"[.|]", path)
     named = ((frame.path, frame) for frame in root.walk())
     ranked = sorted(named, key=lambda item: _likeness(parts, *item), reverse=True)
     candidates = (leaf for names, frame in ranked[:10] for leaf in _graph_paths(frame, names))
-    return list(dict.fromkeys([*meant, *nearest(str(path), list(islice(candidates, 1000)), count)]))[:count]
+    similar = nearest(path, list(islice(candidates, 1000)), count)
+    return list(dict.fromkeys([*islice(_ending_with(root, path), count), *similar]))[:count]
+
+
+def _ending_with(root: Frame, path: str) -> Iterator[str]:
+    """Yields the values of modules, or else the values, whose path ends with `path`: `h.1.mlp`, `query_states`."""
+    asked = "." + re.sub(r"\.(\d+)(?=\.|$)", r"_\1", path)
+    last = asked.rpartition(".")[2]
+    ends = [(frame.path, ".".join(("", *frame.path)), frame) for frame in root.walk()]
+    whole = [_leaf_paths(names, frame.output_node)[:1] for names, text, frame in ends if text.endswith(asked)]
+    inside = (
+        _leaf_paths(names, node)[:1]
+        for names, text, frame in ends
+        if (node := frame.names.get(last)) is not None and is_patchable(node) and not node.is_size
+        if frame.parent is not None and f"{text}.{last}".endswith(asked)
+    )
+    return (leaf for found in (whole or inside) for leaf in found)
 
 
 def _likeness(parts: Sequence[str], names: tuple[str, ...], frame: Frame) -> float:

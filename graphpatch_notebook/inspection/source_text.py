@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import linecache
-import re
 from collections.abc import Callable
-from types import CodeType
 
 from torch.nn import Module
 
@@ -46,7 +45,7 @@ def _value_text(node: Node, frame: Frame) -> str:
     has_target = node.kind in ("input", "parameter", "buffer", "attribute")
     name = "" if node.kind == "output" else f" {(str(node.target) if has_target else node.op)!r}"
     title = f"{node.kind.capitalize()}{name} of {type(frame.module).__name__}"
-    line = signature_line(frame.module, node) if node.kind in ("input", "output") else None
+    line = signature_line(frame.module) if node.kind in ("input", "output") else None
     return f"{title}\n{line}" if line else title
 
 
@@ -54,19 +53,12 @@ def _lines(node: Node) -> str:
     return "\n".join(map(str, node.site.source_lines())) if node.site is not None else ""
 
 
-def signature_line(module: Module, node: Node) -> SourceLine | None:
-    """Returns the line of the definition of the module's `forward` that names the input, or else its first line."""
+def signature_line(module: Module) -> SourceLine | None:
+    """Returns the line of the user's code that defines the module's `forward`, below its decorators."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None:
         return None
-    # Python takes the first decorator for the first line of a function; its body begins after the line with `def`.
-    lines = range(code.co_firstlineno, max(_first_line_of_body(code), code.co_firstlineno) + 1)
-    text = {number: linecache.getline(code.co_filename, number).strip() for number in lines}
-    start = next((n for n in lines if text[n].startswith(("def ", "async def "))), code.co_firstlineno)
-    name = re.compile(rf"\**{re.escape(node.name)}\b")
-    named = (n for n in lines if n > start and node.kind == "input" and name.match(text[n]))
-    return SourceLine(code.co_filename, next(named, start), code.co_name)
-
-
-def _first_line_of_body(code: CodeType) -> int:
-    return min((n for _, _, n in code.co_lines() if n is not None and n > code.co_firstlineno), default=0)
+    lines = itertools.count(code.co_firstlineno)
+    texts = ((number, linecache.getline(code.co_filename, number).strip()) for number in lines)
+    start = next(number for number, text in texts if text.startswith(("def ", "async def ")) or not text)
+    return SourceLine(code.co_filename, start, code.co_name)

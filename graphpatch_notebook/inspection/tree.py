@@ -22,7 +22,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.inspection.plumbing import plumbing
 from graphpatch_notebook.inspection.resolution import graph_class
-from graphpatch_notebook.paths import format_segment, python_path
+from graphpatch_notebook.paths import format_segment
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec
 
 if TYPE_CHECKING:
@@ -204,7 +204,8 @@ def tree_lines(
     lines: list[Line] = []
     _draw(top, "", "", lines)
     if not is_whole and (hidden := entry.size - len(lines) + _stand_in_lines(top)) > 0:
-        lines.append(Line("", "", "", "note", _how_to_see_more(top, path, hidden)))
+        more = f"… {_nodes(hidden, 'more ')}: {path}._tree(max_lines=None) shows them, pg.nodes lists all"
+        lines.append(Line("", "", "", "note", more))
     return lines
 
 
@@ -292,22 +293,6 @@ def _without_middle(rows: list[Row], most: int) -> list[Row]:
 
 def _stand_in_lines(row: Row) -> int:
     return bool(row.run) + sum(map(_stand_in_lines, row.rows))
-
-
-def _how_to_see_more(top: Row, path: str, hidden: int) -> str:
-    more = f"… {_nodes(hidden, 'more ')}: "
-    closed = max(_closed(top), key=lambda found: found[1], default=None)
-    if closed is not None:
-        return f"{more}{python_path(path, closed[0])} shows a subtree, pg.nodes lists all"
-    return f"{more}{path}._tree(max_lines=None) shows them, pg.nodes lists all"
-
-
-def _closed(row: Row) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields, for each closed graph below `row`, the names that lead to it and its size."""
-    for child in row.rows:
-        closed = child.run or ((child.entry,) if child.is_folded else ())
-        yield from (((entry.name,), entry.size) for entry in closed if entry.style == "graph")
-        yield from (((child.entry.name, *names), size) for names, size in _closed(child))
 
 
 def _nodes(count: int, which: str = "") -> str:

@@ -73,10 +73,6 @@ def test_other_tools_have_as_many_layers(name: str) -> None:
         captured("gpt2").graph[name]
 
 
-def test_results_of_heads_are_recorded_only() -> None:
-    assert "pg.record computes it" in message(captured("gpt2"), "blocks.0.attn.hook_result")
-
-
 def test_parts_of_values_at_several_paths() -> None:
     found = message(captured("gpt2"), "**.c_proj.output[0]")
     assert found == "'**.c_proj.output[0]': for a part of the values at '**.c_proj.output', give patches slice="
@@ -108,11 +104,3 @@ def test_patterns_of_fused_attention(path: str) -> None:
     opened = captured("gpt2", opened=True)
     assert "transformer.h_1.attn.pattern" in opened.nodes
     assert "; nearest: 'layers[1].attn.pattern'" in message(opened, path)
-
-
-def test_attention_that_is_not_fused_gets_no_such_hint() -> None:
-    model = gpt2()
-    model.config._attn_implementation = "eager"
-    found = message(PatchableGraph(model, IDS), "transformer.h_1.attn.pattern")
-    assert "decompose" not in found
-    assert "; nearest: " in found

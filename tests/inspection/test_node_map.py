@@ -10,7 +10,7 @@ from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import resolve
 from tests.counted_lines import lines_run
-from tests.frames import FrameBuilder, layered_frame, tensor, tuple_frame
+from tests.frames import layered_frame, tuple_frame
 
 
 @pytest.fixture
@@ -56,40 +56,6 @@ def test_source_lines_are_those_of_the_call_site(nodes):
     assert nodes["x"].source_lines == ()
 
 
-def test_numbers_have_entries_and_what_cannot_be_patched_has_none():
-    root = FrameBuilder()
-    root.input("x", tensor(2))
-    root.input("mask", None)
-    root.input("mode", "fast")
-    root.input("scale", 0.5)
-    root.input("flag", True)
-    root.input("cache", object())
-    root.add("constant", "table", tensor(4))
-    root.op("size", 2, is_size=True, is_live=False)
-    root.op("length", 2, is_size=True)
-    root.op("filled", tensor(2), is_mutated_later=True, is_view_filled_later=True)
-    root.output({"a": [torch.ones(2), None, 3], "b.c": torch.ones(1), "note": "text"})
-    nodes = NodeMap(root.frame)
-    assert list(nodes) == ["x", "scale", "flag", "length", "filled", "output|a.sub_0", "output|a.sub_2", 'output|"b.c"']
-    assert (nodes["scale"].shape, nodes["scale"].dtype, nodes["scale"].device) == (None, None, None)
-    assert nodes["scale"].value == "float(0.5)"
-    assert nodes["length"].is_size
-    assert nodes["filled"].is_mutated_later
-    assert nodes["filled"].is_view_filled_later
-
-
-def test_of_two_keys_that_read_the_same_a_path_means_the_first():
-    root = FrameBuilder()
-    root.output({"1": torch.ones(1), 1: torch.ones(2)})
-    nodes = NodeMap(root.frame)
-    assert list(nodes) == ["output|1"]
-    assert nodes["output|1"].shape == resolve(root.frame, "output|1").spec.shape == torch.Size([1])
-
-
-def test_a_path_may_be_written_in_another_way(nodes):
-    assert nodes['output|"sub_0"'] is nodes["output|sub_0"]
-
-
 def test_unknown_paths_are_key_errors_that_name_the_nearest(nodes):
     with pytest.raises(UnknownPathError, match="nearest: 'linear_1.weight'"):
         nodes["linear_1.wieght"]
@@ -99,14 +65,6 @@ def test_unknown_paths_are_key_errors_that_name_the_nearest(nodes):
     assert "foo" not in nodes
     assert "linear_0" not in nodes
     assert "add" in nodes
-
-
-def test_an_input_without_a_value_has_no_entry():
-    root = FrameBuilder()
-    root.input("mask", None)
-    root.output(tensor(1))
-    with pytest.raises(KeyError, match="'mask' is neither a tensor nor a number"):
-        NodeMap(root.frame)["mask"]
 
 
 def test_every_entry_resolves_to_itself():

@@ -57,23 +57,6 @@ def test_masks_and_positions_are_plumbing_what_they_are_added_to_is_not() -> Non
     assert "plumbing" not in str(pg.graph)  # a tree that is shown whole hides nothing
 
 
-class Bytes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 2, 1)
-
-    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = image.float() / 255
-        start = torch.zeros(2)
-        seen = self.conv(scaled) + start[:, None]
-        return seen, seen.argmax()
-
-
-def test_bytes_that_a_linear_map_reads_and_what_is_returned_are_not_plumbing() -> None:
-    pg = PatchableGraph(Bytes(), torch.ones(1, 1, 3, dtype=torch.uint8))
-    assert folded(pg.nodes.root) == ["start", "getitem"]
-
-
 @some_cases(every=7)
 def test_zoo_components_parameters_outputs_and_inputs_of_the_model_are_never_plumbing(case: Case) -> None:
     seed_all()

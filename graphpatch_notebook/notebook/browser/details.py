@@ -194,7 +194,7 @@ def _source_lines(place: Location) -> list[SourceLine]:
         return []
     if node.site is not None:
         return node.site.source_lines()
-    line = signature_line(place.frame.module, node) if node.kind in ("input", "output") else None
+    line = signature_line(place.frame.module) if node.kind in ("input", "output") else None
     return [line] if line is not None else []
 
 

@@ -159,7 +159,7 @@ class Skeleton:
         if row is not None:
             return row
         try:
-            close = ", ".join(map(repr, nearest_paths(self.nodes.root, self._parsed(path))))
+            close = ", ".join(map(repr, nearest_paths(self.nodes.root, str(self._parsed(path)))))
         except Unresolvable as problem:
             raise UnknownPathError(problem.message) from None
         raise UnknownPathError(f"there is no {path!r} in the tree" + (f"; nearest: {close}" if close else ""))

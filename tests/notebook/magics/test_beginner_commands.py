@@ -162,7 +162,6 @@ def test_paths_in_quotes_as_code_has_them(deep: Shell, quote: str) -> None:
         ("show layers[1].mlp", "did you mean 'layers_1.mlp.output'?"),
         ("zero layers[7].mlp.output", "'layers[7].mlp.output': 7 is out of range: there are"),
         ("zero blocks[1].mlp.output", "for a module in a list write blocks_1.mlp.output"),
-        ("zero output|sub_1|h", "inside a container, use dots: 'output|sub_1.h'"),
         ("zero output[:, 0]", "say which value: 'output|sub_0'"),
         ("zero layers_1.mlp.outptu[:, 0]", "nearest: 'layers_1.mlp.output'"),
         ("zero layers_1.mlp.output --steps decodng", "steps are also named prefill and decoding"),
