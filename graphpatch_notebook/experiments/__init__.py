@@ -33,7 +33,7 @@ from graphpatch_notebook.experiments.attribution.direct_logits import direct_log
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.edges import attribute_edges
 from graphpatch_notebook.experiments.circuits.runs import circuit, circuit_patches, faithfulness
-from graphpatch_notebook.experiments.datasets.averages import average, mean_values
+from graphpatch_notebook.experiments.datasets.batches import average, mean_values
 from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
 from graphpatch_notebook.experiments.elsewhere import RayExecutor, map_batches, remote

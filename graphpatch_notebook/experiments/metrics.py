@@ -6,7 +6,6 @@ Logits in half precision are converted to float32.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
@@ -194,24 +193,16 @@ class KLDivergence(_Metric):
     def __init__(self, reference: Any, position: Position = -1) -> None:
         object.__setattr__(self, "position", position)
         _keep_position(self)
-        try:
-            kept = self._log_probabilities(reference).detach()
-        except ExperimentError as error:
-            raise ExperimentError(f"the reference: {error}") from None
-        object.__setattr__(self, "log_probabilities", kept)
+        object.__setattr__(self, "log_probabilities", self._log_probabilities(reference).detach())
 
     def __call__(self, output: Any) -> Tensor:
         """Returns the divergence, in nats, at least 0 within rounding."""
         prediction = self._log_probabilities(output)
         reference = self.log_probabilities.to(prediction.device, prediction.dtype)
-        if prediction.shape[1:] != reference.shape[1:]:
+        if prediction.shape[1:] != reference.shape[1:] or len(reference) not in (1, len(prediction)):
             raise ExperimentError(
                 f"the logits of the reference have shape {tuple(reference.shape)}, those of the output "
-                f"{tuple(prediction.shape)}; compute the reference on inputs of the same shape"
-            )
-        if len(reference) not in (1, len(prediction)):
-            raise ExperimentError(
-                f"the reference has {len(reference)} sequences, the output {len(prediction)}; give as many, or one"
+                f"{tuple(prediction.shape)}; compute the reference on inputs of the same shape, or on one sequence"
             )
         return F.kl_div(prediction, reference.expand_as(prediction), log_target=True, reduction="none").sum(-1).mean()
 
@@ -232,21 +223,11 @@ def _logits(output: Any) -> Tensor:
         found = getattr(output, "logits", output[0] if isinstance(output, (tuple, list)) and output else None)
     if isinstance(found, Tensor) and found.ndim >= 1 and found.is_floating_point():
         return found
+    content = list(output) if isinstance(output, Mapping) else found if isinstance(found, Tensor) else type(output)
     raise ExperimentError(
-        f"the output has no logits: it is {_content(output)}; a metric can be any function of the output: "
-        "metric=lambda output: ..."
+        f"the output has no logits: it has {content}; a metric can be any function of the output: metric=lambda "
+        "output: ..."
     )
-
-
-def _content(output: Any) -> str:
-    if isinstance(output, Mapping):
-        return f"a {type(output).__name__} with {', '.join(map(repr, output)) or 'nothing'} in it"
-    if isinstance(output, Tensor):
-        return f"a tensor of shape {tuple(output.shape)}, {output.dtype}"
-    if isinstance(output, (tuple, list)):
-        return f"a {type(output).__name__} of {', '.join(type(item).__name__ for item in output) or 'nothing'}"
-    name = type(output).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def _logits_at(output: Any, position: Any) -> Tensor:
@@ -255,29 +236,25 @@ def _logits_at(output: Any, position: Any) -> Tensor:
     # First, before any other access: a sweep records which positions are read, and skips the others.
     try:
         if isinstance(position, tuple):
-            rows = torch.arange(_count_of_sequences(logits, position), device=logits.device)
+            _check_count(len(position), logits, "positions")
+            rows = torch.arange(len(position), device=logits.device)
             at = logits[rows, torch.tensor(position, device=logits.device)]
         else:
             at = logits if position is None else logits[:, position]
     except IndexError:
-        at = None
-    if at is not None and at.ndim == 2:
-        return _widened(at)
-    shape = tuple(logits.shape)
-    if logits.ndim == 3 and position is not None:
-        raise ExperimentError(f"position {position} is out of range: the logits have shape {shape}, (batch, seq, ...)")
-    if logits.ndim == 3:
-        raise ExperimentError(f"the logits have shape {shape}; give a position, such as position=-1 for the last token")
-    if logits.ndim == 2:
-        raise ExperimentError(f"the logits have shape {shape} without positions; give position=None")
-    raise ExperimentError(f"logits must have shape (batch, seq, vocabulary) or (batch, classes), not {shape}")
+        at = logits[None, None]
+    if at.ndim != 2:
+        raise ExperimentError(
+            f"logits of shape {tuple(logits.shape)} have no position {position}: they must have the shape (batch, seq, "
+            "vocabulary), with a position in this range (position=-1 is that of the last token), or (batch, classes), "
+            "with position=None"
+        )
+    return _widened(at)
 
 
-def _count_of_sequences(logits: Tensor, positions: Sequence[int]) -> int:
-    if len(positions) != len(logits):
-        has = "one sequence" if len(logits) == 1 else f"{len(logits)} sequences"
-        raise ExperimentError(f"{len(positions)} positions were given, but the output has {has}; give one for each")
-    return len(positions)
+def _check_count(count: int, logits: Tensor, what: str) -> None:
+    if count != len(logits):
+        raise ExperimentError(f"{count} {what} were given, but the output has {len(logits)} sequences: give as many")
 
 
 def _widened(logits: Tensor) -> Tensor:
@@ -291,19 +268,21 @@ def _keep_position(metric: Any) -> None:
     """Converts the given position to an integer, or to one for each sequence."""
     if metric.position is None:
         return
-    given = metric.position.tolist() if hasattr(metric.position, "tolist") else metric.position
+    given = _integers(metric.position, "position")
+    if given.ndim == 2 and given.shape[1] == 1:
+        given = given[:, 0]
+    object.__setattr__(metric, "position", given.item() if given.ndim == 0 else tuple(given.tolist()))
+
+
+def _integers(given: Any, name: str) -> Tensor:
+    """Returns an integer, or one for each sequence, as a tensor."""
     try:
-        if isinstance(given, (list, tuple)) and given:
-            if all(isinstance(row, (list, tuple)) and len(row) == 1 for row in given):
-                given = [row[0] for row in given]
-            position: Any = tuple(map(operator.index, given))
-        else:
-            position = operator.index(given)
-    except TypeError:
-        raise ExperimentError(
-            f"position must be an integer, one for each sequence of the batch, or None, not {metric.position!r}"
-        ) from None
-    object.__setattr__(metric, "position", position)
+        found = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0)
+    if found.is_floating_point() or found.dtype == torch.bool or not found.numel() or found.shape[1:] not in ((), (1,)):
+        raise ExperimentError(f"{name} must be an integer, or one for each sequence of the batch, not {given!r}")
+    return found
 
 
 def _keep_tokens(metric: Any, name: str) -> None:
@@ -311,12 +290,9 @@ def _keep_tokens(metric: Any, name: str) -> None:
     given = getattr(metric, name)
     if isinstance(given, str) or (isinstance(given, (list, tuple)) and any(isinstance(t, str) for t in given)):
         raise ExperimentError(f"{name} is a text, {given!r}; give token ids: tokenizer.encode(...)")
-    try:
-        tokens = torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError):
-        tokens = torch.empty(0)
-    if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.ndim > 1 or not tokens.numel():
-        raise ExperimentError(f"{name} must be a token id, or one for each sequence of the batch, not {given!r}")
+    tokens = _integers(given, name)
+    if tokens.ndim > 1:
+        raise ExperimentError(f"{name} must be one token for each sequence of the batch, not {given!r}")
     object.__setattr__(metric, name, tokens.item() if tokens.ndim == 0 else tuple(tokens.tolist()))
 
 
@@ -324,13 +300,12 @@ def _of_tokens(values: Tensor, tokens: Any) -> Tensor:
     """Returns the value of the token of each sequence, `(batch,)`."""
     chosen = torch.tensor(tokens, device=values.device)
     _check_tokens(chosen, values.shape[-1])
-    if chosen.ndim and len(chosen) != len(values):
-        has = "one sequence" if len(values) == 1 else f"{len(values)} sequences"
-        raise ExperimentError(f"{len(chosen)} tokens were given, but the output has {has}; give one for each, or one")
+    if chosen.ndim:
+        _check_count(len(chosen), values, "tokens")
     return values.gather(-1, chosen.expand(len(values))[:, None])[:, 0]
 
 
 def _check_tokens(tokens: Tensor, count: int) -> None:
-    if ((tokens < 0) | (tokens >= count)).any():
-        bad = next(token for token in tokens.flatten().tolist() if not 0 <= token < count)
-        raise ExperimentError(f"token {bad} is out of range: the logits are of {count} tokens, counted from 0")
+    bad = tokens[(tokens < 0) | (tokens >= count)]
+    if bad.numel():
+        raise ExperimentError(f"token {int(bad[0])} is out of range: the logits are of {count} tokens, counted from 0")

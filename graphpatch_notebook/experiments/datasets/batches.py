@@ -1,16 +1,20 @@
-"""Datasets: any iterable of batches. Which example, position and token each row of a value belongs to."""
+"""Datasets: any iterable of batches; the rows of values of a model, and the means of values and of results.
+
+A row of a value belongs to one position of one example, or to one example.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import bind, signature_of
-from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution import (
     DECODER_TOKENS,
@@ -19,17 +23,21 @@ from graphpatch_notebook.execution import (
     row_and_position_dims,
     token_inputs,
 )
+from graphpatch_notebook.experiments.elsewhere import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.selections import PositionSelection, Selection, selection
 
-Dataset: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
+if TYPE_CHECKING:
+    from xarray import DataArray, Dataset
+
+Examples: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
 """Inputs of all examples (a tensor, or a dict of tensors), or an iterable of batches of inputs."""
 
 
-def batches_of(dataset: Dataset, batch_size: int | None) -> Iterator[Inputs]:
+def batches_of(dataset: Examples, batch_size: int | None) -> Iterator[Inputs]:
     """Yields the batches of a dataset: those of an iterable, or parts of the inputs of all examples.
 
     Example:
@@ -61,11 +69,6 @@ def numbered(batches: Iterable[Inputs], first: int = 0) -> Iterator[tuple[int, I
         first += batch.rows or 0
 
 
-def digest_of(batch: Inputs) -> str:
-    """Returns a digest of the arguments of a batch."""
-    return digest(batch.args, dict(sorted(batch.kwargs.items())))
-
-
 @dataclass(frozen=True)
 class ExampleRows:
     """The rows of a batch: which example and position each belongs to.
@@ -73,14 +76,25 @@ class ExampleRows:
     Attributes:
         examples: The number of the example in the dataset, of shape (rows).
         positions: The position in its sequence, of shape (rows).
-        tokens: The token, of shape (rows); -1 if they are not known, as of a model that does not take tokens.
         kept: Which entries of (examples, positions) of the batch they are, of that shape; padding is left out.
+        ids: The tokens of the batch, of that shape; -1 if they are not known, as of a model that does not take tokens.
     """
 
     examples: Tensor
     positions: Tensor
-    tokens: Tensor
     kept: Tensor
+    ids: Tensor
+
+    @classmethod
+    def whole(cls, first: int, count: int) -> ExampleRows:
+        """Returns one row for each of some examples, without positions."""
+        unknown = torch.full((count, 1), -1)
+        return cls(torch.arange(first, first + count), unknown[:, 0], unknown < 0, unknown)
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token, of shape (rows)."""
+        return self.ids[self.kept]
 
 
 class RowReader:
@@ -98,20 +112,14 @@ class RowReader:
     def __init__(self, pg: PatchableGraph, patterns: Any, positions: PositionSelection | None) -> None:
         check_graph(pg)
         model = captured(pg)
-        # What workers need: without annotations, which may be classes of the model's own.
-        signature = signature_of(model.module.forward)
-        self._signature = signature.replace(
-            parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
-            return_annotation=signature.empty,
-        )
         self._positions = None if positions is None else _chosen(positions)
         listed = [patterns] if isinstance(patterns, str) or not isinstance(patterns, Iterable) else patterns
         targets: dict[str, Target] = {}
         for pattern in map(str, listed):
-            if results := results_of(model, pattern):  # they have the dimensions of `z`
-                targets |= {name: model.targets_of(result.z)[0] for name, result in results.items()}
-            else:
-                targets |= {target.text: target for target in model.targets_of(pattern)}
+            results = results_of(model, pattern)  # they have the dimensions of `z`
+            targets |= {name: model.targets_of(result.z)[0] for name, result in results.items()} or {
+                target.text: target for target in model.targets_of(pattern)
+            }
         if not targets:
             raise ExperimentError(
                 "there is nothing to record: give a path, or a pattern such as 'layers[*].resid_post'"
@@ -126,23 +134,15 @@ class RowReader:
             )
         self._token_names = token_inputs(model.root, is_encoder=True in sequences)
 
-    def tokens(self, batch: Inputs) -> tuple[str, Tensor | None]:
-        """Returns the name and value of the input with the tokens, or their embeddings; `None` if there is none."""
-        given = self._given(batch)
-        return next(((name, given[name]) for name in self._token_names if given.get(name) is not None), ("", None))
-
-    def _given(self, batch: Inputs) -> dict[str, Any]:
-        return bind(self._signature, batch.args, batch.kwargs) or {}
-
-    def rows(self, batch: Inputs, first: int) -> ExampleRows:
+    def rows(self, pg: PatchableGraph, batch: Inputs, first: int) -> ExampleRows:
         """Returns the rows of a batch whose first example has the number `first`."""
-        name, tokens = self.tokens(batch)
-        if tokens is None:
-            count = batch.rows or 0
-            none = torch.full((count,), -1)
-            return ExampleRows(torch.arange(first, first + count), none, none, torch.ones(count, 1, dtype=torch.bool))
+        given = bind(signature_of(captured(pg).module.forward), batch.args, batch.kwargs) or {}
+        name = next((name for name in self._token_names if given.get(name) is not None), None)
+        if name is None:
+            return ExampleRows.whole(first, batch.rows or 0)
+        tokens = given[name]
         count, length = tokens.shape[:2]
-        mask = self._given(batch).get("decoder_attention_mask" if name in DECODER_TOKENS else "attention_mask")
+        mask = given.get("decoder_attention_mask" if name in DECODER_TOKENS else "attention_mask")
         kept = torch.ones(count, length, dtype=torch.bool)
         if isinstance(mask, Tensor) and mask.shape == kept.shape:
             kept &= mask.cpu().bool()
@@ -152,8 +152,8 @@ class RowReader:
             kept &= wanted
         example, position = kept.nonzero(as_tuple=True)
         # The model shifts labels to get its tokens.
-        ids = tokens.cpu()[kept] if tokens.ndim == 2 and name != "labels" else torch.full((len(example),), -1)
-        return ExampleRows(example + first, position, ids, kept)
+        ids = tokens.cpu() if tokens.ndim == 2 and name != "labels" else torch.full((count, length), -1)
+        return ExampleRows(example + first, position, kept, ids)
 
     def of_value(self, path: str, value: Tensor, rows: ExampleRows) -> Tensor:
         """Returns the rows of a value, of shape (rows, ...): copies on the CPU."""
@@ -171,9 +171,10 @@ class RowReader:
             )
         return value[rows.kept.to(value.device)].cpu()
 
-    def has_positions(self, path: str) -> bool:
-        """Whether a value has a row for each position, not only for each example."""
-        return self.by_path[path][1] is not None
+    @property
+    def without_positions(self) -> list[str]:
+        """The paths of values that have one row for each example."""
+        return [path for path, (_, dim) in self.by_path.items() if dim is None]
 
 
 def _chosen(positions: PositionSelection) -> Selection:
@@ -208,9 +209,122 @@ def read_batch(
 ) -> tuple[ExampleRows, dict[str, Tensor]]:
     """Returns the rows of a batch, given with the number of its first example, and by path those of each value."""
     first, batch = numbered
-    rows, fresh = reader.rows(batch, first), batch.fresh()
+    rows, fresh = reader.rows(pg, batch, first), batch.fresh()
     with torch.no_grad():
         recording = pg.record(list(reader.by_path), *fresh.args, dtype=dtype, **fresh.kwargs)
     if missing := [path for path in reader.by_path if path not in recording]:
         raise ExperimentError(f"the model did not compute {missing[0]!r} on a batch of the dataset")
     return rows, {path: reader.of_value(path, recording[path], rows) for path in reader.by_path}
+
+
+# -- means -------------------------------------------------------------------------------------------------------------
+
+
+@runs_where_the_model_is
+def mean_values(
+    pg: PatchableGraph,
+    patterns: Any,
+    dataset: Examples,
+    *,
+    positions: PositionSelection | None = None,
+    batch_size: int | None = None,
+    executor: Any = None,
+    recipe: Any = None,
+) -> dict[str, Tensor]:
+    """Returns the mean of each value over the examples and positions of a dataset.
+
+    For mean ablation with `ReplacePatch(value=means[path])`. Memory holds one batch. Padding, where the
+    `attention_mask` is 0, does not count. Sums are taken in float64.
+
+    Args:
+        pg: The graph.
+        patterns: A path, a pattern such as `"layers[*].mlp_out"`, or several.
+        dataset: As of `record_to`.
+        positions: The positions to average over; `None` for all.
+        batch_size: As of `record_to`.
+        executor: Runs batches elsewhere, as for `pg.sweep`.
+        recipe: As for `pg.sweep`.
+
+    Returns:
+        By path, a tensor of the shape of one row of the value: (channels), say. Its dtype is that of the value, or
+        torch's default for values that are not floating-point: half of several booleans may be true.
+
+    Raises:
+        UnknownPathError: A path does not exist, or a pattern matches nothing; nothing ran.
+        ExperimentError: The dataset is empty, or it is not known where the batch is in a value.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2, 3))
+        >>> mean_values(pg, "sub_0.output", torch.tensor([[-1.0, 2.0], [3.0, 4.0], [5.0, 0.0]]), batch_size=2)
+        {'sub_0.output': tensor([2.6667, 2.0000])}
+    """
+    reader = RowReader(pg, patterns, positions)
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    batches = numbered(batches_of(dataset, batch_size))
+    for each in map_batches(pg, functools.partial(_sums, reader), batches, executor=executor, recipe=recipe):
+        for path, (total, count, dtype) in each.items():
+            if sums.setdefault(path, torch.zeros_like(total)).shape != total.shape:
+                raise ExperimentError(
+                    f"a row of {path!r} has the shape {tuple(sums[path].shape)} in one batch, and {tuple(total.shape)} "
+                    "in another: pad all batches to one length"
+                )
+            sums[path], counts[path] = sums[path] + total, counts.get(path, 0) + count
+            dtypes[path] = dtype
+    if not any(counts.values()):
+        raise ExperimentError("the dataset has no examples, or none at these positions")
+    return {path: (total / counts[path]).to(dtypes[path]) for path, total in sums.items()}
+
+
+def _sums(
+    reader: RowReader, pg: PatchableGraph, batch: tuple[int, Inputs]
+) -> dict[str, tuple[Tensor, int, torch.dtype]]:
+    """Returns the sum of the rows of each value on a batch, their number, and the dtype of their mean."""
+    result = {}
+    for path, value in read_batch(reader, None, pg, batch)[1].items():
+        exact = torch.complex128 if value.is_complex() else torch.float64
+        dtype = value.dtype if value.is_floating_point() or value.is_complex() else torch.get_default_dtype()
+        result[path] = value.sum(0, dtype=exact), len(value), dtype
+    return result
+
+
+def average(results: Iterable[DataArray]) -> Dataset:
+    """Returns the mean of results, such as those of `attribute` on many batches, and its standard error.
+
+    Args:
+        results: Results with the same dimensions and coordinates, each with the same weight.
+
+    Returns:
+        A Dataset with `mean`, `standard_error` (of the mean; NaN for one result) and `count`, the number of results in
+        which a cell is not NaN.
+
+    Raises:
+        ExperimentError: There are none, or they have different coordinates.
+
+    Example:
+        >>> from xarray import DataArray
+        >>> result = average(DataArray([x, 0.0], {"layer": [0, 1]}, ["layer"]) for x in (1.0, 2.0, 3.0))
+        >>> result["mean"].values.tolist(), result["standard_error"].values.round(3).tolist()
+        ([2.0, 0.0], [0.577, 0.0])
+    """
+    from xarray import Dataset
+
+    given = list(results)
+    if not given:
+        raise ExperimentError("there are no results to average")
+    first = given[0]
+    for result in given:
+        if result.dims != first.dims or any(not result[dim].equals(first[dim]) for dim in first.dims):
+            raise ExperimentError(f"results have different coordinates: {result.coords} and {first.coords}")
+    values = np.stack([result.values.astype(np.float64) for result in given])
+    is_known = ~np.isnan(values)
+    count = is_known.sum(0)
+    with np.errstate(invalid="ignore", divide="ignore"):  # NaN where there are too few
+        mean = np.where(is_known, values, 0.0).sum(0) / count
+        squares = np.where(is_known, values - mean, 0.0) ** 2
+        error = np.sqrt(squares.sum(0) / (count - 1) / count)
+    columns = {"mean": mean, "standard_error": error, "count": count}
+    return Dataset({name: first.copy(data=column) for name, column in columns.items()})

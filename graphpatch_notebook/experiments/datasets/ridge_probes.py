@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,8 +22,14 @@ from torch import Tensor
 from graphpatch_notebook.checks.model_state import preserved
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.datasets.batches import Dataset as Examples
-from graphpatch_notebook.experiments.datasets.batches import ExampleRows, RowReader, batches_of, numbered, read_batch
+from graphpatch_notebook.experiments.datasets.batches import (
+    ExampleRows,
+    Examples,
+    RowReader,
+    batches_of,
+    numbered,
+    read_batch,
+)
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 _BASELINES = ("shuffled_labels", "random_weights", "bag_of_tokens")
 _BAG = 256
 """The number of random features of a bag of tokens."""
+_SCALE = 1e4
 
 
 @runs_where_the_model_is
@@ -96,17 +102,15 @@ def ridge_probes(
     if given is not None and not isinstance(given, Sequence):
         raise ExperimentError("positions= is a list of the positions that have a probe of their own, such as [0, 5]")
     reader = RowReader(pg, patterns, positions)
-    without = [path for path in reader.by_path if not reader.has_positions(path)]
+    without = reader.without_positions
     if without and (positions is not None or "bag_of_tokens" in baselines):
         raise ExperimentError(
             f"{without[0]!r} has no positions: leave it out, or leave out positions= and the baseline 'bag_of_tokens'"
         )
-    labeled = _Labels.of(labels, held_out, seed, is_shuffled="shuffled_labels" in baselines)
+    sums = _AllSums(positions, labels, held_out, max_bytes, seed)
     models = {"r2": pg}
     if "random_weights" in baselines:
         models["random_weights"] = _with_shuffled_weights(pg, seed)
-    bag = _BagOfTokens(seed) if "bag_of_tokens" in baselines else None
-    sums = _AllSums(None if positions is None else sorted(set(positions)), labeled, max_bytes)
     count = 0
     for first, batch in numbered(batches_of(dataset, batch_size)):
         for name, model in models.items():
@@ -114,67 +118,39 @@ def ridge_probes(
             with nullcontext() if model is pg else preserved(captured(pg).module):
                 rows, values = read_batch(reader, None, model, (first, batch))
             for path, value in values.items():
-                sums.add((name, path), value, rows if reader.has_positions(path) else _whole_examples(value, first))
-            if bag is not None and name == "r2":
-                sums.add(("bag_of_tokens", ""), bag.features(reader.tokens(batch)[1], rows), rows)
+                sums.add((name, path), value, ExampleRows.whole(first, len(value)) if path in without else rows)
+        if "bag_of_tokens" in baselines:
+            sums.add(("bag_of_tokens", ""), _bag_of_tokens(rows, seed), rows)
         count = first + len(rows.kept)
-    labeled.check_count(count)
-    return sums.scores(list(reader.by_path), penalty, baselines)
-
-
-def _whole_examples(value: Tensor, first: int) -> ExampleRows:
-    examples = torch.arange(first, first + len(value))
-    return ExampleRows(
-        examples, torch.full_like(examples, -1), torch.full_like(examples, -1), torch.ones(len(value), 1).bool()
+    if count != len(sums.numbers):
+        raise ExperimentError(f"the dataset has {count} examples, and there are {len(sums.numbers)} labels")
+    dims = ("path",) if positions is None else ("path", "position")
+    found: dict[str, tuple[tuple[str, ...], Any]] = {}
+    for name in ("r2", *(each for each in _BASELINES if each in baselines)):
+        if name == "bag_of_tokens":
+            found[name] = dims[1:], sums.scores(name, [""], penalty)[0]
+        else:
+            found[name] = dims, sums.scores(name, list(reader.by_path), penalty)
+    coords: dict[str, Any] = {"path": list(reader.by_path)} | (
+        {} if positions is None else {"position": sums.positions}
     )
+    held = int(sums.is_held_out.sum())
+    return extra("xarray", "ridge_probes").Dataset(found, coords, {"held_out": held, "fitted": count - held})  # type: ignore[no-any-return]
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Labels:
-    """The labels as numbers, of shape (examples, numbers): then those of other examples, if these are a baseline.
-
-    Attributes:
-        numbers: The labels.
-        own: How many of the columns are true labels.
-        is_held_out: By example.
-    """
-
-    numbers: Tensor
-    own: int
-    is_held_out: Tensor
-
-    @classmethod
-    def of(cls, labels: Any, held_out: float, seed: int, *, is_shuffled: bool) -> _Labels:
-        array = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
-        if array.dtype.kind != "f":
-            if array.ndim != 1:
-                raise ExperimentError(f"classes have the shape (examples), not {array.shape}")
-            array = (array[:, None] == np.unique(array)).astype(float)
-        numbers = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
-        numbers = numbers[:, None] if numbers.ndim == 1 else numbers
-        if numbers.ndim != 2 or not len(numbers) or not bool(numbers.isfinite().all()):
-            raise ExperimentError(
-                "labels are finite numbers of the shape (examples) or (examples, numbers), or classes"
-            )
-        random = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(numbers), generator=random)
-        is_held_out = torch.zeros(len(numbers), dtype=torch.bool)
-        is_held_out[order[: round(held_out * len(numbers))]] = True
-        if is_held_out.sum() < 2 or is_held_out.all():
-            raise ExperimentError(
-                f"held_out={held_out} of {len(numbers)} examples leaves too few to fit on, or fewer than 2 to score on"
-            )
-        own = numbers.shape[1]
-        others = numbers[torch.randperm(len(numbers), generator=random)]
-        return cls(torch.cat([numbers, others], 1) if is_shuffled else numbers, own, is_held_out)
-
-    def check_count(self, examples: int) -> None:
-        """Raises an error if the dataset has another number of examples."""
-        if examples != len(self.numbers):
-            raise ExperimentError(f"the dataset has {examples} examples, and there are {len(self.numbers)} labels")
+def _numbers_of(labels: Any) -> Tensor:
+    """Returns labels as numbers, of shape (examples, numbers): of classes, one for each."""
+    array = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
+    if array.dtype.kind != "f" and array.ndim == 1:
+        array = (array[:, None] == np.unique(array)).astype(float)
+    if array.dtype.kind != "f" or array.ndim not in (1, 2) or not len(array) or not np.isfinite(array).all():
+        raise ExperimentError(
+            f"labels are finite numbers of the shape (examples) or (examples, numbers), or classes, not {array.shape}"
+        )
+    return torch.from_numpy(np.array(array, dtype=np.float64).reshape(len(array), -1))
 
 
 class _Sums:
@@ -210,61 +186,62 @@ class _Sums:
 
 
 class _AllSums:
-    """The sums of all probes: for each feature, by position, those to fit on and those to score on."""
+    """The sums of all probes: for each feature, by position, those to fit on and those to score on.
 
-    def __init__(self, positions: list[int] | None, labels: _Labels, max_bytes: int) -> None:
-        self._positions, self._labels, self._max_bytes = positions, labels, max_bytes
-        self._sums: dict[tuple[str, str, int], tuple[_Sums, _Sums]] = {}
-        self._bytes = 0
+    Attributes:
+        positions: The positions; -1 for all.
+        numbers: The labels, and then those of other examples, of shape (examples, 2 * numbers).
+        is_held_out: By example.
+    """
+
+    def __init__(
+        self, positions: Sequence[int] | None, labels: Any, held_out: float, max_bytes: int, seed: int
+    ) -> None:
+        self.positions = [-1] if positions is None else sorted(set(positions))
+        own, random = _numbers_of(labels), torch.Generator().manual_seed(seed)
+        count = len(own)
+        order, shuffled = (torch.randperm(count, generator=random) for _ in range(2))
+        self.numbers, self._own = torch.cat([own, own[shuffled]], 1), own.shape[1]
+        self.is_held_out = torch.isin(torch.arange(count), order[: round(held_out * count)])
+        if self.is_held_out.sum() < 2 or self.is_held_out.all():
+            raise ExperimentError(
+                f"held_out={held_out} of {count} examples leaves too few to fit on, or fewer than 2 to score on"
+            )
+        self._sums: dict[tuple[str, str, int], list[_Sums]] = {}
+        self._bytes, self._max_bytes = 0, max_bytes
 
     def add(self, name: tuple[str, str], value: Tensor, rows: ExampleRows) -> None:
         """Adds the rows of a feature."""
         value = torch.view_as_real(value) if value.is_complex() else value
-        known = rows.examples < len(self._labels.numbers)  # otherwise the dataset is too long, which is an error later
-        for position in [-1] if self._positions is None else self._positions:
-            chosen = known if self._positions is None else known & (rows.positions == position)
+        known = rows.examples < len(self.numbers)  # otherwise the dataset is too long, which is an error later
+        for position in self.positions:
+            chosen = known & (rows.positions == position) if position >= 0 else known
             examples, features = rows.examples[chosen], value[chosen].flatten(1)
-            is_held_out = self._labels.is_held_out[examples]
-            for sums, part in zip(
-                self._of((*name, position), features.shape[1]), (~is_held_out, is_held_out), strict=True
-            ):
-                sums.add(features[part], self._labels.numbers[examples[part]])
+            key, width = (*name, position), features.shape[1]
+            if key not in self._sums:
+                self._bytes += 16 * (width + 1) ** 2
+                if self._bytes > self._max_bytes:
+                    raise ExperimentError(
+                        f"the sums of products of features take more than max_bytes={self._max_bytes:,} (values of "
+                        f"{width} numbers need as many squared, for each path and position): ask for fewer paths or "
+                        "positions"
+                    )
+                self._sums[key] = [_Sums(width, self.numbers.shape[1]) for _ in range(2)]
+            is_held_out = self.is_held_out[examples]
+            for sums, part in zip(self._sums[key], (~is_held_out, is_held_out), strict=True):
+                sums.add(features[part], self.numbers[examples[part]])
 
-    def _of(self, key: tuple[str, str, int], width: int) -> tuple[_Sums, _Sums]:
-        if key not in self._sums:
-            self._bytes += 16 * (width + 1) ** 2
-            if self._bytes > self._max_bytes:
-                raise ExperimentError(
-                    f"the sums of products of features take more than max_bytes={self._max_bytes:,} (values of {width} "
-                    "numbers need as many squared, for each path and position): ask for fewer paths or positions"
-                )
-            self._sums[key] = _Sums(width, self._labels.numbers.shape[1]), _Sums(width, self._labels.numbers.shape[1])
-        return self._sums[key]
-
-    def scores(self, paths: list[str], penalty: float, baselines: Sequence[str]) -> Dataset:
-        """Returns the scores of all probes."""
-        xarray = extra("xarray", "ridge_probes")
-        positions = self._positions or [-1]
-        dims = ("path", "position") if self._positions is not None else ("path",)
-        coords: dict[str, Any] = {"path": paths} | ({"position": positions} if self._positions is not None else {})
-
-        found: dict[str, tuple[tuple[str, ...], Any]] = {}
-        for name in ("r2", *(each for each in _BASELINES if each in baselines)):
-            of, is_shuffled = [""] if name == "bag_of_tokens" else paths, name == "shuffled_labels"
-            model = "r2" if is_shuffled else name
-            scores = [[self._score((model, path, at), penalty, is_shuffled) for at in positions] for path in of]
-            values = np.array(scores) if self._positions is not None else np.array(scores)[:, 0]
-            found[name] = (dims[1:], values[0]) if name == "bag_of_tokens" else (dims, values)
-        held_out = int(self._labels.is_held_out.sum())
-        return xarray.Dataset(found, coords, {"held_out": held_out, "fitted": len(self._labels.numbers) - held_out})  # type: ignore[no-any-return]
-
-    def _score(self, key: tuple[str, str, int], penalty: float, is_shuffled: bool) -> float:
-        fitted, held_out = self._sums[key]
-        if not fitted.rows or held_out.rows < 2:
-            return float("nan")
-        unexplained, whole = held_out.r2(fitted.weights(penalty))
-        own = slice(self._labels.own, None) if is_shuffled else slice(self._labels.own)
-        return float(1 - unexplained[own].sum() / whole[own].sum())
+    def scores(self, name: str, paths: Sequence[str], penalty: float) -> Any:
+        """Returns the scores of probes by path, and by position if there are several."""
+        columns = slice(self._own, None) if name == "shuffled_labels" else slice(self._own)
+        found = np.full((len(paths), len(self.positions)), np.nan)
+        for row, path in enumerate(paths):
+            for column, position in enumerate(self.positions):
+                fitted, held_out = self._sums["r2" if name == "shuffled_labels" else name, path, position]
+                if fitted.rows and held_out.rows > 1:
+                    unexplained, whole = held_out.r2(fitted.weights(penalty))[:, columns].sum(1)
+                    found[row, column] = 1 - unexplained / whole
+        return found[:, 0] if self.positions == [-1] else found
 
 
 # -- baselines ---------------------------------------------------------------------------------------------------------
@@ -286,19 +263,10 @@ def _with_shuffled_weights(pg: PatchableGraph, seed: int) -> PatchableGraph:
     return result
 
 
-class _BagOfTokens:
-    """Random features of the tokens of an example up to a position, without their order."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = torch.Generator().manual_seed(seed)
-        self._table = torch.zeros(0, _BAG)
-
-    def features(self, tokens: Tensor | None, rows: ExampleRows) -> Tensor:
-        """Returns the features, of shape (rows, features)."""
-        if tokens is None or tokens.ndim != 2 or tokens.is_floating_point():
-            raise ExperimentError("the model does not take tokens: leave out the baseline 'bag_of_tokens'")
-        tokens = tokens.cpu()
-        if (missing := int(tokens.max()) + 1 - len(self._table)) > 0:
-            self._table = torch.cat([self._table, torch.randn(missing, _BAG, generator=self._random)])
-        counts = torch.arange(1, tokens.shape[1] + 1)[:, None]
-        return (self._table[tokens].cumsum(1) / counts)[rows.kept]
+def _bag_of_tokens(rows: ExampleRows, seed: int) -> Tensor:
+    """Returns random features of the tokens of an example up to a position, without their order: (rows, features)."""
+    if (rows.ids < 0).all():
+        raise ExperimentError("the model does not take tokens: leave out the baseline 'bag_of_tokens'")
+    factors, shifts = torch.rand(2, _BAG, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * _SCALE
+    features = torch.cos(rows.ids[..., None] * factors + shifts).cumsum(1)
+    return (features / torch.arange(1, rows.ids.shape[1] + 1)[:, None])[rows.kept]

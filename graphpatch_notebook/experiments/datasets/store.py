@@ -28,14 +28,7 @@ from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.checks.sharding import processes_of
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution import active_patches
-from graphpatch_notebook.experiments.datasets.batches import (
-    Dataset,
-    RowReader,
-    batches_of,
-    digest_of,
-    numbered,
-    read_batch,
-)
+from graphpatch_notebook.experiments.datasets.batches import Examples, RowReader, batches_of, numbered, read_batch
 from graphpatch_notebook.experiments.elsewhere import map_batches, weights_digest
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -54,7 +47,7 @@ def record_to(
     pg: PatchableGraph,
     folder: str | os.PathLike[str],
     patterns: Any,
-    dataset: Dataset,
+    dataset: Examples,
     *,
     positions: PositionSelection | None = None,
     dtype: torch.dtype | None = None,
@@ -107,7 +100,7 @@ def record_to(
     document = {
         "format": _FORMAT,
         "version": _VERSION,
-        "paths": {path: "position" if reader.has_positions(path) else "example" for path in reader.by_path},
+        "paths": dict.fromkeys(reader.by_path, "position") | dict.fromkeys(reader.without_positions, "example"),
         "positions": digest(positions),
         "dtype": str(dtype),
         "weights or modes": weights_digest(pg),
@@ -130,13 +123,17 @@ def record_to(
     return store
 
 
+def _digest_of(batch: Inputs) -> str:
+    return digest(batch.args, dict(sorted(batch.kwargs.items())))
+
+
 def _read(
     reader: RowReader, dtype: torch.dtype | None, pg: PatchableGraph, batch: tuple[int, Inputs]
 ) -> tuple[dict[str, Tensor], int, str]:
     """Returns what a shard keeps of a batch, its number of examples and its digest."""
     rows, values = read_batch(reader, dtype, pg, batch)
     index = {"index.example": rows.examples, "index.position": rows.positions, "index.token": rows.tokens}
-    return index | values, len(rows.kept), digest_of(batch[1])
+    return index | values, len(rows.kept), _digest_of(batch[1])
 
 
 class _Writer:
@@ -175,7 +172,7 @@ class _Writer:
         """Yields the batches after those that are stored."""
         for stored in self._stored:
             batch = next(batches, None)
-            if batch is None or digest_of(batch) != stored:
+            if batch is None or _digest_of(batch) != stored:
                 raise ExperimentError(
                     f"the folder {str(self._folder)!r} has values of another dataset, or of other batches: give the "
                     "same batches in the same order, or choose another folder"
