@@ -42,7 +42,6 @@ LAYERS = [
     "serialization",  # knows records and graphs only: `PatchableGraph.save` and `load` call it
     "execution",
     "patchable_graph",
-    "experiments/extras",
     "distributed/checkpoint",
     "distributed/executors",
     "distributed/remote",

@@ -19,10 +19,10 @@ them, `save_figure` saves a plot, and `save_result` and `load_result` write and 
 `show_heatmap` and `show_circuit` display a result, `show_lens` what each layer of a model
 says, and `show_generation` what it generates.
 
-The functions in `methods` make one patch map for each cell. `engine` runs the cells, and `executors` distributes them.
-`attribution` and `circuits` run the model with gradients instead, and `datasets` runs it on batch after batch.
-`metrics` has the metrics, `results` makes and stores the arrays, `plotting` draws them, and `extras` imports optional
-packages.
+The functions in `methods` make one patch map for each cell. `engine` runs the cells, `elsewhere` has what distributes
+them. `attribution` and `circuits` run the model with gradients instead, and `datasets` runs it on batch after batch.
+`metrics` has the metrics, `results` makes and stores the arrays, `grids` says what a plot of one shows, and `plotting`
+draws it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from graphpatch_notebook.experiments.plotting import (
     show_heatmap,
     show_lens,
 )
-from graphpatch_notebook.experiments.results.files import load_result, save_result
+from graphpatch_notebook.experiments.results import load_result, save_result
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 sweep = PatchableGraph.sweep

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.lazy_names import extra
 
 if TYPE_CHECKING:
     from xarray import DataArray

@@ -15,8 +15,8 @@ import numpy as np
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.attribute import names_in, ranked
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.grids import Grid, Scale, Side, grid_of, shown_labels
+from graphpatch_notebook.lazy_names import extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,7 +21,6 @@ from graphpatch_notebook.experiments.attribution.scored_nodes import (
     named_nodes,
 )
 from graphpatch_notebook.experiments.engine.inputs import inputs_of
-from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
     check_metric,
@@ -36,9 +35,10 @@ from graphpatch_notebook.experiments.methods.positions import (
     by_problem,
     check_is_used,
 )
-from graphpatch_notebook.experiments.results.arrays import keep_components, metric_name, with_component_dims
+from graphpatch_notebook.experiments.results import keep_components, metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_map import kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.warning_places import level_of_caller, warn
 

@@ -46,13 +46,13 @@ from graphpatch_notebook.experiments.circuits.runs import Batch, CircuitRuns, ba
 from graphpatch_notebook.experiments.circuits.stream import StreamStep, Sum, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.elsewhere import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.experiments.methods.positions import Positions
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
-from graphpatch_notebook.experiments.results.arrays import metric_name
+from graphpatch_notebook.experiments.results import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.paths import nearest

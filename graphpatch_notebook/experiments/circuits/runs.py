@@ -28,9 +28,9 @@ from graphpatch_notebook.experiments.circuits.stream import Writer, index_of, ro
 from graphpatch_notebook.experiments.elsewhere import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.engine.measurements import measurement
-from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric, check_same_input_shapes
 from graphpatch_notebook.experiments.methods.reference_runs import record
+from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import AddPatch, Patch
 from graphpatch_notebook.torch_compat import without_torch_functions

@@ -30,7 +30,7 @@ from graphpatch_notebook.experiments.datasets.batches import (
     numbered,
     read_batch,
 )
-from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 
 if TYPE_CHECKING:

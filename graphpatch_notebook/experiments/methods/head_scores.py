@@ -14,10 +14,10 @@ from graphpatch_notebook.components import Weights
 from graphpatch_notebook.components.ends import table_of
 from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError, add_note
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.experiments.methods.lens import arranged, component, layer_count
 from graphpatch_notebook.experiments.methods.reference_runs import record
+from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch, ZeroPatch
 

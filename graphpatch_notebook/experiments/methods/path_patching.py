@@ -26,7 +26,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
 from graphpatch_notebook.experiments.methods.heads import head_layout
 from graphpatch_notebook.experiments.methods.reference_runs import MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
-from graphpatch_notebook.experiments.results.arrays import component_grid
+from graphpatch_notebook.experiments.results import component_grid
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is

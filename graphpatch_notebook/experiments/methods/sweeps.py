@@ -20,9 +20,9 @@ from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.runner import Baseline, CellRunner, Request, made_before
-from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric
-from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims, metric_name, plain_label
+from graphpatch_notebook.experiments.results import data_array, metric_dims, metric_name, plain_label
+from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import declares
 

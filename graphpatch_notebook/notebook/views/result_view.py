@@ -11,7 +11,7 @@ import traitlets
 from graphpatch_notebook.components import Components
 from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.experiments.grids import Grid, Side
-from graphpatch_notebook.experiments.results.arrays import component_of
+from graphpatch_notebook.experiments.results import component_of
 from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
 from graphpatch_notebook.notebook.messages import Item
 from graphpatch_notebook.notebook.session.workspace import Workspace

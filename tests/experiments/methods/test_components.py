@@ -8,7 +8,7 @@ import torch
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, ProbePatch, ReplacePatch, UnknownPathError, ZeroPatch
 from graphpatch_notebook.experiments import ablate, attribute, causal_trace, path_patch
-from graphpatch_notebook.experiments.results.arrays import component_grid
+from graphpatch_notebook.experiments.results import component_grid
 from tests.tiny_models import gpt2
 
 clean, corrupted = torch.arange(14).reshape(2, 7), torch.arange(14).reshape(2, 7).flip(1)

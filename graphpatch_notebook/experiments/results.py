@@ -1,11 +1,14 @@
-"""Results as labeled arrays: the `xarray.DataArray` that a sweep returns."""
+"""Results as labeled arrays, the `xarray.DataArray` that a sweep returns, and in NetCDF files."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -15,12 +18,20 @@ from graphpatch_notebook.components.names import ComponentName, is_component_nam
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
 from graphpatch_notebook.experiments.engine.measurements import Measurement
+from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.warning_places import warn_each_time
+from graphpatch_notebook.whole_files import whole_file
 
 Scores: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+Labels: TypeAlias = "list[tuple[str, tuple[Any, ...]]]"
+"""The labels of each dimension of an array."""
+
+_COMPONENTS = "components"
+_JSON = "graphpatch_json"
+"""The attribute with all other attributes as JSON, since those of NetCDF are numbers and texts only."""
 
 if TYPE_CHECKING:
-    from xarray import Coordinates, DataArray
+    from xarray import DataArray
 
 
 def metric_dims(baseline: Measurement, axes: Mapping[str, Any]) -> list[str]:
@@ -62,7 +73,7 @@ def data_array(
         elif result is not None:
             labels = {name: plain_label(value) for name, value in cell.labels.items()}
             errors.append({"cell": labels, "error": result.error})
-    _report_failures(cells, results, len(errors))
+    _report_failures(cells, results)
 
     plain = [(name, tuple(map(plain_label, values))) for name, values in axes.items()]
     attrs: dict[str, Any] = {"baseline": baseline.values.tolist(), "remarks": list(remarks), "errors": errors}
@@ -73,7 +84,7 @@ def data_array(
     data, plain, components = with_component_dims(data, plain)
     array = DataArray(
         data,
-        _coordinates(tuple((name, values, tuple(map(repr, values))) for name, values in plain)),
+        {name: coordinate(name, values) for name, values in plain},
         [*(name for name, _ in plain if name != "metric"), *metric_dims(baseline, axes)],
         name=metric_name(metric),
         attrs=attrs,
@@ -95,13 +106,6 @@ class ComponentGrid:
     axes: dict[str, tuple[Any, ...]]
     order: list[int]
     components: tuple[str, ...] = ()
-
-
-Labels: TypeAlias = "list[tuple[str, tuple[Any, ...]]]"
-"""The labels of each dimension of an array."""
-
-
-_COMPONENTS = "components"
 
 
 def keep_components(result: DataArray, components: Sequence[str]) -> None:
@@ -186,36 +190,15 @@ def _common(name: ComponentName) -> str:
     return str(replace(name, layers=None, members=None if name.axis is None else slice(None)))
 
 
-def _coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...]) -> Coordinates:
-    """Returns the coordinates of the dimensions: a copy."""
-    from xarray import Coordinates
-
-    known = _known_coordinates(labels)
-    own = {name: variable.copy(deep=False) for name, variable in known.variables.items()}
-    return Coordinates(own, indexes=dict(known.xindexes))
-
-
-@functools.lru_cache(maxsize=8)
-def _known_coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...]) -> Coordinates:
-    # Making an index takes longer than the rest of the array, and sweeps often have the same axes.
-    # The key has labels also as texts, since 1 == True and 0.0 == -0.0.
-    from xarray import Coordinates
-
-    return Coordinates({name: coordinate(name, values) for name, values, _ in labels})
-
-
-def _report_failures(cells: Sequence[Cell], results: Mapping[int, CellResult], failures: int) -> None:
-    if not failures:
-        return
+def _report_failures(cells: Sequence[Cell], results: Mapping[int, CellResult]) -> None:
     failed = [cell for cell in cells if cell.number in results and results[cell.number].measurement is None]
+    if not failed:
+        return
     first = f"{failed[0]}: {results[failed[0].number].error}"
-    if failures == len(cells):
-        kinds = len({results[cell.number].error for cell in failed})
-        others = f" (and {kinds - 1} other error{'s' if kinds > 2 else ''})" if kinds > 1 else ""
-        which = f"all {failures} cells failed, the first one:" if failures > 1 else "the only cell failed:"
-        raise ExperimentError(f"{which} {first}{others}")
+    if len(failed) == len(cells):
+        raise ExperimentError(f"all {len(cells)} cells failed, the first one: {first}")
     warn_each_time(
-        f"{failures} of {len(cells)} cells failed and are NaN, the first one: {first}; all errors are in "
+        f"{len(failed)} of {len(cells)} cells failed and are NaN, the first one: {first}; all errors are in "
         'attrs["errors"]',
         "experiment",
     )
@@ -253,3 +236,90 @@ def metric_name(metric: Callable[[Any], Any]) -> str:
         if isinstance(name, str):
             return name
     return type(metric).__name__
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def save_result(result: DataArray, file: str | os.PathLike[str]) -> None:
+    """Writes a result to a NetCDF file, with its coordinates and attributes. An existing file is replaced as a whole.
+
+    `xarray.open_dataarray` and other tools read it, too: they see the attributes as one text of JSON.
+
+    Args:
+        result: The result of `pg.sweep`, `causal_trace` and others, or a part of it.
+        file: The name of the file, ending in `.nc`.
+
+    Raises:
+        ExperimentError: The name has another suffix, or the result contains objects that are neither numbers nor texts.
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import tempfile, xarray
+        >>> result = xarray.DataArray([[1.0, float("nan")]], {"position": [3, 4]}, ["path", "position"], name="loss")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_result(result, f"{folder}/loss.nc")
+        ...     load_result(f"{folder}/loss.nc").identical(result)
+        True
+    """
+    if not isinstance(result, extra("xarray", "a result").DataArray):
+        raise ExperimentError(f"expected an xarray.DataArray, not {type(result).__name__}")
+    extra("h5netcdf", "a result file")
+    path = _checked(file)
+    try:
+        kept: dict[str, Any] = {"attrs": result.attrs, "coords": {}, "mixed": {}}
+        written = result.drop_attrs()
+        for name, coord in result.coords.items():
+            kept["coords"][name] = coord.attrs
+            if coord.dtype == object:  # such as [0, "all"]
+                kept["mixed"][name] = coord.values.tolist()
+                written = written.assign_coords({name: (coord.dims, np.array(coord.values, dtype=str))})
+        written.attrs[_JSON] = json.dumps(kept, default=lambda value: value.tolist())  # of numpy
+        with whole_file(path) as temporary:
+            written.to_netcdf(temporary, engine="h5netcdf")
+    except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
+        raise ExperimentError(f"the result cannot be written to {str(path)!r}: {error}") from error
+
+
+def load_result(file: str | os.PathLike[str]) -> DataArray:
+    """Returns the result that `save_result` wrote: values, coordinates and attributes (tuples in these are lists).
+
+    Args:
+        file: The name of the file.
+
+    Raises:
+        ExperimentError: The file was not written by `save_result`, or is damaged.
+        OSError: The file cannot be read.
+
+    Example:
+        >>> import tempfile, xarray
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_result(xarray.DataArray([1.0, 2.0], dims=["layer"]), f"{folder}/effect.nc")
+        ...     load_result(f"{folder}/effect.nc").values.tolist()
+        [1.0, 2.0]
+    """
+    xarray = extra("xarray", "a result")
+    extra("h5netcdf", "a result file")
+    path = _checked(file)
+    with path.open("rb"):  # an error that names the file, and not what reads it
+        pass
+    try:
+        result: DataArray = xarray.load_dataarray(path, engine="h5netcdf")
+        kept = json.loads(result.attrs.pop(_JSON))
+        for name, items in kept["mixed"].items():
+            mixed = np.empty(len(items), dtype=object)
+            mixed[:] = items
+            result = result.assign_coords({name: (result.coords[name].dims, mixed)})
+        for name, attrs in kept["coords"].items():
+            result.coords[name].attrs = attrs
+        result.attrs = kept["attrs"]
+    except (OSError, KeyError, ValueError) as error:
+        raise ExperimentError(f"{str(path)!r} was not written by save_result, or is damaged: {error}") from error
+    return result
+
+
+def _checked(file: str | os.PathLike[str]) -> Path:
+    path = Path(file).expanduser()
+    if path.suffix.lower() != ".nc":
+        raise ExperimentError(f"{str(path)!r}: the name of a result file ends in .nc")
+    return path
