@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 import warnings
@@ -24,6 +25,7 @@ from matplotlib.image import imread
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import plot_heads, plot_heatmap, plot_scores, save_figure
+from graphpatch_notebook.experiments.grids import Side, are_paths, path_labels, shown_labels
 
 PATHS = [f"transformer.h_{layer}.mlp.output" for layer in range(3)]
 TOKENS = ["The", " cat", "\n", "$x$$y$"]
@@ -73,6 +75,15 @@ def pixels_of(ax: Axes) -> np.ndarray:
     places = np.array([[(column + 0.25, row + 0.25) for column in range(columns)] for row in range(rows)])
     x, y = ax.transData.transform(places.reshape(-1, 2)).T
     return image[image.shape[0] - 1 - y.astype(int), x.astype(int), :3].reshape(rows, columns, 3)
+
+
+def assert_apart(ax: Axes) -> None:
+    """The labels of ticks do not overlap, and lie apart from the label of their axis."""
+    for axis in (ax.xaxis, ax.yaxis):
+        boxes = [label.get_window_extent() for label in axis.get_ticklabels() if label.get_text()]
+        assert not any(one.shrunk(0.9, 0.9).overlaps(two.shrunk(0.9, 0.9)) for one, two in itertools.pairwise(boxes))
+        title = axis.label.get_window_extent().padded(4)
+        assert not axis.label.get_text() or not any(title.overlaps(box) for box in boxes)
 
 
 def cut_labels(ax: Axes) -> list[str]:
@@ -175,10 +186,8 @@ def test_no_label_is_cut_off_or_overlaps_another(shape: tuple[int, int]) -> None
     result.values[0, 0] = np.nan
     ax = plot_heatmap(result, tokens=["<|endoftext|>", *[" token"] * (columns - 1)], title="A title")
     assert not cut_labels(ax)
-    for labels in (ax.get_xticklabels(), ax.get_yticklabels()):
-        boxes = [label.get_window_extent() for label in labels if label.get_text()]
-        assert boxes
-        assert not any(one.shrunk(0.9, 0.9).overlaps(two.shrunk(0.9, 0.9)) for one, two in itertools.pairwise(boxes))
+    assert_apart(ax)
+    assert_apart(bar_of(ax))
 
 
 @pytest.mark.parametrize(
@@ -282,6 +291,7 @@ def test_facets_have_the_same_colors() -> None:
     assert [ax.get_title() for ax in axes] == ["position 0: a", "position 1: ␣b", "position 2: c"]
     assert [text.get_text() for text in axes[0].figure.legends[0].get_texts()] == ["no value"]
     assert not cut_labels(axes[0])
+    assert_apart(axes[0])
 
 
 def test_dimensions_that_are_not_heads() -> None:
@@ -350,3 +360,35 @@ def test_missing_packages_are_named_with_the_way_to_install_them(monkeypatch: An
     monkeypatch.setitem(sys.modules, package, None)  # what Python takes for "cannot be imported"
     with pytest.raises(ExperimentError):
         plot_heatmap(result)
+
+
+# -- labels ------------------------------------------------------------------------------------------------------------
+
+
+def short(texts: list[str], *, is_tokens: bool = False) -> list[str]:
+    return shown_labels(Side("path", tuple(texts), tuple(texts), "path", is_tokens))
+
+
+def test_long_texts_keep_their_end_and_a_bit_of_their_beginning() -> None:
+    texts = [f"transformer.h_5.mlp.dropout.{end}" for end in ("dropout", "output")]
+    assert short([*texts, "h_0"]) == ["transfo….h_5.mlp.dropout.dropout", "transfo…r.h_5.mlp.dropout.output", "h_0"]
+    assert short(["internationalisation"], is_tokens=True) == ["internationalisat…"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_texts_are_shortened_to_different_labels(seed: int) -> None:
+    dice = random.Random(seed)
+    parts = ["h_0", "h_1", "attn", "a_long_name_of_a_module", "x", "…"]
+    texts = [".".join(dice.choices(parts, k=dice.randint(1, 12))) for _ in range(60)]
+    found = dict(zip(texts, short(texts), strict=True))
+    assert len(set(found.values())) == len(found)
+    assert all(found[text] == text for text in found if len(text) <= 32)
+
+
+def test_labels_of_paths_are_what_differs() -> None:
+    assert path_labels(["a.b", "a.c", "d.e"]) == (("a.b", "a.c", "d.e"), None)
+    assert path_labels(["a.b"] * 2) == (("a.b", "a.b"), None)
+    assert path_labels(["a.b.x", "a.c|x"]) == (("b", "c"), "a.*.x")
+    assert are_paths(["a.b", "a.c", "a.d", "a.e", "getitem"])
+    for texts in (["a.b", "getitem"], ["a.b", "a.c", "a.d", "a.e", "see e.g. this"], ["", "a.b", "a.c", "a.d", "a.e"]):
+        assert not are_paths(texts)
