@@ -20,7 +20,6 @@ from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.checks.model_state import RandomState, copied, preserved
-from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.components import find
 from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError, add_note
@@ -144,7 +143,7 @@ class PatchableGraph(_LikeItsModel):
 
             root_frame = with_whole_records(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
-        if (sharding := sharding_of(root_frame)) is not None:
+        if (sharding := self._captured.sharding) is not None:
             self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)
             self._captured.renew()
         if options.postprocessing_function is not None:
@@ -413,7 +412,7 @@ class PatchableGraph(_LikeItsModel):
 
     def _refuse_elsewhere(self) -> None:
         """Raises an error if the graphs here do not cover the whole model."""
-        if sharding_of(self._captured.root) is not None:
+        if self._captured.sharding is not None:
             raise GraphError(
                 "the graphs of a model that is sharded over processes do not run, and are not saved or copied: make "
                 "the PatchableGraph of the model in one process (on the meta device, say)"
@@ -903,9 +902,9 @@ class PatchableGraph(_LikeItsModel):
             with context if model.permanent else context.quiet():
                 return self._call(function, args, kwargs)
         model.check_weights()
-        if (sharding := sharding_of(model.root)) is not None:
+        if model.sharding is not None:
             entries = () if context is None else context.plan.entries
-            sharding.check_call(function, (*args, *kwargs.values()), entries)
+            model.sharding.check_call(function, (*args, *kwargs.values()), entries)
         return function(*args, **kwargs) if context is None else context.call(function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from graphpatch_notebook.execution.apply import apply_to_rows
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext, active_patches, innermost
 from graphpatch_notebook.execution.patch_map import check_call, target_of_call
-from graphpatch_notebook.execution.plan import FUSED_MODULES, Entry
+from graphpatch_notebook.execution.plan import FUSED_MODULES, Entry, is_part_of_splice
 from graphpatch_notebook.execution.positions import (
     DECODER_TOKENS,
     Restriction,
@@ -31,7 +31,6 @@ from graphpatch_notebook.execution.positions import (
 )
 from graphpatch_notebook.execution.recording import Recording, record, results_of
 from graphpatch_notebook.execution.run import FrameWatch, frames_seen
-from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.execution.stand_in import (
     GENERATION_CONFIG,
     copied_config,

@@ -13,8 +13,9 @@ from torch.nn import Module
 from graphpatch_notebook.capture import parameter_without_values
 from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.errors import GraphError, UnknownPathError
-from graphpatch_notebook.execution.patch_map import check_joined, entries_of, targets_of
+from graphpatch_notebook.execution.patch_map import entries_of, refuse_unjoined, targets_of
 from graphpatch_notebook.execution.plan import Callers, Entry, Plan
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
 from graphpatch_notebook.graphs.build import connect_records
@@ -42,6 +43,7 @@ class CapturedModel:
         self.module = module
         self.root = root
         self.options = options
+        self.sharding = sharding_of(root)  # `None` if each process runs all of the model
         self.examples = examples  # the example inputs; `None` if there were none, as for a loaded graph
         self.drawn = drawn  # the names of the random generators that the capture drew from; `None` if that is unknown
         # The paths of frames without a graph in the file it was loaded from, with the reasons.
@@ -64,7 +66,8 @@ class CapturedModel:
         if patch_map is not None:
             plan = self.plan(self.entries_of(patch_map))
             before = self.permanent_plan
-            check_joined((plan if before is None else before.with_more(plan.entries)).unjoined)
+            if (together := plan if before is None else before.with_more(plan.entries)).unjoined:
+                refuse_unjoined(together)
             listed = {path: [p] if isinstance(p, Patch) else list(p) for path, p in patch_map.items()}
             result.permanent, result._derived = (*self.permanent, listed), None
         return result
@@ -132,7 +135,7 @@ class CapturedModel:
     def entries_of(self, patch_map: Any) -> list[Entry]:
         """Returns the patches of a patch map with their targets: see `patch_map.entries_of`."""
         derived = self._current()
-        return entries_of(derived.nodes, patch_map, derived.targets)
+        return entries_of(derived.nodes, patch_map, derived.targets, self.sharding)
 
     def paths_of(self, text: str) -> list[str]:
         """Returns the paths, or names of components, of the targets of a text: see `targets_of`."""

@@ -25,7 +25,7 @@ from graphpatch_notebook.errors import (
     PatchNotFiredError,
 )
 from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.patch_map import check_joined, refuse_with_cache
+from graphpatch_notebook.execution.patch_map import refuse_unjoined, refuse_with_cache
 from graphpatch_notebook.execution.plan import Entry, Plan
 from graphpatch_notebook.execution.run import Run
 from graphpatch_notebook.execution.stand_in import original_of
@@ -123,9 +123,12 @@ class PatchContext:
         before = self.captured.permanent_plan if outer is None else outer.plan
         self.origin, self.own = origin, own.entries
         self.plan = own if before is None else before.with_more(own.entries)
-        check_joined(self.plan.unjoined)
+        if self.plan.unjoined:
+            refuse_unjoined(self.plan)
         self.is_over = False
-        self.step_count = StepCount() if outer is None else outer.step_count
+        self.step_count = None if outer is None else outer.step_count
+        if self.step_count is None and self.plan.restricted:
+            self.step_count = StepCount()
         after_calls = () if self.after_call is None else (self.after_call,)
         if outer is not None:
             self.is_strict |= outer.is_strict
@@ -180,6 +183,7 @@ class PatchContext:
             refuse_with_cache(plan, function, args, kwargs)
         steps = None
         if plan.restricted:
+            assert self.step_count is not None
             steps = GenerationSteps(
                 plan.root.frame, plan.restricted, self.step_count, is_direct, is_outside=self._is_of_one_call
             )
@@ -238,7 +242,7 @@ class PatchContext:
         if not (is_direct or run.reached or not self._is_of_one_call):
             unfired = []
         if run.steps is not None and (not is_direct or self._is_of_one_call):
-            unfired += self.step_count.take(self.plan.restricted)
+            unfired += run.steps.count.take(self.plan.restricted)
         self._report(unfired, "during this call")
 
     def _report_idle(self, *, is_by_user: bool) -> None:
@@ -251,7 +255,7 @@ class PatchContext:
         if self._direct is not None and not self.is_used and not self._after_calls:
             why = f"only the {type(self._direct).__name__} itself was called, without patches: call pg(...)"
             self._report([(entry, why) for entry in self.own], "in this context")
-        elif not self._is_of_one_call:  # else the next call may be the next step
+        elif self.step_count is not None and not self._is_of_one_call:  # else the next call may be the next step
             # Permanent patches are reported by blocks of the user, not by each cell of a sweep.
             is_outermost = is_by_user and innermost(self.captured) is None
             self._report(self.step_count.take(self.plan.entries if is_outermost else self.own), "in this context")

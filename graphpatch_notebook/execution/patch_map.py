@@ -13,13 +13,11 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.checks.dimensions import dimensions_of, shape_problem
-from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import GraphPatchError, PatchMapError, UnknownPathError
-from graphpatch_notebook.execution.plan import Entry, Plan
+from graphpatch_notebook.execution.plan import Entry, Plan, inside_splice
 from graphpatch_notebook.execution.positions import restriction_of
-from graphpatch_notebook.execution.splices import InsidePatch, inside_splice
 from graphpatch_notebook.execution.steps import CACHES, caches_of
 from graphpatch_notebook.inspection.aliases import answer_to_alias
 from graphpatch_notebook.inspection.node_map import NodeMap
@@ -33,10 +31,10 @@ _Meant: TypeAlias = "list[tuple[str, Sequence[Patch[Any]], list[Target]]]"
 """The keys of a patch map, with the patches and what the key means."""
 
 
-def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -> list[Entry]:
+def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]], sharding: Any) -> list[Entry]:
     """Returns the entries of a patch map, from paths, `NodePath`s or patterns to patches, or raises all that is wrong.
 
-    `known` are targets that were resolved before, by path: read and filled.
+    `known` are targets that were resolved before, by path: read and filled. `sharding` is `sharding_of` the model.
     """
     if type(patch_map) is not dict and not isinstance(patch_map, Mapping):
         raise PatchMapError(f"a patch map is a dict from paths to patches, not {type(patch_map).__name__}")
@@ -64,7 +62,7 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
         for target in targets:
             entries += _entries(root, target, patches, problems)
     entries += _sources_of(nodes, entries, problems)
-    if (sharding := sharding_of(root)) is not None:
+    if sharding is not None:
         entries = [_placed(sharding, entry, problems) for entry in entries]
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
@@ -75,10 +73,9 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
     return entries
 
 
-def check_joined(unjoined: Sequence[InsidePatch]) -> None:
-    """Raises an `UnknownPathError` for patches on parts of splices that were not joined with one."""
-    if unjoined:
-        raise UnknownPathError("\n".join(patch.problem_without for patch in unjoined))
+def refuse_unjoined(plan: Plan) -> None:
+    """Raises an `UnknownPathError` for the patches on parts of splices that are not among the patches."""
+    raise UnknownPathError("\n".join(patch.problem_without for patch in plan.unjoined))
 
 
 def targets_of(nodes: NodeMap, text: str, patches: Any = None) -> list[Target]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, TypeAlias
 
@@ -22,11 +22,11 @@ from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
 from graphpatch_notebook.errors import PatchMapError, PatchValueError
 from graphpatch_notebook.execution.positions import Restriction
-from graphpatch_notebook.execution.splices import InsidePatch, joined_with_splices
 from graphpatch_notebook.graphs import CompiledGraphModule
-from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.patches.slices import index_problem, selection_problem
+from graphpatch_notebook.patches.splices import SplicePatch, inside_of
 from graphpatch_notebook.torch_compat import takes_hooks
 from graphpatch_notebook.values import TensorSpec
 
@@ -343,3 +343,85 @@ class Callers:
             if self._has_fused:
                 waiting += [above for above in frame.frames_above() if isinstance(above.module, _FUSED)]
         return list(found.values())
+
+
+# -- patches on the parts of splices -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, kw_only=True)
+class InsidePatch(Patch[Any]):
+    """Patches on a part of a splice, until a plan joins them with the splice; `problem_without` is what is wrong else.
+
+    The splice may be in the same patch map, in a context around it, or permanent: it is not known when a path is read.
+    """
+
+    name: str
+    part: str
+    patches: Sequence[Patch[Any]]
+    problem_without: str
+
+    def op(self, original_output: Any) -> Any:
+        raise PatchValueError(self.problem_without)
+
+
+def inside_splice(
+    root: Frame, text: str, patches: Sequence[Patch[Any]], problem: str
+) -> tuple[Target, InsidePatch] | None:
+    """Returns the value with the splice, and the patches on a part of it, if `text` is the path of such a part.
+
+    `problem` is what is wrong with the path if there is no splice.
+    """
+    found = inside_of(text)
+    if found is None:
+        return None
+    path, name, part = found
+    try:
+        target = resolve(root, path)
+    except Unresolvable:
+        return None
+    hint = f"{problem}; a SplicePatch(sae, name={name!r}) on {path!r} would have it, and there is none"
+    return target, InsidePatch(name=name, part=part, patches=patches, problem_without=hint)
+
+
+def is_part_of_splice(root: Frame, text: str) -> bool:
+    """Whether a path can only be that of a part of a splice."""
+    try:
+        resolve(root, text)
+    except Unresolvable:
+        return inside_splice(root, text, (), "") is not None
+    return False
+
+
+def joined_with_splices(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Returns entries with the patches on parts of splices inside of these splices.
+
+    Two splices of one name on a value, and changes of an error that is not added, are a `PatchMapError`.
+    """
+    found = [entry for entry in entries if not isinstance(entry.patches[0], InsidePatch)]
+    if len(found) == len(entries):
+        return entries
+    for entry in entries:
+        inside, path = entry.patches[0], entry.target.path
+        if not isinstance(inside, InsidePatch):
+            continue
+        places = [
+            (number, place)
+            for number, other in enumerate(found)
+            if (other.target.path, other.target.spec) == (path, entry.target.spec)
+            for place, patch in enumerate(other.patches)
+            if isinstance(patch, SplicePatch) and patch.name == inside.name
+        ]
+        if len(places) > 1:
+            raise PatchMapError(f"{path!r} has {len(places)} splices named {inside.name!r}: give one name=")
+        for number, place in places:
+            patches: list[Any] = list(found[number].patches)
+            if inside.part == "error" and not patches[place].error and not all(p.observes_only for p in inside.patches):
+                raise PatchMapError(
+                    f"{path!r}: the splice {inside.name!r} has error=False, so its error is not part of the value and "
+                    "can only be probed: use SplicePatch(..., error=True)"
+                )
+            patches[place] = patches[place].with_inside(inside.part, inside.patches)
+            found[number] = replace(found[number], patches=tuple(patches))
+        if not places:
+            found.append(entry)
+    return found

@@ -16,8 +16,7 @@ from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import ExperimentError, GraphError, UnknownPathError
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext, innermost
-from graphpatch_notebook.execution.plan import part_of
-from graphpatch_notebook.execution.splices import is_part_of_splice
+from graphpatch_notebook.execution.plan import is_part_of_splice, part_of
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
