@@ -120,12 +120,12 @@ class RemoteGraph(PatchableGraph):
         context = innermost(self._captured)
         if context is not None:
             has_steps = any(patch.steps is not None for entry in context.plan.entries for patch in entry.patches)
-            if has_steps and context.has_runs:
+            if has_steps and context.is_used:
                 raise GraphError(
                     "patches with steps= count the calls of one block, and each call here is one of its own in the "
                     "engines: call generate(), or enter a block for each step"
                 )
-            context.has_runs = context.is_used = True
+            context.is_used = True
         patches = active_patches(self._captured)
         output, kept = self._there.run(
             _call_there,

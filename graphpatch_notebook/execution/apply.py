@@ -166,8 +166,10 @@ def _apply_patch_at(entry: Entry, indices: Indices, value: Tensor) -> Tensor:
             f"{target.text!r}: positions has {len(rows)} rows, but the value here, of shape {tuple(value.shape)}, has "
             f"{value.shape[row_dim]} in dimension {row_dim}; give positions for each row of the batch"
         )
-    if row_dim is None and rows[0] == list(range(value.shape[dim])):
-        return apply_patch(patch, target, value)
+    is_all = row_dim is None and rows[0] == list(range(value.shape[dim]))
+    if is_all and patch.observes_only:
+        apply_patch(patch, target, value)
+        return value
     shape = [1] * value.dim()
     if row_dim is not None:
         shape[row_dim] = len(rows)
@@ -179,7 +181,7 @@ def _apply_patch_at(entry: Entry, indices: Indices, value: Tensor) -> Tensor:
         for number, row in enumerate(rows):
             chosen[number, row] = True
         mask = _along(chosen.to(value.device), shape, dim, row_dim)
-        return value if patched is value else torch.where(mask, patched, value)
+        return patched if is_all or patched is value else torch.where(mask, patched, value)
     if len(set(map(len, rows))) > 1:
         raise PatchValueError(
             f"{target.text!r}: at this step, the rows have different numbers of the positions to read: {indices}"

@@ -116,6 +116,7 @@ class PatchContext:
 
     origin: PatchContext | None = None  # the context of which this is a block
     plan: Plan  # all patches that are active in it: the permanent ones, those of the blocks around it, then its own
+    step_count: StepCount | None
     _after_calls: tuple[Callable[[], None], ...] = ()  # what to call after each call, outer blocks first
 
     def _begin(self, origin: PatchContext, own: Plan) -> None:
@@ -129,11 +130,10 @@ class PatchContext:
         self.step_count = None if outer is None else outer.step_count
         if self.step_count is None and self.plan.restricted:
             self.step_count = StepCount()
-        after_calls = () if self.after_call is None else (self.after_call,)
-        if outer is not None:
-            self.is_strict |= outer.is_strict
-            after_calls = outer._after_calls + after_calls
-        self._after_calls = after_calls
+        self.is_strict |= outer is not None and outer.is_strict
+        self._after_calls = () if outer is None else outer._after_calls
+        if self.after_call is not None:
+            self._after_calls = (*self._after_calls, self.after_call)
         self.is_used = False  # whether the `PatchableGraph` was called in it, or in a block inside it
         self._direct: Module | None = None  # the module of the model that was called directly, without patches, first
         self._has_direct_with_gradients = False  # whether one was called directly while gradients were enabled

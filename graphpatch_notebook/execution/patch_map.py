@@ -27,7 +27,7 @@ from graphpatch_notebook.paths import format_path, is_pattern, nearest
 from graphpatch_notebook.values import ScalarSpec, TensorSpec, all_leaves, leaves
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
-_Meant: TypeAlias = "list[tuple[str, Sequence[Patch[Any]], list[Target]]]"
+_Meant: TypeAlias = "list[tuple[str, Sequence[Any], list[Target]]]"
 """The keys of a patch map, with the patches and what the key means."""
 
 
