@@ -98,15 +98,6 @@ def test_other_values_do_not_compile_again(model: Mlp, pg: PatchableGraph) -> No
         compiled(X)
 
 
-def test_numbers_at_lists_of_indices(model: Mlp, pg: PatchableGraph) -> None:
-    replace = ReplacePatch(value=0.1, slice=(slice(None), [0, 2]))
-    compiled = pg.compile({"output": replace}, X, backend="eager")
-    for replace.value in (0.1, 3, -1.5):
-        expected = by_hand(model, X)
-        expected[:, [0, 2]] = replace.value
-        assert torch.equal(compiled(X), expected)
-
-
 @pytest.mark.parametrize(
     ("field", "given", "kind", "message"),
     [
@@ -129,18 +120,6 @@ def test_fields_that_are_not_valid_any_more(
         compiled(X)
     with pytest.raises(kind), pg.patch({"hidden": add}):
         pg(X)
-
-
-def test_too_many_slices_are_named(model: Mlp, pg: PatchableGraph) -> None:
-    add = AddPatch(value=1.0)
-    compiled = pg.compile({"hidden": add}, X, backend="eager")
-
-    def call(number: int) -> None:
-        add.slice = (number // 4 % 2, number % 4) if number < 8 else slice(None, None, number)
-        compiled(X)
-
-    with pytest.raises(GraphError, match="one for each slice of a patch"):
-        list(map(call, range(64)))
 
 
 @pytest.mark.slow
@@ -207,14 +186,6 @@ def test_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(kind, match=message):
         pg.compile(patches, X)
-
-
-def test_numbers_of_the_model_are_refused() -> None:
-    pg = PatchableGraph(Counting(), X)
-    with pytest.raises(GraphError, match="'size_count': the value is int.*, which compiled code holds as a constant"):
-        pg.compile({"size_count": ReplacePatch(value=2)}, X)
-    with pytest.raises(GraphError, match="to_fx"):  # inputs of another size than the graph is for
-        PatchableGraph(Mlp(), X).compile({"hidden": ZeroPatch()}, X[:1])
 
 
 @pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")

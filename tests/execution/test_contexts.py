@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
-    GraphPatchWarning,
     Patch,
     PatchableGraph,
     ProbePatch,
@@ -27,8 +26,6 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.errors import GraphPatchError
-from tests.experiments.hooked import GPT2_OUTPUT
-from tests.zoo import case_by_name
 
 X = torch.linspace(-1, 1, 6).view(2, 3)
 
@@ -100,34 +97,6 @@ def test_after_call_runs_for_inner_contexts_outer_first(pg: PatchableGraph) -> N
     assert told == ["outer", "inner", "outer"]
 
 
-def test_after_call_runs_once_for_a_generation() -> None:
-    case = case_by_name("gpt2-eager")
-    call = case.example()
-    pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
-    told: list[int] = []
-    context = pg.patch({f"transformer.h_0.{GPT2_OUTPUT}": ZeroPatch()})
-    context.after_call = lambda: told.append(1)
-    ids = torch.tensor([[5, 6, 7]])
-    with context:
-        pg.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert told == [1]
-
-
-def test_after_call_is_not_called_for_a_call_inside_a_call(pg: PatchableGraph) -> None:
-    told: list[int] = []
-    context = pg.patch({"first.output": ZeroPatch()})
-    context.after_call = lambda: told.append(1)
-
-    def call_again() -> None:
-        pg._module.between = None
-        pg(X)
-
-    with context:
-        pg._module.between = call_again
-        pg(X)
-    assert told == [1]
-
-
 # -- contexts that were left -------------------------------------------------------------------------------------------
 
 
@@ -149,39 +118,6 @@ def test_a_task_started_in_the_block_runs_unpatched_after_it(pg: PatchableGraph)
 
     in_block, after = asyncio.run(cell())
     assert torch.equal(in_block, expected)
-    assert torch.equal(after, plain)
-
-
-@pytest.mark.parametrize("is_inner", [False, True])
-def test_a_copied_context_sees_only_the_blocks_that_are_open(pg: PatchableGraph, is_inner: bool) -> None:
-    expected, plain = expected_with_patches(pg), pg._module(X)
-    inner = pg.patch({"mul": ZeroPatch()} if is_inner else {})
-    with pg.patch(PATCHES):
-        with inner:
-            copied = contextvars.copy_context()
-        assert torch.equal(copied.run(pg, X), expected)
-    assert torch.equal(copied.run(pg, X), plain)
-    # A block entered over there counts from nothing.
-    assert torch.equal(copied.run(expected_with_patches, pg), expected)
-    with pg.patch({"mul": ZeroPatch()}):
-        assert torch.equal(copied.run(pg, X), plain)
-    assert not pg._module._forward_hooks
-    assert "forward" not in pg._module.__dict__
-
-
-def test_the_same_context_object_entered_again_in_a_task_of_the_first_time(pg: PatchableGraph) -> None:
-    expected, plain = expected_with_patches(pg), pg._module(X)
-    context = pg.patch(PATCHES)
-    with context:
-        copied = contextvars.copy_context()
-
-    def again() -> tuple[Tensor, Tensor]:
-        with context:
-            inside = pg(X)
-        return inside, pg(X)
-
-    inside, after = copied.run(again)
-    assert torch.equal(inside, expected)
     assert torch.equal(after, plain)
 
 
@@ -310,41 +246,3 @@ def _in_order(*functions: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor
         return value
 
     return run
-
-
-def test_a_call_of_the_model_by_a_patch_is_not_a_step() -> None:
-    model, ids = case_by_name("gpt2-eager").build().eval(), torch.arange(6)[None]
-    pg = PatchableGraph(model, ids)
-    calls: list[int] = []
-
-    def logits(value: Tensor) -> Tensor:
-        calls.append(len(model(ids).logits))
-        return value
-
-    steps = [ProbePatch(steps=number) for number in range(3)]
-    with pg.patch({"output|logits": [CustomPatch(logits), *steps]}, strict=True):
-        pg.generate(ids, max_new_tokens=3, do_sample=False)
-    assert len(calls) == 3
-    assert [probe.activation.shape[1] for probe in steps] == [1, 1, 1]
-
-
-class ThroughPatch(Patch[Tensor]):
-    """Replaces a call of a module by a call of a module inside of it."""
-
-    replaces_call = True
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def op(self, original_output: Tensor) -> Tensor:
-        return self.module(original_output)
-
-
-def test_a_module_that_replaces_a_call_is_not_patched() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
-    pg, inner = PatchableGraph(model, X), model.get_submodule("1.0")
-    patches = {"sub_1.sub_0.output": AddPatch(5.0), "sub_1": ThroughPatch(inner)}
-    with pg.patch(patches), pytest.warns(GraphPatchWarning, match="sub_1.sub_0.output"):
-        found = pg(X)
-    assert torch.equal(found, inner(model[0](X)))

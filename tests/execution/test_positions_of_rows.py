@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,10 +18,8 @@ from graphpatch_notebook import (
     ProbePatch,
     RecordPatch,
     ZeroPatch,
-    load_patches,
-    save_patches,
 )
-from graphpatch_notebook.experiments import LogitDifference, Noise, causal_trace
+from graphpatch_notebook.experiments import LogitDifference
 from graphpatch_notebook.patchable_graph import captured
 from tests.tiny_models import gpt2
 from tests.zoo import CASES
@@ -151,49 +147,6 @@ def test_sweeps_are_loops(pg: PatchableGraph, batch: object) -> None:
         with pg.patch(patches(path, column)), torch.no_grad():
             alone = metric(pg(INPUTS)).item()
         assert swept.sel(path=path, column=column).item() == pytest.approx(alone, rel=1e-4, abs=1e-5)
-
-
-def test_causal_trace_restores_another_position_in_each_row(pg: PatchableGraph) -> None:
-    other = INPUTS.flip(0)
-    columns = [[0, -4], [4, 5], [2, 6]]
-    metric = LogitDifference(3, 4, position=ENDS)
-    paths = [MLP, "transformer.h_1.mlp.output"]
-    traced = causal_trace(pg, INPUTS, other, paths, columns, metric, progress=False)
-    assert traced.dims == ("path", "position")
-    with torch.no_grad():
-        for number, column in itertools.product(range(2), range(2)):
-            clean = pg.record(paths[number], INPUTS)[paths[number]]
-            with layer(pg, number).register_forward_hook(restoring(clean, [row[column] for row in columns])):
-                expected = metric(captured(pg).module(other)).item()
-            assert traced[number, column].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def restoring(clean: Tensor, positions: list[int]) -> Callable[..., Tensor]:
-    def restore(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        output = output.clone()
-        for row, position in enumerate(positions):
-            output[row, position] = clean[row, position]
-        return output
-
-    return restore
-
-
-def test_noise_is_added_at_the_positions_of_each_row(pg: PatchableGraph) -> None:
-    embedding = "transformer.wte.output"
-    noise = Noise(embedding, positions=[[0], [4], [2]], samples=1)
-    metric = LogitDifference(3, 4)
-    traced = causal_trace(pg, INPUTS, noise, [embedding], [[0], [4], [2]], metric, progress=False)
-    with torch.no_grad():
-        clean = metric(pg(INPUTS)).item()
-    assert traced.item() == pytest.approx(clean, rel=1e-5)
-    assert traced.attrs["corrupted"] != pytest.approx(clean, rel=1e-3)
-
-
-def test_they_are_saved_and_loaded() -> None:
-    file = io.BytesIO()
-    save_patches(file, {MLP: ZeroPatch(positions=BY_ROW["tensor"])})
-    file.seek(0)
-    assert load_patches(file)[MLP].positions == ((3,), (5,), (2,))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from graphpatch_notebook import (
     CustomPatch,
     ExtractionOptions,
     GraphPatchWarning,
-    MultiplyInvokedModule,
     PatchableGraph,
     RecordPatch,
     ZeroPatch,
@@ -98,12 +96,6 @@ class Recursive(nn.Module):
         return x if depth == 0 else self(x, depth - 1) - self(x + 1, depth - 1)
 
 
-class RecursiveForward(Recursive):
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        x = self.linear(x)
-        return x if depth == 0 else self.forward(x, depth - 1) - self.forward(x + 1, depth - 1)
-
-
 class Mutual(nn.Module):
     """Calls another one that calls it; both know each other by plain lists."""
 
@@ -147,11 +139,6 @@ class Shared(nn.Module):
         return self.own(x) - second
 
 
-class Directly(Twice):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return (self.linear.forward(x), self.linear(x) - self.linear.forward(x + 1))
-
-
 class Retries(nn.Module):
     """A call that raises, and whose error is handled, is a call like any other."""
 
@@ -173,12 +160,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "loop": Loop,
     "containers": Containers,
     "recursive": Recursive,
-    "recursive-forward": RecursiveForward,
     "recursive-within": lambda: Within(Recursive),
     "mutual": mutual,
     "mutual-within": lambda: Within(mutual),
     "shared": Shared,
-    "directly": Directly,
     "retries": Retries,
     "one-after-the-other": lambda: nn.Sequential(*[nn.Linear(3, 3)] * 3),
     "within-within": lambda: Within(lambda: Within(Twice)),
@@ -334,39 +319,7 @@ def test_the_names() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("option", ["graphs", "opaque", "opaque-parents"])
-def test_the_graph_modules(option: str) -> None:
-    pg = captured("containers", option)
-    for holder in (pg._graph_module.module_dict.bar.baz, pg._graph_module.module_list[0]):
-        assert isinstance(holder, MultiplyInvokedModule)
-        assert len(holder) == 2
-    assert pg._graph_module.module_dict.bar.baz[1].path == "module_dict_bar_baz_1"
-
-
 # -- loops -------------------------------------------------------------------------------------------------------------
-
-
-def by_loop(steps: int, model: Loop, x: Tensor = X) -> list[Tensor]:
-    """The states of each step, computed by hand."""
-    states, state = [], torch.zeros(2, 3)
-    for _ in range(steps):
-        state = torch.tanh(model.cell.linear(x) + state) * 2
-        states.append(state)
-    return states
-
-
-@pytest.mark.parametrize("option", ["graphs", "opaque", "opaque-parents"])
-def test_one_record_patch_records_a_loop_in_order(option: str) -> None:
-    model = Loop()
-    pg = PatchableGraph(model, options(option, model), X, steps=10)
-    record = RecordPatch()
-    outputs = [path for path in pg.nodes if re.fullmatch(r"cell_\d+\.output", path)]
-    assert outputs == [f"cell_{i}.output" for i in range(10)]
-    with pg.patch(dict.fromkeys(outputs, record)):
-        pg(X, steps=10)
-        assert same(tuple(record.activations), tuple(by_loop(10, model)))
-        pg(X + 1, steps=10)
-    assert same(tuple(record.activations), tuple(by_loop(10, model) + by_loop(10, model, X + 1)))
 
 
 @pytest.fixture
@@ -396,15 +349,6 @@ def test_more_calls_than_the_example_had(loop: PatchableGraph, steps: int) -> No
         assert torch.equal(loop(X, steps=steps), edited(loop, {0, 1, 2}, steps))
     assert len(told) == 1
     assert told[0].filename == __file__  # the line of the loop
-
-
-def test_a_module_called_once_and_now_again(loop: PatchableGraph) -> None:
-    once = PatchableGraph(loop._module, X, steps=1)
-    with (
-        once.patch({"cell.output": AddPatch(1.0)}),
-        pytest.warns(GraphPatchWarning, match="repeated call] 'cell': this Cell was called once"),
-    ):
-        assert torch.equal(once(X, steps=2), edited(loop, {0}, 2))
 
 
 class Scan(nn.Module):
@@ -453,73 +397,3 @@ def test_a_module_that_a_method_calls_itself() -> None:
         warnings.simplefilter("error")
         assert torch.equal(once.advance(X, 3), expected)
         assert torch.equal(once.advance(X, 3), expected)
-
-
-class Beside(nn.Module):
-    """A module that is called once, in a frame where another one is called that is called elsewhere, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(3, 3)
-        self.child = nn.Sequential(nn.Tanh(), self.shared)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child(self.shared(x))
-
-
-def test_a_module_that_is_called_with_a_shared_one_is_patched() -> None:
-    model = Beside()
-    pg = PatchableGraph(model, X)
-    seen = RecordPatch()
-
-    with pg.patch(
-        {"child.sub_0.output": [AddPatch(value=1.0), seen], "shared.output": AddPatch(value=2.0)}, strict=True
-    ):
-        patched = pg(X)
-
-    tanh = torch.tanh(model.shared(X) + 2.0) + 1.0
-    assert torch.equal(seen.activations[0], tanh)
-    assert torch.equal(patched, model.shared(tanh))
-
-
-def _several(x: Tensor, times: int) -> list[Tensor]:
-    return [torch.tanh(x) for _ in range(times)]
-
-
-class InOneForward(nn.Module):
-    """Repeats an operation in the ways that Python has."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = way
-
-    def forward(self, x: Tensor, times: int = 1) -> Tensor:
-        if self.way == "for":
-            found = []
-            for _ in range(times):
-                y = torch.tanh(x)
-                found.append(y)
-        elif self.way == "while":
-            found = []
-            while len(found) < times:
-                y = torch.tanh(x)
-                found.append(y)
-        elif self.way == "comprehension":
-            found = [torch.tanh(x) for _ in range(times)]
-        elif self.way == "generator":
-            found = list(torch.tanh(x) for _ in range(times))  # noqa: C400
-        elif self.way == "map":
-            found = list(map(lambda _: torch.tanh(x), range(times)))  # noqa: C417  # the loop is in C
-        else:
-            found = _several(x, times)
-        return torch.stack(found).sum(0) + 1
-
-
-@pytest.mark.parametrize("way", ["for", "while", "comprehension", "generator", "map", "function"])
-def test_repetitions_are_reported_after_the_last_patched_operation_of_a_forward(way):
-    pg = PatchableGraph(InOneForward(way), X)
-    (path,) = [path for path, node in pg.nodes.items() if node.op == "tanh"]
-    with pg.patch({path: ZeroPatch()}):
-        assert torch.equal(pg(X), torch.ones(2, 3))
-        with pytest.warns(GraphPatchWarning, match="more often in this run"):
-            assert torch.equal(pg(X, times=2), torch.tanh(X) + 1)

@@ -112,21 +112,6 @@ def test_other_sizes_of_the_inputs_are_fine_everywhere(case: Case) -> None:
             variants[name].run(pg)
 
 
-def test_what_comes_out_of_vmap_follows_the_inputs() -> None:
-    """Nothing of it is seen while it is computed: older transformers make their masks like that."""
-
-    class Masked(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            places = torch.arange(x.shape[0])
-            is_before = torch.vmap(torch.vmap(lambda a, b: a <= b, in_dims=(None, 0)), in_dims=(0, None))
-            mask = is_before(places, places)[None]
-            return mask.expand(2, -1, -1) * x.sum()
-
-    pg = PatchableGraph(Masked(), torch.ones(5, 3))
-    with pg.patch({path: CustomPatch(lambda value: value) for path, node in pg.nodes.items() if node.kind == "op"}):
-        assert pg(torch.ones(8, 3)).shape == (2, 8, 8)
-
-
 @pytest.mark.parametrize(
     ("hidden", "heads", "shared"),
     [

@@ -188,18 +188,6 @@ def test_what_is_read_is_the_value_after_all_patches_also_of_inner_contexts(gpt2
     assert torch.equal(probe.activation, gpt2.run_until(source, TOKENS) + 1.0)
 
 
-def test_one_row_reads_another_of_the_same_node(gpt2: PatchableGraph) -> None:
-    with gpt2.patch({"transformer.h_1.output": FromPatch("transformer.h_1.output", rows=[0, 0])}):
-        logits = gpt2(TOKENS).logits
-    torch.testing.assert_close(logits[0], logits[1])
-    assert not torch.allclose(gpt2(TOKENS).logits[0], gpt2(TOKENS).logits[1])
-    with (
-        gpt2.patch({"transformer.h_1.output": FromPatch("transformer.h_1.output", rows=[0, 2])}),
-        pytest.raises(PatchValueError, match=r"has 2 rows"),
-    ):
-        gpt2(TOKENS)
-
-
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -237,28 +225,3 @@ def test_a_source_that_does_not_run_is_an_error_and_no_older_value() -> None:
         assert torch.equal(pg(torch.ones(3, 3)), torch.full((3, 3), 2.0))
     with pytest.raises((PatchMapError, PatchValueError)):
         pg.patch({"b.output": SkipPatch(torch.ones(3))}).__enter__()
-
-
-def test_a_transform_cannot_write_into_the_source(gpt2: PatchableGraph) -> None:
-    source = "transformer.h_0.mlp.output"
-    for rows in (None, [0, 1]):
-        with torch.no_grad(), gpt2.patch({MLP: FromPatch(source, lambda value: value.mul_(2), rows=rows)}):
-            found = gpt2(TOKENS).logits
-        with torch.no_grad(), gpt2.patch({MLP: FromPatch(source, lambda value: value * 2)}):
-            assert torch.equal(found, gpt2(TOKENS).logits)
-
-
-@pytest.mark.parametrize(
-    ("positions", "why"),
-    [
-        ([4], r"its positions \(4\) were not reached: the last call had 0 to 3"),
-        ([3, 9], r"at positions 9 \(of 3, 9\)"),
-    ],
-)
-def test_positions_that_a_reading_patch_did_not_reach_are_reported(
-    gpt2: PatchableGraph, positions: list[int], why: str
-) -> None:
-    patch = FromPatch("transformer.h_0.mlp.output", positions=positions)
-    with pytest.warns(GraphPatchWarning, match=why) as caught, gpt2.patch({MLP: patch}):
-        gpt2(TOKENS)
-    assert len(caught) == 1

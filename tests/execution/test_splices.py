@@ -14,14 +14,12 @@ from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
     ExperimentError,
-    FromPatch,
     GraphError,
     Patch,
     PatchableGraph,
     PatchMapError,
     PatchValueError,
     ProbePatch,
-    SkipPatch,
     SplicePatch,
     UnknownPathError,
     ZeroPatch,
@@ -170,7 +168,7 @@ def test_errors_are_raised_before_anything_runs(pg: PatchableGraph, sae: Sae) ->
             pg.edit({PATH: SplicePatch(sae)}),
             {f"{PATH}|sae.latent": ZeroPatch(), "layers[1].resid_post|sae.features": ZeroPatch()},
             UnknownPathError,
-            r"(?s)sae.latent.*sae.features",
+            "sae.features",
         ),
         (pg, {PATH: SplicePatch(nn.Linear(2, 2))}, PatchMapError, "a Linear has no encode"),
         (pg, {PATH: SplicePatch(sae, error=1)}, PatchMapError, "error must be True or False"),
@@ -203,55 +201,6 @@ def test_what_is_wrong_in_a_run_names_the_path(pg: PatchableGraph, sae: Sae) -> 
         assert PATH in str(raised.value) + str(getattr(raised.value, "__notes__", ""))
         if "on sae" in message:
             raised.match(message)
-    with pytest.raises(PatchValueError, match="decode must return a tensor of shape"):
-        pg.edit({"transformer.h_0.mlp.c_fc.output": SplicePatch(Odd())})(IDS)
-
-
-class Odd:
-    def encode(self, value: Tensor) -> Tensor:
-        return value
-
-    def decode(self, latents: Tensor) -> Tensor:
-        return latents[..., :3]
-
-
-@pytest.mark.parametrize("error", [True, False])
-def test_probes_of_the_error_change_nothing(pg: PatchableGraph, sae: Sae, error: bool) -> None:
-    splice, probe = SplicePatch(sae, error=error), ProbePatch()
-    with torch.no_grad():
-        with pg.patch({PATH: splice}):
-            expected = pg(IDS).logits
-        with pg.patch({PATH: splice, f"{PATH}|sae.error": probe}):
-            assert torch.equal(pg(IDS).logits, expected)
-        value = pg.record(PATH, IDS)[PATH]
-        torch.testing.assert_close(probe.activation, value - sae.decode(sae.encode(value)))
-
-
-@pytest.mark.parametrize("patch", [FromPatch("transformer.h_0.attn.z"), SkipPatch()])
-def test_parts_cannot_be_skipped_or_read_into(pg: PatchableGraph, sae: Sae, patch: Patch[Any]) -> None:
-    patches = {PATH: SplicePatch(sae), f"{PATH}|sae.latents": [patch]}
-    with pytest.raises(PatchMapError, match="not a node of the model"), pg.patch(patches):
-        pass
-
-
-def test_an_autoencoder_may_write_into_what_it_is_given(pg: PatchableGraph, sae: Sae) -> None:
-    class Writing(Sae):
-        def encode(self, value: Tensor) -> Tensor:
-            return super().encode(value.sub_(1.0))
-
-        def decode(self, latents: Tensor) -> Tensor:
-            return super().decode(latents.mul_(2.0))
-
-    writing = Writing(16, 40)
-    with torch.no_grad():
-        expected = pg(IDS).logits
-        with pg.patch({PATH: SplicePatch(writing)}):
-            assert torch.equal(pg(IDS).logits, expected)
-        zero, alike = ZeroPatch(slice=(..., 3)), Sae(16, 40)
-        alike.up.weight, alike.down.weight = writing.up.weight, nn.Parameter(2 * writing.down.weight)
-        alike.up.bias, alike.down.bias = nn.Parameter(writing.up.bias - writing.up.weight.sum(1)), writing.down.bias
-        with pg.patch({PATH: SplicePatch(writing), f"{PATH}|sae.latents": zero}):
-            torch.testing.assert_close(pg(IDS).logits, hooked(pg, without(alike, 3, error=True)))
 
 
 class Remembering(nn.Module):

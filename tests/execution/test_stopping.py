@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
     ExperimentError,
-    GraphError,
-    GraphPatchError,
     GraphPatchWarning,
     PatchableGraph,
     PatchMapError,
@@ -123,10 +120,6 @@ def test_recording_is_what_hooks_keep_and_calls_what_they_call(case: Case) -> No
         assert capture.difference(expected[path], found) is None
     assert same_state(capture.model, before) is None
     assert bit_equal(run(capture.reference, case.example()), run(capture.pg, case.example())) is None
-
-
-class Interrupted(BaseException):
-    """Stands for `KeyboardInterrupt`, which pytest would take for its own."""
 
 
 TOKENS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
@@ -325,83 +318,3 @@ def test_patches_behind_the_stop_are_reported(gpt2: PatchableGraph) -> None:
     behind = {"transformer.h_1.output": StopPatch(), "transformer.h_2.output": ZeroPatch()}
     with gpt2.patch(behind), pytest.warns(GraphPatchWarning, match=r"h_2\.output': the run was stopped before it"):
         gpt2(TOKENS)
-
-
-def test_the_end_of_a_generation(gpt2: PatchableGraph) -> None:
-    path = "transformer.h_1.output"
-    first = gpt2.run_until(path, TOKENS)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with gpt2.patch({path: StopPatch()}):
-            assert torch.equal(gpt2.generate(TOKENS, max_new_tokens=3), first)
-        calls = []
-        counted = gpt2.transformer.register_forward_pre_hook(lambda *_: calls.append(1))
-        with counted, gpt2.patch({path: StopPatch(steps=2)}):
-            assert gpt2.generate(TOKENS, max_new_tokens=8, do_sample=False).shape == (2, 1, 8)
-    assert len(calls) == 3
-
-
-def test_stops_that_are_refused(gpt2: PatchableGraph) -> None:
-    with pytest.raises(PatchMapError, match="a run ends at a node, not at a position"):
-        gpt2.patch({"transformer.h_1.output": StopPatch(positions=1)}).__enter__()
-    with (
-        gpt2.patch({"transformer.h_1.output": StopPatch()}),
-        pytest.raises(GraphError, match="StopPatch changes the run"),
-    ):
-        gpt2.to_fx((TOKENS,))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(checkpoint(lambda y: self.inner(y).relu(), x, use_reentrant=False))
-
-
-def test_a_stop_inside_of_what_backward_recomputes_is_refused() -> None:
-    pg = PatchableGraph(Checkpointed(), X)
-    with pytest.raises(GraphPatchError, match="stopped inside of a model under activation checkpointing"):
-        pg.run_until("inner.output", X)
-    with torch.no_grad():
-        assert torch.equal(pg.run_until("inner.output", X), pg.inner(X))
-    value = pg.run_until("outer.output", X)
-    with pg.patch({"outer.output": StopPatch()}):
-        value = pg(X)
-        value.sum().backward()
-    assert pg.inner.weight.grad is not None
-
-
-def test_the_model_is_what_it_was_after_interrupts(gpt2: PatchableGraph) -> None:
-    def interrupt(*_: Any) -> None:
-        raise Interrupted
-
-    before = snapshot(gpt2.transformer)
-    for module in (gpt2.transformer.wte, gpt2.transformer.h[1].attn, gpt2.transformer.h[2].mlp):
-        with module.register_forward_hook(interrupt):
-            for call in (gpt2.record, gpt2.run_until):
-                with pytest.raises(Interrupted):
-                    call("transformer.h_2.output", TOKENS)
-    assert same_state(gpt2.transformer, before) is None
-    assert torch.equal(gpt2.record("transformer.h_2.output", TOKENS)["transformer.h_2.output"],
-                       gpt2.run_until("transformer.h_2.output", TOKENS))  # fmt: skip
-
-
-def test_a_model_that_handles_the_end_as_an_error_is_an_error() -> None:
-    class Handling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return self.inner(x)
-            except BaseException:
-                return torch.zeros_like(x)
-
-    x = torch.ones(1, 2)
-    pg = PatchableGraph(Handling(), x)
-    with pytest.raises(GraphPatchError, match="'inner.output', but the model handled that as an error"):
-        pg.run_until("inner.output", x)
-    assert torch.equal(pg.record("inner.output", x)["inner.output"], pg._module.inner(x))

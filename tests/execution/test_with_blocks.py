@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import nn
 
 from graphpatch_notebook import GraphPatchWarning, PatchableGraph, PatchNotFiredError, ZeroPatch
-from graphpatch_notebook.execution import innermost
-from graphpatch_notebook.patchable_graph import captured
 from tests.zoo.values import same_state, snapshot
 
 X = torch.ones(2, 3)
@@ -41,43 +35,12 @@ def test_a_context_that_is_never_entered_warns(pg: PatchableGraph) -> None:
         pg.patch(PATCHES, strict=True).quiet()
 
 
-def test_contexts_that_are_entered_do_not_warn(pg: PatchableGraph) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        context = pg.patch(PATCHES)
-        for _ in range(2):
-            with context:
-                pg(X)
-        del context
-        with pg.patch(PATCHES):
-            pg(X)
-        with ExitStack() as stack:
-            stack.enter_context(pg.patch(PATCHES))
-        pg.patch(PATCHES).__enter__()
-        with pytest.raises(KeyError):
-            pg.patch({"nowhere": ZeroPatch()}).__enter__()
-        gc.collect()
-    for left in [innermost(captured(pg))]:
-        assert left is not None
-        left.origin.__exit__(None, None, None)  # type: ignore[attr-defined]
-
-
 def test_a_context_says_whether_it_is_active(pg: PatchableGraph) -> None:
     context = pg.patch(PATCHES)
     assert "not active" in repr(context)
     with context:
         assert repr(context) == "<PatchContext, active>"
     assert "with pg.patch(...)" in repr(context)
-
-
-def test_nothing_warns_when_python_ends() -> None:
-    code = (
-        "import torch\nfrom graphpatch_notebook import PatchableGraph, ZeroPatch\n"
-        "pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))\n"
-        "kept = [pg.patch({'output': ZeroPatch()})]\nkept += [kept]"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
 
 
 # -- calls of the model itself -----------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from graphpatch_notebook.experiments import (
     causal_trace,
     map_batches,
     mean_values,
-    path_patch,
     record_to,
     ridge_probes,
 )
@@ -385,67 +384,3 @@ def test_errors_and_interrupts_leave_nothing(
             return 0
 
         subject.check(stopped)
-
-
-def test_a_saved_swin_still_runs(tmp_path: Path) -> None:
-    from transformers import SwinConfig, SwinForImageClassification
-
-    torch.manual_seed(0)
-    config = SwinConfig(
-        image_size=32, patch_size=4, num_channels=3, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4
-    )
-    model, x = SwinForImageClassification(config).eval(), torch.randn(1, 3, 32, 32)
-    pg = PatchableGraph(model, x)
-    expected, before = model(x).logits, state_of(model)
-    pg.save(tmp_path / "swin.safetensors")
-    assert_same(state_of(model), before)
-    assert torch.equal(model(x).logits, expected)
-
-
-def test_saving_does_not_scale_the_rows_of_an_embedding(tmp_path: Path) -> None:
-    """Runs at other sizes look up other rows."""
-    model = nn.Embedding(9, 6, max_norm=0.5)
-    pg = PatchableGraph(model, torch.tensor([[3, 4]]))
-    before = model.weight.detach().clone()
-    pg.save(tmp_path / "embedding.safetensors")
-    assert torch.equal(model.weight, before)
-    ids = torch.tensor([[0, 8, 3]])
-    assert torch.equal(PatchableGraph.load(tmp_path / "embedding.safetensors")(ids), model(ids))
-
-
-class Totals(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.total += 1
-        return x * self.total
-
-
-def test_gradients_do_not_see_what_an_interpreted_run_put_back() -> None:
-    pg = PatchableGraph(Totals(), torch.ones(3))
-    output = pg.interpreter().run(torch.ones(3, requires_grad=True))
-    assert torch.equal(output, torch.full((3,), 2.0))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.runs = nn.Linear(6, 6), nn.Linear(6, 6), [0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs[0] += 1
-        h = x + self.first(x)
-        return h + self.second(h)
-
-
-def test_path_patching_leaves_what_its_runs_leave() -> None:
-    model, x = Residual(), torch.randn(2, 6)
-    pg = PatchableGraph(model, x)
-    path_patch(
-        pg, "first.output", "second.input", (x,), (x + 1,), number, components=["first.output"], progress=False
-    )  # fmt: skip
-    assert model.runs == [5]  # the capture, a clean and a corrupted run, one with the sender, one with the receiver

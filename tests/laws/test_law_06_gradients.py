@@ -17,11 +17,9 @@ from graphpatch_notebook import (
     GraphPatchError,
     GraphPatchWarning,
     PatchableGraph,
-    PatchValueError,
     ProbePatch,
     RecordPatch,
     ReplacePatch,
-    ZeroPatch,
 )
 from tests.laws.captures import Capture, capture_of, raise_if_out_of_memory, run, some_cases
 from tests.laws.edits import Edit, boundary_edits, input_edits, returned_op_edits
@@ -236,45 +234,6 @@ def test_an_input_is_an_alias_in_any_form(path: str, take: Any, give: Any, kind:
     assert torch.equal(_gradient_of(value, output), stream.grad)
 
 
-def test_both_patch_and_probe_of_an_input() -> None:
-    """What the probe is shown after a patch is what the patch made; before it, what the patch is given."""
-    x, model = torch.ones(1, 3), Stream(lambda branch, x: branch(x), nn.Tanh())
-    pg = PatchableGraph(model, x)
-    before, after = ProbePatch(), ProbePatch()
-    with pg.patch({"branch.input": [before, ZeroPatch(slice=(..., 0)), after]}):
-        loss = pg(x).sum()
-    for probe in (before, after):
-        probe.activation.retain_grad()
-    loss.backward()
-    slope = 1 - after.activation.detach().tanh().square()
-    torch.testing.assert_close(after.activation.grad, slope)
-    torch.testing.assert_close(before.activation.grad, slope * torch.tensor([0.0, 1.0, 1.0]))
-
-
-def test_an_input_of_an_edited_graph_is_an_alias() -> None:
-    x = torch.ones(1, 3)
-    pg = PatchableGraph(Stream(lambda branch, x: branch(x), nn.Tanh()), x)
-    edited: Any = pg._graph_module.branch
-    output = next(node for node in edited.graph.nodes if node.op == "output")
-    with edited.graph.inserting_before(output):
-        output.args = (edited.graph.call_function(torch.mul, (output.args[0], 10.0)),)
-    edited.recompile()
-    probe = ProbePatch()
-    with pg.patch({"branch.input": probe}):
-        output = pg(x)
-    slope = 10 * (1 - probe.activation.detach().tanh().square())
-    torch.testing.assert_close(_gradient_of(probe.activation, output), slope)
-
-
-def test_an_input_of_a_plain_fx_module_is_an_alias() -> None:
-    x, probe = torch.ones(1, 3), ProbePatch()
-    pg = PatchableGraph(Stream(lambda branch, x: branch(x), nn.Tanh()), x)
-    with pg.patch({"branch.input": probe}):
-        output = pg.to_fx((x,))(x)
-    slope = 1 - probe.activation.detach().tanh().square()
-    torch.testing.assert_close(_gradient_of(probe.activation, output), slope)
-
-
 def test_one_tensor_given_as_several_inputs_stays_one() -> None:
     """A module may ask for that, as attention does: the gradient is that of all these inputs, and this is said."""
 
@@ -301,64 +260,6 @@ def test_one_tensor_given_as_several_inputs_stays_one() -> None:
         torch.testing.assert_close(gradient, stream.grad)
 
 
-def test_a_list_stays_the_callers() -> None:
-    """The module may write into it, which the caller sees: its tensor cannot be another one, and this is said."""
-
-    class Appends(nn.Module):
-        def forward(self, values: list[Tensor]) -> Tensor:
-            values.append(values[0] * 2)
-            return values[0] + values[1]
-
-    def give(branch: nn.Module, x: Tensor) -> Tensor:
-        values = [x]
-        return branch(values) + values[1]
-
-    x, model = torch.ones(1, 3), Stream(give, Appends())
-    pg = PatchableGraph(model, x)
-    with (
-        pytest.warns(GraphPatchWarning, match=r"in a list or dict"),
-        pg.patch({"branch.values|sub_0": ProbePatch()}),
-    ):
-        assert torch.equal(pg(x), model(x))
-
-
-@pytest.mark.parametrize("is_leaf", [False, True])
-def test_writing_into_a_probed_input_is_as_before(is_leaf: bool) -> None:
-    """It reaches the caller's tensor, also where capture did not see it; into a leaf torch allows no writing."""
-
-    class Writes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.shape[0] > 1:
-                x.mul_(3)
-            return x * 2
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Writes()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x if is_leaf else x.sin()
-            return self.inner(x) + x
-
-    pg, probe, runs = PatchableGraph(Outer(), torch.ones(1)), ProbePatch(), []
-    for runner in (pg, Outer()):
-        x = torch.ones(2, requires_grad=True)
-        with pg.patch({"inner.x": probe}):
-            try:
-                output = runner(x)
-                output.sum().backward()
-            except RuntimeError as error:
-                runs.append(["a leaf" in str(error)])
-            else:
-                runs.append([output.detach(), x.grad])
-    for found, expected in zip(*runs, strict=True):
-        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
-    if not is_leaf:
-        with pytest.raises(PatchValueError, match="was overwritten later"):
-            probe.activation  # noqa: B018
-
-
 def test_values_of_patches_are_learnt() -> None:
     """A steering vector: its gradient is that of the loss by the value that it replaces."""
     case = case_by_name("gpt2-eager")
@@ -372,19 +273,3 @@ def test_values_of_patches_are_learnt() -> None:
     assert steering.grad is not None
     assert steering.grad.abs().sum() > 0
     assert isinstance(capture.pg, PatchableGraph)
-
-
-def test_the_warning_of_a_missing_backward_names_the_users_line() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
-
-    x = torch.ones(1, 2, requires_grad=True)
-    pg = PatchableGraph(Checkpointed(), x)
-    with pytest.warns(GraphPatchWarning, match="checkpoint]") as shown, pg.patch({"linear.output": ZeroPatch()}):
-        pg(x)
-    assert [warning.filename for warning in shown] == [__file__]

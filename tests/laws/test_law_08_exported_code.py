@@ -338,16 +338,3 @@ def test_hostile_texts_are_refused_or_come_out_as_they_are(tmp_path: Path) -> No
     assert accepted >= 50
     assert refused <= WHY
     assert not (tmp_path / "canary").exists()
-
-
-def test_exporting_evaluates_nothing(tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-    touch = f"__import__('pathlib').Path({str(canary)!r}).touch()"
-    session = Session(graph("awkward-odd-child-names"), Origin("pg", touch, f"{touch}, {touch}"))
-    session.add(ChosenPatch("output", "add", value=touch))
-    session.add(ChosenPatch("output", "custom", value=f"lambda t: {touch}"))
-
-    for source in (export(session), export(session, wrap=True)):
-        compile(source, "<exported>", "exec")
-        assert touch in source
-    assert not canary.exists()

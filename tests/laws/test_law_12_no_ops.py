@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,6 @@ from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
     ExperimentError,
-    ExtractionOptions,
     FromPatch,
     GraphPatchError,
     Patch,
@@ -28,7 +26,6 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.inspection.node_map import NodeMeta
 from tests.laws.captures import (
     Capture,
@@ -318,48 +315,3 @@ def test_fields_of_patches_are_not_swallowed(name: str) -> None:
             pg.record("up.output", x, **{name: 1})
         with pytest.raises(ExperimentError, match=f"sweep has no {name}="):
             pg.sweep({"c": [0]}, lambda c: {"output": ZeroPatch()}, x, metric=torch.sum, **{name: 1})
-
-
-def test_scores_of_no_paths_are_refused() -> None:
-    model, x = Attention(), torch.ones(2, 3, 5)
-    pg = PatchableGraph(model, x)
-    with nothing_runs(model), pytest.raises(ExperimentError, match="paths is empty"):
-        attribute(pg, torch.sum, x, -x, paths=[])
-
-
-def test_options_are_not_swallowed() -> None:
-    model = Attention()
-    x = torch.ones(2, 3, 5)
-    right = "PatchableGraph(model, ExtractionOptions(skip_compilation=..., decompose=...), *inputs, mask=...)"
-    with nothing_runs(model), pytest.raises(TypeError, match=re.escape(right)):
-        PatchableGraph(model, x, skip_compilation=True, decompose=["gelu"], mask=None)
-    with nothing_runs(model), pytest.raises(TypeError, match=r"ExtractionOptions\(decompose=\.\.\.\), x=\.\.\.\)"):
-        PatchableGraph(model, x=x, decompose=["gelu"])
-    with nothing_runs(model), pytest.raises(TypeError, match="extraction_options takes ExtractionOptions"):
-        PatchableGraph(model, x, extraction_options={"decompose": ["gelu"]})
-    assert PatchableGraph(model, ExtractionOptions(skip_compilation=True), x, mask=None).nodes
-
-    with (
-        nothing_runs(model),
-        pytest.raises(TypeError, match=r"decompos given by .* ExtractionOptions\(decompose=\.\.\.\)"),
-    ):
-        PatchableGraph(model, x, decompos=["gelu"])
-    with nothing_runs(model), pytest.raises(TypeError, match="extraction_options takes ExtractionOptions"):
-        PatchableGraph(model, x, extraction_option={"decompose": ["gelu"]})
-
-    class Outer(nn.Module):
-        """Hands what it does not take itself on to a module in it."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Decomposing()
-
-        def forward(self, x: Tensor, **options: Any) -> Tensor:
-            return self.inner(x, **options)
-
-    class Decomposing(nn.Module):
-        def forward(self, x: Tensor, decompose: float = 1.0) -> Tensor:
-            return x * decompose
-
-    assert PatchableGraph(Decomposing(), x, decompose=2.0).nodes["decompose"].shape is None
-    assert PatchableGraph(Outer(), x, decompose=2.0).nodes["inner.decompose"].shape is None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -87,63 +86,6 @@ def test_nothing_is_left_of_a_graph_that_is_gone() -> None:
 def test_models_are_freed(case: Case) -> None:
     """Nothing that is kept for later captures (what code reads, what classes are) keeps a model."""
     assert _what_stays_of(case.build, case.example()) == []
-
-
-class _OwnMethod(nn.Module):
-    alive: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive.add(self)
-        self.linear, self.function = nn.Linear(4, 4), self.act
-
-    def act(self, x: Tensor) -> Tensor:
-        return x.relu()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.linear(x))
-
-
-def _with_own_forward() -> nn.Module:
-    model = _OwnMethod()
-    model.forward = lambda x: model.linear(x).relu()  # type: ignore[method-assign]
-    return model
-
-
-def _with_closure() -> nn.Module:
-    model = _OwnMethod()
-    model.function = lambda x: model.act(x)
-    return model
-
-
-def _with_default() -> nn.Module:
-    model, other = _OwnMethod(), _OwnMethod()
-
-    def scaled(x: Tensor, layer: nn.Module = other) -> Tensor:
-        return layer(x)
-
-    model.function = scaled  # type: ignore[assignment]
-    return model
-
-
-def _of_a_class_around_another() -> nn.Module:
-    inner = _OwnMethod()
-
-    class Around(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return inner(x)
-
-    return Around()
-
-
-@pytest.mark.parametrize(
-    "build",
-    [_OwnMethod, _with_own_forward, _with_closure, _with_default, _of_a_class_around_another],
-    ids=["own-method", "own-forward", "closure", "default", "class-around-another"],
-)
-def test_models_are_freed_that_their_own_functions_hold(build: Callable[[], nn.Module]) -> None:
-    assert _what_stays_of(build, Call((torch.ones(2, 4),), {})) == []
-    assert list(_OwnMethod.alive) == []
 
 
 def _what_stays_of(build: Callable[[], nn.Module], call: Call) -> list[str]:
