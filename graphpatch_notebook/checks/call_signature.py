@@ -39,9 +39,7 @@ class Aspect(enum.Enum):
 
     VALUE = "value"
     """The structure of the inputs, a plain value, or the number of dimensions of a tensor."""
-    CLASS = "class"
     DTYPE = "dtype"
-    DEVICE = "device"
     SIZE = "size"
     SPLIT = "split"
     """Two inputs were one tensor, and are two."""
@@ -68,9 +66,8 @@ class Difference:
         """What differs, for messages."""
         if self.aspect is Aspect.SIZE:
             return f"dimension {self.position} of {self.name!r}"
-        if self.aspect is Aspect.VALUE:
-            return f"the input {self.name!r}"
-        return f"the {self.aspect.value} of the input {self.name!r}" if self.name else f"the {self.aspect.value}"
+        what = "" if self.aspect is Aspect.VALUE else f"the {self.aspect.value}"
+        return " of ".join(filter(None, (what, f"the input {self.name!r}" * bool(self.name))))
 
     def __str__(self) -> str:
         if self.aspect is Aspect.SPLIT:
@@ -97,24 +94,16 @@ def _current_settings() -> dict[Aspect, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorForm:
-    """The properties of a tensor in a call besides its class and dtype."""
-
-    sizes: tuple[Dimension, ...]
-    device: torch.device
-
-
 @dataclass(frozen=True)
 class CallSignature:
     """The form of a call, without the numbers in its tensors.
 
     Attributes:
         inputs: The inputs by name: structure and plain values.
-        tensors: The other properties of each tensor in them, in order.
+        sizes: The sizes of each tensor in them, in order.
         same: For each tensor which of them, the first, is the same object.
         ranges: The smallest and the largest that a symbolic size may be.
-        ignored: In what calls may differ: with `Aspect.SIZE` tensors may have any size.
+        any_size: Whether tensors may have any sizes.
 
     Example:
         >>> from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -124,11 +113,11 @@ class CallSignature:
     """
 
     inputs: tuple[tuple[str, ValueSpec], ...]
-    tensors: tuple[TensorForm, ...]
+    sizes: tuple[tuple[Dimension, ...], ...]
     same: tuple[int, ...]
     settings: Settings = ()
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    ignored: frozenset[Aspect] = frozenset()
+    any_size: bool = False
 
     @classmethod
     def of_frame(cls, frame: Frame) -> CallSignature:
@@ -136,14 +125,13 @@ class CallSignature:
         by_name = {str(node.target): node.spec for node in frame.inputs()}
         inputs = tuple((p.name, by_name.get(p.name, ScalarSpec(None))) for p in frame.parameters)
         tensors = [leaf for name, spec in inputs for leaf in tensor_leaves(name, spec)]
-        forms = tuple(TensorForm(tuple(spec.shape), spec.device) for _, spec in tensors)
         numbers = {name: number for number, (name, _) in enumerate(tensors)}
         same = list(range(len(tensors)))
         for places in frame.conditions.same_inputs:
             names = [functools.reduce(_below, map(key_text, dig), parameter) for parameter, dig in places]
             one, other = sorted(numbers.get(name, 0) for name in names)
             same[other] = same[one]
-        return cls(inputs, forms, tuple(same))
+        return cls(inputs, tuple(tuple(spec.shape) for _, spec in tensors), tuple(same))
 
     @property
     def objects(self) -> list[str]:
@@ -159,12 +147,9 @@ class CallSignature:
         tensors: list[tuple[str, Tensor]] = []
         for number, (name, spec) in enumerate(self.inputs):
             _compare_values(name, spec, values[number], tensors, found)
-        if len(tensors) != len(self.tensors):
+        if len(tensors) != len(self.sizes):
             return found
-        for number, (name, tensor) in enumerate(tensors):
-            if tensor.device != (device := self.tensors[number].device):
-                found.append(Difference(Aspect.DEVICE, device, tensor.device, name))
-        if Aspect.SIZE not in self.ignored:
+        if not self.any_size:
             self._compare_sizes(tensors, found)
         same = _first_same(tensors)
         for number, now in enumerate(same):
@@ -173,12 +158,12 @@ class CallSignature:
         if self.settings:
             settings = _current_settings()
             found += [Difference(key, was, settings[key]) for key, was in self.settings if settings[key] != was]
-        return [difference for difference in found if difference.aspect not in self.ignored]
+        return found
 
     def _compare_sizes(self, tensors: list[tuple[str, Tensor]], found: list[Difference]) -> None:
         sizes: dict[str, int] = {}
         for number, (name, tensor) in enumerate(tensors):
-            for position, dimension in enumerate(self.tensors[number].sizes):
+            for position, dimension in enumerate(self.sizes[number]):
                 size, was = tensor.shape[position], dimension
                 if isinstance(dimension, str):
                     was = sizes.setdefault(dimension, size)
@@ -224,9 +209,6 @@ def _compare_values(
         _compare_children(name, spec, value, tensors, found)
     elif isinstance(spec, TensorSpec) and isinstance(value, Tensor) and value.dim() == len(spec.shape):
         tensors.append((name, value))
-        kind = "Tensor" if type(value) is torch.nn.Parameter else type(value).__name__
-        if kind != spec.type_name:
-            found.append(Difference(Aspect.CLASS, spec.type_name, kind, name))
         if value.dtype != spec.dtype:
             found.append(Difference(Aspect.DTYPE, spec.dtype, value.dtype, name))
     elif not _is_known_to_fit(spec, value):

@@ -139,8 +139,8 @@ class EditedCalls:
 
     def __init__(self, frame: Frame, graph: fx.Graph) -> None:
         self._frame = frame
-        fixed = set() if frame.capture.has_escaped_sizes else {Aspect.SIZE}
-        self._example = replace(CallSignature.of_frame(frame), ignored=frozenset({Aspect.CLASS, Aspect.DEVICE, *fixed}))
+        any_size = not frame.capture.has_escaped_sizes
+        self._example = replace(CallSignature.of_frame(frame), any_size=any_size)
         # The inputs that the graph does not read, but holds as constants of the example.
         records = [(node, node.meta.get(RECORD)) for node in graph.nodes if node.op == "placeholder"]
         self._unused = {r.target for node, r in records if isinstance(r, Node) and not node.users}

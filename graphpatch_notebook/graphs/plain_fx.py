@@ -444,8 +444,6 @@ def _input_of_model(frame: Frame, node: Node, keys: tuple[Key, ...]) -> str | No
 
 # -- which calls it holds for -----------------------------------------------------------------------------------------
 
-_IGNORED = frozenset({Aspect.CLASS, Aspect.DEVICE})
-
 
 class InputCheck(Module):
     """Raises an error if a call does not have the form of the recorded one. Compilers can trace it.
@@ -456,8 +454,7 @@ class InputCheck(Module):
 
     def __init__(self, frame: Frame, *, any_size: bool) -> None:
         super().__init__()
-        ignored = _IGNORED | {Aspect.SIZE} if any_size else _IGNORED
-        self.signature = replace(CallSignature.of_frame(frame), ignored=ignored)
+        self.signature = replace(CallSignature.of_frame(frame), any_size=any_size)
         # Compilers see this module, but not the module whose graph calls it; `train()` and `eval()` reach both.
         self.training = self.was_training = frame.conditions.training
         self.modules_below: list[tuple[str, Module, bool]] = []

@@ -190,14 +190,11 @@ class LoadedCalls:
         self._signature = signature_with(frame.parameters)
         self._defaults = {p.name: None if p.default is inspect.Parameter.empty else p.default for p in frame.parameters}
         found, free = CallSignature.of_frame(frame), count()
-        forms = [
-            dataclasses.replace(form, sizes=tuple(f"size_{next(free)}" if size is None else size for size in known))
-            for form, known in zip(found.tensors, sizes, strict=True)
-        ]
+        named = tuple(tuple(f"size_{next(free)}" if size is None else size for size in known) for known in sizes)
         settings: Settings = ((Aspect.DEFAULT_DTYPE, default_dtype), (Aspect.AUTOCAST, None))
         if frame.conditions.grad_mode is not None:
             settings += ((Aspect.GRAD_MODE, frame.conditions.grad_mode),)
-        self._inputs = dataclasses.replace(found, tensors=tuple(forms), settings=settings)
+        self._inputs = dataclasses.replace(found, sizes=named, settings=settings)
 
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks a call through a graph module, since the root checks its own."""
