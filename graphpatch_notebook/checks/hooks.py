@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 _OWN = __name__.partition(".")[0]
 _LIBRARIES = ("torch", "transformers", "accelerate")
 _COLLECTING = "transformers.utils.output_capturing"
 
 
-class HookOwner(enum.Enum):
-    """What a hook on a module belongs to."""
+HookOwner: TypeAlias = Literal["own", "collecting", "library", "user"]
+"""What a hook on a module belongs to.
 
-    OWN = enum.auto()
-    """A patch context. Without patches it does nothing."""
-    COLLECTING = enum.auto()
-    """How transformers collects hidden states: it is on all layers, and does nothing unless these are requested."""
-    LIBRARY = enum.auto()
-    """How a model works: it moves weights, or splits and joins values."""
-    USER = enum.auto()
+own: A patch context. Without patches it does nothing.
+collecting: How transformers collects hidden states: it is on all layers, and does nothing unless these are requested.
+library: How a model works: it moves weights, or splits and joins values.
+"""
 
 
 def owner_of(hook: Callable[..., Any]) -> HookOwner:
@@ -28,18 +24,18 @@ def owner_of(hook: Callable[..., Any]) -> HookOwner:
 
     Example:
         >>> import torch
-        >>> owner_of(print).name, owner_of(torch.nn.ReLU()).name
-        ('USER', 'LIBRARY')
+        >>> owner_of(print), owner_of(torch.nn.ReLU())
+        ('user', 'library')
     """
     module = str(getattr(hook, "__module__", ""))
     package = module.partition(".")[0]
     if package == _OWN:
-        return HookOwner.OWN
+        return "own"
     if module.startswith(_COLLECTING):
-        return HookOwner.COLLECTING
-    return HookOwner.LIBRARY if package in _LIBRARIES else HookOwner.USER
+        return "collecting"
+    return "library" if package in _LIBRARIES else "user"
 
 
 def is_inert(hook: Callable[..., Any]) -> bool:
     """Whether a hook neither changes nor keeps anything by itself."""
-    return owner_of(hook) in (HookOwner.OWN, HookOwner.COLLECTING)
+    return owner_of(hook) in ("own", "collecting")

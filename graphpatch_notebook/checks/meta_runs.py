@@ -36,7 +36,7 @@ from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import call_like
 from graphpatch_notebook.capture.observers import innermost_forward
 from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead
-from graphpatch_notebook.checks.hooks import HookOwner, owner_of
+from graphpatch_notebook.checks.hooks import owner_of
 from graphpatch_notebook.checks.sharding import (
     communicates,
     drop_machinery,
@@ -185,7 +185,7 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
 
 def _is_machinery(hook: Callable[..., Any]) -> bool:
     """Whether a hook belongs to how the model works: users' hooks do not run without values."""
-    return owner_of(hook) in (HookOwner.LIBRARY, HookOwner.COLLECTING) and not is_parallel_machinery(hook)
+    return owner_of(hook) in ("library", "collecting") and not is_parallel_machinery(hook)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------

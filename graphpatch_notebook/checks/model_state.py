@@ -33,7 +33,7 @@ from graphpatch_notebook.capture.held_values import (
     reachable_modules,
 )
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.hooks import HookOwner, is_inert, owner_of
+from graphpatch_notebook.checks.hooks import is_inert, owner_of
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.torch_compat import copied_with_storage, is_fully_sharded, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
@@ -382,7 +382,7 @@ def _dict_class(container: dict[Any, Any]) -> Any:
 
 
 def _is_own(hook: Any) -> bool:
-    return callable(hook) and owner_of(hook) is HookOwner.OWN
+    return callable(hook) and owner_of(hook) == "own"
 
 
 def _items(saved: Any) -> Iterable[tuple[Any, Any]]:

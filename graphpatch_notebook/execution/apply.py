@@ -42,7 +42,7 @@ def value_at(entry: Entry, value: Any) -> Any:
     if isinstance(value, Tensor):
         value = _heads_apart(entry, value)
         value = value if entry.placement is None else entry.placement.whole(value)
-    value = part_of(entry.target, value, allow_empty=entry.allows_empty)
+    value = part_of(entry.target, value, entry.patches)
     # The model writes into this tensor later: what was read must stay as it was.
     return value.clone() if entry.target.node.is_mutated_later and isinstance(value, Tensor) else value
 
@@ -132,7 +132,7 @@ def _apply_to_whole(entry: Entry, placement: Any, value: Tensor, apply: Callable
 def _patched(entry: Entry, value: Any, indices: Indices | None, *, is_own: bool = False) -> Any:
     """Returns the value with the patches applied to the component's part of it, and only at some positions."""
     target = entry.target
-    part = patched = part_of(target, value, allow_empty=entry.allows_empty)
+    part = patched = part_of(target, value, entry.patches)
     if indices is None:
         for patch in entry.patches:
             patched = apply_patch(patch, target, patched, is_own=is_own)

@@ -145,19 +145,10 @@ class CompiledModel:
             self.graph(*args, **kwargs)
             if not type(error).__module__.startswith("torch._dynamo"):
                 raise
-            if type(error).__name__ in _TOO_MANY:
-                raise GraphError(
-                    "torch.compile keeps only so many graphs (torch._dynamo.config.recompile_limit), and there is one "
-                    "for each slice of a patch, and each shape and dtype of its value: call pg.compile again for others"
-                ) from error
             raise GraphError(
                 f"torch.compile cannot make one graph of this model, as of many mixtures of experts "
                 f"({str(error).splitlines()[0]}); run the patches without pg.compile"
             ) from error
-
-
-_TOO_MANY = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
-"""Errors of torch 2.6 and later, and before it."""
 
 
 class CompiledPatches:
@@ -167,65 +158,49 @@ class CompiledPatches:
     """
 
     def __init__(self, patch_map: Mapping[Any, Any], entries: Sequence[Entry]) -> None:
-        self._copies: dict[int, _CopiedPatch] = {}
+        # By the id of each patch: the patch, its copy, the values that it is for, and its fields when they were read.
+        self._known: dict[int, tuple[Patch[Any], Patch[Any], list[Target], list[Any]]] = {}
         for entry in entries:
             for patch in entry.patches:
-                self._copies.setdefault(id(patch), _CopiedPatch(patch)).targets.append(entry.target)
+                new: Patch[Any] = object.__new__(type(patch))
+                self._known.setdefault(id(patch), (patch, new, [], []))[2].append(entry.target)
         self.patch_map = {
-            path: self._copied(given) if isinstance(given, Patch) else [*map(self._copied, given)]
+            path: [self._known.get(id(one), (one, one))[1] for one in ([given] if isinstance(given, Patch) else given)]
             for path, given in patch_map.items()
         }
         self.read()
 
     def read(self) -> None:
         """Reads the fields of the user's patches."""
-        for copied in self._copies.values():
-            copied.read()
+        for given, new, targets, before in self._known.values():
+            fields = vars(given)
+            if list(map(id, before)) == list(map(id, fields.values())):
+                continue
+            if problems := [problem for target in targets for problem in problems_of(target, [given])]:
+                raise PatchMapError("; ".join(problems))
+            before[:] = fields.values()
+            value = fields.get("value")
+            if value is not None and not isinstance(value, Tensor):
+                fields = {**fields, "value": _as_tensor(value, given, targets)}
+            vars(new).update(fields)
 
-    def _copied(self, given: Patch[Any]) -> Patch[Any]:
-        known = self._copies.get(id(given))
-        return given if known is None else known.copy
 
-
-class _CopiedPatch:
-    """A patch of the user, the copy of it in the graph, and the values that it is for."""
-
-    def __init__(self, given: Patch[Any]) -> None:
-        self.copy: Patch[Any] = object.__new__(type(given))
-        self.targets: list[Target] = []
-        self._given = given
-        self._read: list[Any] = []
-
-    def read(self) -> None:
-        """Reads the fields of the user's patch."""
-        fields = vars(self._given)
-        if list(map(id, self._read)) == list(map(id, fields.values())):
-            return
-        problems = [problem for target in self.targets for problem in problems_of(target, [self._given])]
-        if problems:
-            raise PatchMapError("; ".join(problems))
-        self._read = [*fields.values()]
-        value = fields.get("value")
-        if value is not None and not isinstance(value, Tensor):
-            fields = {**fields, "value": self._as_tensor(value)}
-        vars(self.copy).update(fields)
-
-    def _as_tensor(self, value: Any) -> Tensor:
-        specs: list[Any] = [target.spec for target in self.targets]
-        device, dtypes = specs[0].device, {spec.dtype for spec in specs}
-        dtype = None
-        if type(self._given) is ReplacePatch and len(dtypes) == 1:
-            (dtype,) = dtypes  # writing at a list of indices takes no other
-        elif not isinstance(value, complex) and all(each.is_floating_point for each in dtypes):
-            # A tensor without dimensions does not change the dtype of others, so it can be as exact as the number.
-            dtype = torch.float32 if device.type == "mps" else torch.float64
-        try:
-            return torch.tensor(value, dtype=dtype, device=device)
-        except (RuntimeError, ValueError, OverflowError, TypeError) as error:
-            raise PatchValueError(
-                f"{type(self._given).__name__} on {self.targets[0].text!r}: the patch's value is {value!r}, and the "
-                f"value here has the dtype {dtype}: {error}"
-            ) from None
+def _as_tensor(value: Any, given: Patch[Any], targets: Sequence[Target]) -> Tensor:
+    specs: list[Any] = [target.spec for target in targets]
+    device, dtypes = specs[0].device, {spec.dtype for spec in specs}
+    dtype = None
+    if type(given) is ReplacePatch and len(dtypes) == 1:
+        (dtype,) = dtypes  # writing at a list of indices takes no other
+    elif not isinstance(value, complex) and all(each.is_floating_point for each in dtypes):
+        # A tensor without dimensions does not change the dtype of others, so it can be as exact as the number.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+    try:
+        return torch.tensor(value, dtype=dtype, device=device)
+    except (RuntimeError, ValueError, OverflowError, TypeError) as error:
+        raise PatchValueError(
+            f"{type(given).__name__} on {targets[0].text!r}: the patch's value is {value!r}, and the "
+            f"value here has the dtype {dtype}: {error}"
+        ) from None
 
 
 def check_compilable(entries: Sequence[Entry]) -> None:

@@ -6,8 +6,8 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from graphpatch_notebook.execution.steps import CACHES, caches_of
 from graphpatch_notebook.inspection.aliases import answer_to_alias
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all
-from graphpatch_notebook.patches.kinds import Patch, declares, has_plain_fields
+from graphpatch_notebook.patches.kinds import Patch, ProbePatch, declares, has_plain_fields
 from graphpatch_notebook.paths import format_path, is_pattern, nearest
 from graphpatch_notebook.values import ScalarSpec, TensorSpec, all_leaves, leaves
 from graphpatch_notebook.warning_places import level_of_caller, warn
@@ -153,19 +153,6 @@ def _may_mean_several(text: str) -> bool:
 # -- values that other patches read ------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Read(Patch[Any]):
-    """Stands for the patches that read a value elsewhere."""
-
-    observes_only: ClassVar[bool] = True
-
-    def op(self, original_output: Any) -> Any:
-        return original_output
-
-
-_READ = _Read()
-
-
 def _sources_of(nodes: NodeMap, entries: Sequence[Entry], problems: list[str]) -> list[Entry]:
     """Records in entries which values their patches read, and returns entries that keep these values."""
     found: dict[str, Entry] = {}
@@ -181,7 +168,7 @@ def _sources_of(nodes: NodeMap, entries: Sequence[Entry], problems: list[str]) -
                 if not _order_in_forward(source) < _order_in_forward(own):
                     raise ValueError(f"it reads {text!r}, which does not come before {own.text!r} in the forward")
                 entry.sources = (*entry.sources, source.text)
-                found[source.text] = Entry(source, (_READ,), is_source=True)
+                found[source.text] = Entry(source, (ProbePatch(),), is_source=True)
             except (Unresolvable, ValueError) as error:
                 problems.append(f"{own.text!r}: {type(entry.patches[0]).__name__}: {error}")
     return list(found.values())
@@ -273,12 +260,12 @@ def problems_of(target: Target, patches: Any) -> list[str]:
 
 def _check_inside(patch: Patch[Any]) -> None:
     """Raises a `ValueError` for a patch on a part of a splice, whose shape is not known."""
-    if (problem := patch.problem(None)) is not None:
-        raise ValueError(problem)
-    if _stands_alone(patch):
+    problem = patch.problem(None)
+    if problem is not None or _stands_alone(patch):
         raise ValueError(
-            "a part of a splice is not a node of the model: steps= and positions= are for the SplicePatch; use slice= "
-            "for patches on parts, which cannot read other values or replace calls"
+            problem
+            or "a part of a splice is not a node of the model: steps= and positions= are for the SplicePatch; "
+            "use slice= for patches on parts, which cannot read other values or replace calls"
         )
 
 

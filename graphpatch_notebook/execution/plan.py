@@ -76,24 +76,21 @@ class Entry:
         return bool(self.keep) or all(patch.observes_only for patch in self.patches)
 
     @property
-    def allows_empty(self) -> bool:
-        """Whether a patch may select nothing."""
-        return any(patch.allow_empty for patch in self.patches)
-
-    @property
     def keeps_whole(self) -> bool:
         """Whether a patch keeps the value itself: not a part of it, nor a copy from before the model writes into it."""
         is_whole = not self.target.index and (self.restriction is None or self.restriction.positions is None)
         return is_whole and not self.target.node.is_mutated_later and any(patch.only_keeps for patch in self.patches)
 
 
-def part_of(target: Target, value: Any, *, allow_empty: bool = False) -> Any:
+def part_of(target: Target, value: Any, patches: Sequence[Patch[Any]] = ()) -> Any:
     """Returns the component's part of a value: a view, or the value itself if the component is all of it."""
     index = target.index
     if not index or not isinstance(value, Tensor):
         return value
     shown = f"the value here, of shape {tuple(value.shape)},"
-    problem = index_problem(index, value.shape) or selection_problem(index, value.shape, shown, allow_empty=allow_empty)
+    problem = index_problem(index, value.shape) or selection_problem(
+        index, value.shape, shown, allow_empty=any(patch.allow_empty for patch in patches)
+    )
     if problem is not None:
         raise PatchValueError(f"{target.text!r}: {problem}")
     return value[index]
@@ -248,8 +245,9 @@ class Plan:
         for graph in own_graphs:
             plans[id(graph.frame)].graph = graph
         for plan in plans.values():
-            if plan is not self.root:
-                _nearest_above(plan.frame, plans).calls.setdefault(id(plan.frame.module), {})[_number_of(plan)] = plan
+            if plan is not self.root and plan.frame.call is not None:
+                calls = _nearest_above(plan.frame, plans).calls
+                calls.setdefault(id(plan.frame.module), {})[plan.frame.call.call_index] = plan
         self.restricted: list[Entry] = []
         self.skips: list[Entry] = []
         self.unjoined: list[InsidePatch] = []
@@ -286,11 +284,6 @@ class Plan:
         """Returns the plan for `entries` after the patches of this one."""
         together = [*self.entries, *entries]
         return Plan(self.root.frame, together, self.callers, self.own_graphs) if entries else self
-
-
-def _number_of(plan: FramePlan) -> int:
-    assert plan.frame.call is not None
-    return plan.frame.call.call_index
 
 
 def _nearest_above(frame: Frame, plans: dict[int, FramePlan]) -> FramePlan:

@@ -16,7 +16,7 @@ from graphpatch_notebook.capture.observers import Swaps, invoke
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import object_classes
 from graphpatch_notebook.checks.comparison import RunComparison, compared, run_and_compare
-from graphpatch_notebook.checks.hooks import HookOwner, owner_of
+from graphpatch_notebook.checks.hooks import owner_of
 from graphpatch_notebook.checks.model_state import copied, preserved
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.modules import GraphModule, run_live
@@ -241,7 +241,7 @@ def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, f"{type(module).__name__} ({type(hook).__name__})")
         hooks = [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
         # Other hooks change tensors, which is part of the graph, or only concern the module's own run.
-        if HookOwner.USER in map(owner_of, hooks):
+        if "user" in map(owner_of, hooks):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, type(module).__name__)
 
 
