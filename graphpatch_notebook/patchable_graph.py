@@ -18,7 +18,6 @@ from torch.nn import Module
 from graphpatch_notebook.capture import built_without_weights, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.checks.model_state import RandomState, copied, preserved
 from graphpatch_notebook.components import find
 from graphpatch_notebook.delegation import delegate
@@ -39,7 +38,7 @@ from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.inspection.aliases import METHODS
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.options import ExtractionOptions, options_among
+from graphpatch_notebook.options import ExtractionOptions, check_input_names, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.torch_compat import eager_code

@@ -7,5 +7,4 @@ dimensions       which dimension of a value is which? meta_runs: the runs at oth
 hooks            whose hook is it?
 equality         are two values equal, bit for bit?
 sharding         is the model sharded over several processes?
-keywords         is a keyword input a misspelled option?
 """

@@ -27,8 +27,8 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.checks.digests import digest
 from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability, SweepInterrupted
+from graphpatch_notebook.values import digest
 from tests.distributed import sweep_to_kill
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.rules import rules_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs

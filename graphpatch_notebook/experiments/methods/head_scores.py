@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.components import Weights
 from graphpatch_notebook.components.ends import table_of
 from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError, add_note
