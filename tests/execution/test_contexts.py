@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import copy
 import threading
@@ -84,41 +83,7 @@ def test_after_call_runs_after_each_call_with_its_results(pg: PatchableGraph) ->
     assert torch.equal(told[1][0], torch.relu(pg._module.first(X * 2)) * 2)
 
 
-def test_after_call_runs_for_inner_contexts_outer_first(pg: PatchableGraph) -> None:
-    told: list[str] = []
-    outer, inner = pg.patch({"mul": ZeroPatch()}), pg.patch({"x": ZeroPatch()})
-    outer.after_call, inner.after_call = (lambda: told.append("outer")), (lambda: told.append("inner"))
-    with outer:
-        with inner:
-            pg(X)
-        assert told == ["outer", "inner"]
-        with pg.patch({}):
-            pg(X)
-    assert told == ["outer", "inner", "outer"]
-
-
 # -- contexts that were left -------------------------------------------------------------------------------------------
-
-
-def test_a_task_started_in_the_block_runs_unpatched_after_it(pg: PatchableGraph) -> None:
-    expected, plain = expected_with_patches(pg), pg._module(X)
-
-    async def work(block_has_ended: asyncio.Event) -> tuple[Tensor, Tensor]:
-        in_block = pg(X)
-        await block_has_ended.wait()
-        return in_block, pg(X)
-
-    async def cell() -> tuple[Tensor, Tensor]:
-        block_has_ended = asyncio.Event()
-        with pg.patch(PATCHES):
-            task = asyncio.create_task(work(block_has_ended))
-            await asyncio.sleep(0)
-        block_has_ended.set()
-        return await task
-
-    in_block, after = asyncio.run(cell())
-    assert torch.equal(in_block, expected)
-    assert torch.equal(after, plain)
 
 
 def test_a_call_that_outlives_the_block_is_an_error(pg: PatchableGraph) -> None:

@@ -120,17 +120,6 @@ def test_under_the_mode_the_arguments_are_known(pg: PatchableGraph) -> None:
     ]
 
 
-def test_at_the_boundary_the_variables_are(pg: PatchableGraph) -> None:
-    lines = run_broken(pg, BREAK_INPUT, X, "join").splitlines()
-    assert lines[0] == "graphpatch: raised by 'add' (add)"
-    assert lines[2:] == [
-        "    return x + y",
-        "  arguments at capture: Tensor(2, 3), Tensor(2, 3)",
-        "  variables there: x=Tensor(4, 5), y=Tensor(2, 3)",
-        "  patched before: 'x' (CustomPatch)",
-    ]
-
-
 @pytest.mark.parametrize("patches", [BREAK_OP, BREAK_INPUT], ids=["mode", "boundary"])
 @pytest.mark.parametrize(
     ("way", "node"),
@@ -159,19 +148,6 @@ def test_errors_of_the_users_own(pg: PatchableGraph) -> None:
         pg(X, "user")
     assert "code of 'inner_0', 'inner_1' (Inner)" in caught.value.__notes__[0]
     assert 'raise ValueError("too deep")' in caught.value.__notes__[0]
-
-
-def test_the_error_stays_the_users(pg: PatchableGraph) -> None:
-    with pytest.raises(RuntimeError) as plain:
-        pg._module(BROKEN, "inner")
-    assert not hasattr(plain.value, "__notes__")
-    with pg.patch(BREAK_INPUT), pytest.raises(RuntimeError) as patched:
-        pg(X, "inner")
-    assert type(patched.value) is type(plain.value)
-    assert patched.value.args == plain.value.args
-    assert patched.value.__cause__ is None
-    last = [traceback.extract_tb(caught.value.__traceback__)[-1] for caught in (plain, patched)]
-    assert last[0] == last[1]
 
 
 def test_errors_of_patches_name_the_value() -> None:

@@ -13,13 +13,11 @@ from torch.nn import functional as F
 
 from graphpatch_notebook import (
     ExtractionOptions,
-    GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
     RecordPatch,
     ZeroPatch,
 )
-from tests.zoo import installed
 from tests.zoo.case import floats, seeded
 
 SDPA = ExtractionOptions()
@@ -156,22 +154,6 @@ def test_names_are_the_same_with_any_mask(captured_with: str) -> None:
         expected = X @ X.transpose(1, 2) / math.sqrt(8) + bias
         torch.testing.assert_close(scores, expected, **TOLERANCE)
         torch.testing.assert_close(pattern, expected.softmax(-1), **TOLERANCE)
-
-
-def test_a_call_that_cannot_be_opened_is_reported() -> None:
-    x, mask = X[:, None], torch.zeros(5, 5)
-    pg = PatchableGraph(Masked(), SDPA, x)
-    if installed.TORCH > (2, 14):  # torch refuses it itself
-        with (
-            pg.patch({"pattern": ZeroPatch()}),
-            pytest.raises(RuntimeError, match="Explicit attn_mask should not"),
-        ):
-            pg(x, mask, is_causal=True)
-        return
-    reason = "'pattern': scaled_dot_product_attention cannot be decomposed in this call: it is called with attn_"
-    with pg.patch({"pattern": ZeroPatch()}), pytest.warns(GraphPatchWarning, match=reason):
-        found = pg(x, mask, is_causal=True)
-    assert torch.equal(found, Masked()(x, mask, is_causal=True))
 
 
 # -- torch's own modules -----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,20 +15,13 @@ from torch import Tensor, nn
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
-    GraphError,
     GraphPatchError,
     GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
-    StopPatch,
-    UnknownPathError,
     ZeroPatch,
 )
-from graphpatch_notebook.errors import ExportError
 from graphpatch_notebook.experiments import attribute
-from graphpatch_notebook.notebook.export.patch_code import export
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
-from graphpatch_notebook.notebook.session.session import Session
 from tests.tiny_models import gpt2
 from tests.zoo.transformers_models import with_cache
 
@@ -101,15 +93,6 @@ def test_contexts_and_experiments_come_after_permanent_patches(pg: PatchableGrap
     assert scores.values.tolist() == expected.values.tolist()
 
 
-def test_gradients_flow_to_the_values_of_permanent_patches(pg: PatchableGraph) -> None:
-    with torch.enable_grad():
-        value = torch.zeros(16, requires_grad=True)
-        edited = pg.edit({MLP: AddPatch(value=value)})
-        edited(IDS).logits.sum().backward()
-    assert value.grad is not None
-    assert value.grad.abs().sum() > 0
-
-
 def test_steps_are_counted_over_direct_calls_in_a_block(pg: PatchableGraph) -> None:
     steps = {MLP: AddPatch(1.0, steps=[1, 2])}
     edited = pg.edit(steps)
@@ -166,35 +149,3 @@ def test_patch_that_never_fires_is_reported_where_the_model_runs() -> None:
     for _ in range(2):
         with pytest.warns(GraphPatchWarning, match="'mul': its module ran"):
             edited(torch.ones(2), doubled=False)
-
-
-def test_what_is_not_for_edited_graphs_says_so(pg: PatchableGraph) -> None:
-    edited = pg.edit(FIRST)
-    report = edited.verify(IDS)
-    assert report.permanent == tuple(FIRST)
-    plain = pg.verify(IDS)
-    assert report.frames == plain.frames
-    assert not plain.permanent
-    assert "compared without the permanent patches: transformer.h_1.mlp.output" in str(report)
-    assert f"permanent patches: {MLP}" in repr(edited)
-    assert "permanent" not in repr(pg)
-    with pytest.raises(GraphError, match=r"saved in two files.*save_patches\(file, patches\)"):
-        edited.save(io.BytesIO())
-    with pytest.raises(GraphError, match=r"interpret the graph that edit\(\) was called on"):
-        edited.interpreter().run(IDS)
-    with pytest.raises(UnknownPathError, match="transformer.h_1"):
-        pg.edit({"transformer.h_1.mlp.outpt": ZeroPatch()})
-    session = Session(edited)
-    session.add(ChosenPatch(STREAM, "zero"))
-    with pytest.raises(ExportError, match="permanent patches.*not chosen ones"):
-        export(session)
-
-
-def test_runs_of_edited_graphs_may_stop_before_their_patches(pg: PatchableGraph) -> None:
-    edited = pg.edit({STREAM: AddPatch(1.0), MLP: ZeroPatch()})
-    with pg.patch({STREAM: AddPatch(1.0)}):
-        expected = pg.run_until(STREAM, IDS)
-    assert torch.equal(edited.run_until(STREAM, IDS), expected)
-    block = edited.patch({"lm_head.output": ZeroPatch(), STREAM: StopPatch()})
-    with pytest.warns(GraphPatchWarning, match="the run was stopped before it"), block:
-        edited(IDS)

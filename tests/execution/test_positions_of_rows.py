@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from graphpatch_notebook import (
     RecordPatch,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import LogitDifference
 from graphpatch_notebook.patchable_graph import captured
 from tests.tiny_models import gpt2
 from tests.zoo import CASES
@@ -74,12 +72,6 @@ def test_each_row_is_patched_at_its_own_position(pg: PatchableGraph, form: str) 
         assert torch.equal(pg(INPUTS).logits, hooked(pg, [ENDS] * 3))
 
 
-def test_rows_may_differ_in_number(pg: PatchableGraph) -> None:
-    ragged = [[0, 3], [], [6]]
-    with pg.patch({MLP: ZeroPatch(positions=ragged, allow_empty=True)}):
-        assert torch.equal(pg(INPUTS).logits, hooked(pg, ragged))
-
-
 @pytest.mark.parametrize("path", ["layers[0].attn.z", "layers[0].attn.heads[1].z", "layers[0].attn.pattern", MLP])
 def test_reading_gives_the_positions_of_each_row(pg: PatchableGraph, path: str) -> None:
     wanted = torch.tensor([[0, 3], [4, 5], [2, 6]])
@@ -123,30 +115,6 @@ def test_a_generation_has_them_at_the_step_that_computes_them(pg: PatchableGraph
         pg.patch({MLP: ProbePatch(positions=late)}),
     ):
         pg.generate(INPUTS.clamp(min=3), **options)
-
-
-def test_gradients_come_from_the_patched_places(pg: PatchableGraph) -> None:
-    value = torch.zeros(3, LENGTH, 1, requires_grad=True)
-    with pg.patch({MLP: AddPatch(value=value, positions=BY_ROW["lists"])}):
-        pg(INPUTS).logits.square().sum().backward()
-    assert value.grad is not None
-    assert value.grad.nonzero()[:, :2].tolist() == [[row, end] for row, end in enumerate(ENDS)]
-
-
-@pytest.mark.parametrize("batch", ["auto", 2, None])
-def test_sweeps_are_loops(pg: PatchableGraph, batch: object) -> None:
-    columns = torch.tensor([[0, 3], [4, 5], [2, 6]])
-
-    def patches(path: str, column: int) -> dict[str, ZeroPatch]:
-        return {path: ZeroPatch(positions=columns[:, column : column + 1])}
-
-    paths = ["layers[0].mlp_out", "layers[1].mlp_out", "layers[0].attn.z", "layers[0].attn.pattern"]
-    metric = LogitDifference(3, 4, position=torch.tensor(ENDS)[:, None])
-    swept = pg.sweep({"path": paths, "column": range(2)}, patches, INPUTS, metric=metric, batch=batch, progress=False)
-    for path, column in itertools.product(paths, range(2)):
-        with pg.patch(patches(path, column)), torch.no_grad():
-            alone = metric(pg(INPUTS)).item()
-        assert swept.sel(path=path, column=column).item() == pytest.approx(alone, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(

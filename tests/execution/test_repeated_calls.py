@@ -96,25 +96,6 @@ class Recursive(nn.Module):
         return x if depth == 0 else self(x, depth - 1) - self(x + 1, depth - 1)
 
 
-class Mutual(nn.Module):
-    """Calls another one that calls it; both know each other by plain lists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.others: list[nn.Module] = []
-
-    def forward(self, x: Tensor, depth: int = 3) -> Tensor:
-        x = self.linear(x)
-        return self.others[0](x, depth - 1) + x if depth else x
-
-
-def mutual() -> Mutual:
-    one, other = Mutual(), Mutual()
-    one.others, other.others = [other], [one]
-    return one
-
-
 class Within(nn.Module):
     def __init__(self, inner: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -139,32 +120,13 @@ class Shared(nn.Module):
         return self.own(x) - second
 
 
-class Retries(nn.Module):
-    """A call that raises, and whose error is handled, is a call like any other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        try:
-            x = self.linear(x[:, :2])
-        except RuntimeError:
-            x = x * 2
-        return self.linear(x)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "twice": Twice,
     "loop": Loop,
     "containers": Containers,
     "recursive": Recursive,
     "recursive-within": lambda: Within(Recursive),
-    "mutual": mutual,
-    "mutual-within": lambda: Within(mutual),
     "shared": Shared,
-    "retries": Retries,
     "one-after-the-other": lambda: nn.Sequential(*[nn.Linear(3, 3)] * 3),
     "within-within": lambda: Within(lambda: Within(Twice)),
 }
@@ -194,8 +156,7 @@ def by_hand(edits: dict[tuple[int, int], tuple[Edit | None, Edit | None]], root:
     `forward` is wrapped, which is also seen where nobody calls the module by `__call__`.
     """
     counts: dict[int, int] = {}
-    held = [other for module in root.modules() for other in getattr(module, "others", ())]
-    modules = {id(module): module for top in (root, *held) for module in top.modules()}
+    modules = {id(module): module for module in root.modules()}
 
     def wrap(module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
@@ -222,17 +183,12 @@ def numbered(pg: PatchableGraph) -> list[tuple[str, tuple[int, int]]]:
     """The paths of all calls below the root, each with its module and which call of this module it is."""
     counts: dict[int, int] = {}
     found = []
-    attempts = 0
     for frame in captured_model(pg).root.walk():
         module = id(frame.module)
         number = counts.get(module, 0)
-        if frame.call is not None and frame.call.call_index > number and isinstance(pg._module, Retries):
-            number = frame.call.call_index  # a call that raised has no frame
-            attempts += 1
         counts[module] = number + 1
         if frame.call is not None:
             found.append((".".join(frame.path), (module, number)))
-    assert attempts == (1 if isinstance(pg._module, Retries) else 0)
     return found
 
 
@@ -312,7 +268,6 @@ def test_the_names() -> None:
         "module_dict_bar_qux.linear_1",
     ]
     assert calls("one-after-the-other") == ["sub_0_0", "sub_0_1", "sub_0_2"]
-    assert calls("retries") == ["linear_0", "linear_2"]
     assert calls("shared") == [
         "own_0", "first", "first.linear_0", "first.linear_1",
         "own_1", "second", "second.linear_0", "second.linear_1", "own_2",

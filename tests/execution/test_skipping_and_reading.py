@@ -83,22 +83,6 @@ def gpt2() -> PatchableGraph:
     return PatchableGraph(tiny_models.gpt2(layers=3, width=8, vocabulary=20, n_positions=32), TOKENS)
 
 
-def test_what_the_output_of_a_skipped_call_is(gpt2: PatchableGraph) -> None:
-    given = torch.randn(2, 4, 8)
-    for patch, by_hand in ((SkipPatch(given), given), (SkipPatch(0.5), torch.full_like(given, 0.5))):
-        calls: list[int] = []
-        watched = gpt2.transformer.h[1].mlp.c_fc.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        with watched, gpt2.patch({"transformer.h_1.mlp": [patch], MLP: AddPatch(value=1.0)}):
-            found = gpt2(TOKENS).logits
-        assert not calls
-        with gpt2.patch({MLP: ReplacePatch(value=by_hand + 1.0)}):
-            assert torch.equal(found, gpt2(TOKENS).logits)
-    with gpt2.patch({"transformer.h_1.attn": SkipPatch(given)}):  # which returns a tuple
-        found = gpt2(TOKENS).logits
-    with gpt2.patch({"transformer.h_1.attn.output|sub_0": ReplacePatch(value=given)}):
-        assert torch.equal(found, gpt2(TOKENS).logits)
-
-
 def test_the_input_of_a_skipped_call_is_patched_and_what_is_inside_is_reported(gpt2: PatchableGraph) -> None:
     inside = {"transformer.h_1.mlp": SkipPatch(), "transformer.h_1.mlp.hidden_states": AddPatch(value=1.0)}
     probe = ProbePatch()
@@ -194,22 +178,7 @@ class Two(nn.Module):
         self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor, go: bool = True) -> Tensor:
-        hidden = self.a(x) if go else x
-        kept = self.b(hidden)
-        return kept * 2
-
-
-def test_gradients_reach_what_is_read() -> None:
-    model, x = Two(), torch.randn(2, 3, requires_grad=True)
-    pg = PatchableGraph(model, x)
-    with pg.patch({"b.output": FromPatch("a.output", torch.tanh)}):
-        pg(x).sum().backward()
-    found = x.grad
-    x.grad = None
-    (model.a(x).tanh() * 2).sum().backward()
-    assert torch.equal(found, x.grad)
-    with pg.patch({"a.output": FromPatch("input" if "input" in pg.nodes else "x")}):  # an input of the model
-        assert torch.equal(pg(x), model.b(x) * 2)
+        return self.b(self.a(x) if go else x) * 2
 
 
 def test_a_source_that_does_not_run_is_an_error_and_no_older_value() -> None:

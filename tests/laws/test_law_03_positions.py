@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,22 +181,6 @@ def test_all_calls_agree_with_slicing_by_hand(model: str, value: str, tmp_path: 
         torch.testing.assert_close(stored, rows, check_dtype=False)
 
 
-@pytest.mark.parametrize("value", ["stream", "z"])
-def test_all_values_of_a_model_without_tokens_have_the_sequence_of_its_input(value: str) -> None:
-    for model in ("vectors", "vectors, first"):
-        subj = subject(model)
-        pg = PatchableGraph(subj.model, *subj.clean)
-        for given in (1, -2):  # that of the input
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                scores = attribute(pg, metric, subj.clean, subj.corrupted, positions=True, position_dim=given)
-            one = attribute(
-                pg, metric, subj.clean, subj.corrupted, positions=True, paths=[PATHS[value]],
-                position_dim=subj.dims[value][1],
-            )  # fmt: skip
-            np.testing.assert_allclose(scores.sel(path=PATHS[value]), one.values[0])
-
-
 BAD: list[tuple[Any, str]] = [(given, f"position_dim must be .* not {given!r}") for given in ("1", True, 1.0, 3, -4)]
 OTHERS = [(dim, rf"dimension {dim} of its shape \(4, 4, 4\) is not the example's sequence") for dim in (0, 2, -1, -3)]
 
@@ -233,20 +216,3 @@ def test_a_dimension_that_cannot_be_is_an_error_before_anything_runs(model: str,
     for call in calls:
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_a_dimension_without_positions_is_an_error() -> None:
-    subj = subject("tokens")
-    pg, path = PatchableGraph(subj.model, *subj.clean), PATHS["stream"]
-    for call in (
-        lambda: ablate(pg, [path], *subj.clean, metric=metric, position_dim=1),
-        lambda: causal_trace(pg, subj.clean, subj.corrupted, [path], False, metric, position_dim=1),
-        lambda: attribute(pg, metric, subj.clean, subj.corrupted, paths=[path], position_dim=1),
-        lambda: pg.patch({path: ZeroPatch(position_dim=1)}).__enter__(),
-    ):
-        with pytest.raises(ValueError, match=r"position_dim=1 has no effect without positions=\.\.\."):
-            call()
-    with pytest.raises(ValueError, match="position_dim has 'z', whose positions are not asked for"):
-        causal_trace(pg, subj.clean, subj.corrupted, [path], None, metric, position_dim={"z": 1})
-    with pytest.raises(ValueError, match="position_dim=2 is not that of all values: give paths=, or a dict by path"):
-        attribute(pg, metric, subj.clean, subj.corrupted, positions=True, position_dim=2)

@@ -234,32 +234,6 @@ def test_an_input_is_an_alias_in_any_form(path: str, take: Any, give: Any, kind:
     assert torch.equal(_gradient_of(value, output), stream.grad)
 
 
-def test_one_tensor_given_as_several_inputs_stays_one() -> None:
-    """A module may ask for that, as attention does: the gradient is that of all these inputs, and this is said."""
-
-    class Self(nn.MultiheadAttention):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
-            assert query is key is value
-            return super().forward(query, key, value, **kwargs)
-
-    def attend(attention: nn.Module, x: Tensor) -> Tensor:
-        return attention(x, x, value=x, need_weights=False)[0]
-
-    torch.manual_seed(0)
-    x, model = torch.randn(2, 4, 3), Stream(attend, Self(3, 1, batch_first=True))
-    pg = PatchableGraph(model, x)
-    probes = {f"branch.{name}": ProbePatch() for name in ("query", "value")}
-    with pytest.warns(GraphPatchWarning, match=r"'branch\.query'"), pg.patch(probes):
-        output = pg(x)
-    assert torch.equal(output, model(x))
-
-    stream = model.embed(x).detach().requires_grad_()
-    model.branch(stream, stream, stream)[0].sum().backward()
-    found = [_gradient_of(probes["branch.query"].activation, output), probes["branch.value"].activation.grad]
-    for gradient in found:
-        torch.testing.assert_close(gradient, stream.grad)
-
-
 def test_values_of_patches_are_learnt() -> None:
     """A steering vector: its gradient is that of the loss by the value that it replaces."""
     case = case_by_name("gpt2-eager")

@@ -252,20 +252,6 @@ def test_steps_and_positions_of_other_steps_are_not_errors_nor_are_their_slices(
         generated()
 
 
-def test_a_value_without_entries_is_not_the_fault_of_a_slice() -> None:
-    """As many rows as values say: an expert that no token is routed to."""
-
-    class Chosen(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            rows = x[x[:, 0] > 0]
-            return rows * 2
-
-    pg = PatchableGraph(Chosen(), torch.ones(3, 4))
-    with pg.patch({"rows": ZeroPatch(slice=(slice(0, 2), slice(1, 3)))}):
-        assert pg(-torch.ones(3, 4)).shape == (0, 4)
-        assert pg(torch.ones(3, 4)).sum() == 16
-
-
 # -- experiments and options -------------------------------------------------------------------------------------------
 
 
@@ -279,21 +265,6 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         return self.down(self.up(x))
-
-
-def test_a_head_that_does_not_exist_fails_a_sweep_before_its_cells_run() -> None:
-    model = Attention()
-    pg = PatchableGraph(model, torch.ones(2, 3, 5))
-    measured: list[Tensor] = []
-    with pytest.raises(PatchMapError, match=r"slice \[\.\.\., 64:80\] selects nothing: dimension 2 .* has 64 entries"):
-        pg.sweep(
-            {"head": range(6)},
-            lambda head: {"up.output": ZeroPatch(slice=(..., slice(16 * head, 16 * head + 16)))},
-            torch.arange(30.0).view(2, 3, 5),
-            metric=lambda output: measured.append(output) or output.sum(),
-            progress=False,
-        )
-    assert len(measured) <= 1  # the run without patches
 
 
 def test_a_value_is_not_replaced_by_itself() -> None:
