@@ -37,7 +37,6 @@ from graphpatch_notebook.torch_compat import (
     function_mode_depth,
     has_compiled_parts,
     is_in_backward,
-    may_compile,
     runs_hooks,
     visible_flex_attention,
 )
@@ -213,9 +212,10 @@ class PatchContext:
 
     def _observed(self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Methods may compile the model themselves, as `generate` does with a static cache.
-        is_eager = function is not run.root or may_compile()
-        if is_eager and not eager_code.is_possible and has_compiled_parts(run.root):
+        has_compiled = has_compiled_parts(run.root)
+        if has_compiled and not eager_code.is_possible:
             raise GraphError(eager_code.reason)
+        is_eager = has_compiled or function is not run.root
         token = observer.set(run)
         try:
             if not (is_eager or run.plan.sees_ops or function_mode_depth()):

@@ -47,9 +47,8 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]], s
         text = path if type(path) is str else str(path)
         listed = [patches] if isinstance(patches, Patch) else patches
         try:
-            meant.append((text, listed, known.get(text) or targets_of(nodes, text, listed)))
-            if not _are_for_calls(listed):
-                known[text] = meant[-1][2]
+            targets = known.get(text)
+            meant.append((text, listed, _resolved(nodes, text, listed, known) if targets is None else targets))
         except Unresolvable as error:
             inside = inside_splice(root, text, listed, error.message)
             if inside is not None:
@@ -71,6 +70,13 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]], s
         if component is not None and component.doubt:  # it may not be what its name says
             warn(f"{component.name!r} is in doubt: {component.doubt}", "component", stacklevel=level_of_caller())
     return entries
+
+
+def _resolved(nodes: NodeMap, text: str, patches: Any, known: dict[str, list[Target]]) -> list[Target]:
+    targets = targets_of(nodes, text, patches)
+    if not _are_for_calls(patches):
+        known[text] = targets
+    return targets
 
 
 def refuse_unjoined(plan: Plan) -> None:

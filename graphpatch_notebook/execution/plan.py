@@ -203,7 +203,8 @@ class FramePlan:
         (code, offset), *above = reversed(site.steps)
         chain = tuple(number for outer, at in above for number in (id(outer), at))
         self.sites = {} if self.sites is None else self.sites
-        patched = self.sites.setdefault(id(code), PatchedCode(code))
+        if (patched := self.sites.get(id(code))) is None:
+            patched = self.sites[id(code)] = PatchedCode(code)
         by_occurrence = patched.by_offset.setdefault(offset, {}).setdefault(chain, {})
         return by_occurrence.setdefault(occurrence, SiteEntries())
 

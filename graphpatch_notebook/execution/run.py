@@ -225,7 +225,7 @@ class Run(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs one frame with all its patches except those on the output."""
-        skip = next(filter(self._may_apply, reversed(plan.skips)), None)
+        skip = next(filter(self._may_apply, reversed(plan.skips)), None) if plan.skips else None
         if plan.graph is not None and skip is None:
             args, kwargs = self._with_aliases(plan, args, kwargs)
             patched = partial(self._in_graph, plan.in_graph)
@@ -238,7 +238,7 @@ class Run(TorchFunctionMode):
             return self._skipped_output(skip, args, kwargs)
         bound_to = getattr(forward, "__self__", None)  # a stand-in itself, if the calling frame runs on one
         holder = bound_to if isinstance(bound_to, Module) else module
-        changed = self._changed_tensors(plan, holder)
+        changed = self._changed_tensors(plan, holder) if plan.tensors else None
         if not changed:
             return self._invoke(plan, forward, args, kwargs)
         if is_parallel_machinery(forward):
