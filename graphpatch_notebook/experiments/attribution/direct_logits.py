@@ -19,6 +19,7 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.experiments.methods.lens import arranged, checked_tokens, component, layer_count, of_rows
 from graphpatch_notebook.lazy_names import extra
+from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import CustomPatch, ProbePatch
 from graphpatch_notebook.warning_places import warn_each_time

@@ -17,6 +17,7 @@ from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.experiments.methods.lens import arranged, component, layer_count
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.lazy_names import extra
+from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch, ZeroPatch
 

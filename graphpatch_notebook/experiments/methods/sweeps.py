@@ -21,6 +21,7 @@ from graphpatch_notebook.experiments.engine.runner import Baseline, CellRunner, 
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric
 from graphpatch_notebook.experiments.results import data_array, metric_dims, metric_name, plain_label
 from graphpatch_notebook.lazy_names import extra
+from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import declares
 from graphpatch_notebook.values import digest
