@@ -6,7 +6,7 @@ import pytest
 import torch
 from IPython.core.completer import provisionalcompleter
 
-from graphpatch_notebook import FromPatch, GraphPatchWarning, ProbePatch, SkipPatch, ZeroPatch
+from graphpatch_notebook import GraphPatchWarning, ProbePatch, ZeroPatch
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
@@ -113,42 +113,3 @@ def test_the_browser_knows_the_node_and_shows_the_part(models):
     assert skeleton.path(row) == "transformer.h_1.attn.attn_output"
     check = Session(graph).check(ChosenPatch("layers[1].attn.heads[2].z", "zero", slice=":, 1:"))
     assert (check.shape, check.sliced) == ((2, 5, 4), (2, 4, 4))
-
-
-def test_pg_graph(models):
-    graph = models.namespace["pg"].graph
-    path = graph["layers[-1].attn.heads[1].z"]
-    assert (str(path), path._shape) == ("layers[2].attn.heads[1].z", torch.Size([2, 5, 4]))
-    assert path != graph["layers[-1].attn.heads[0].z"]
-    assert "layers[0].attn.z" in graph._ipython_key_completions_()
-    probe = ProbePatch()
-    logits(models, "pg", {path: probe})
-    assert probe.activation.shape == (2, 5, 4)
-
-
-def test_a_head_is_a_slice_of_what_follows(models):
-    head = logits(models, "pg", {"layers[1].attn.heads[3].z": ZeroPatch()})
-    assert torch.equal(
-        head, logits(models, "pg", {"transformer.h_1.attn.c_proj.x": ZeroPatch(slice=(..., slice(12, 16)))})
-    )
-
-
-def test_modules_are_skipped_and_paths_are_sources(models):
-    models.ok("%graphpatch skip transformer.h_1.mlp")
-    models.ok("%graphpatch zero 'layers[0].mlp_out'[:, 0]")
-    models.ok("%graphpatch copy_from layers[2].mlp_out layers[0].mlp_out")
-    models.ok("%%graphpatch\nout = pg(x)")
-    expected = logits(
-        models,
-        "pg",
-        {
-            "transformer.h_1.mlp": SkipPatch(),
-            "transformer.h_0.mlp.output": ZeroPatch(slice=(slice(None), 0)),
-            "transformer.h_2.mlp.output": FromPatch("transformer.h_0.mlp.output"),
-        },
-    )
-    assert torch.equal(models.namespace["out"].logits, expected)
-    refused = models.refused("%graphpatch skip transformer.h_0.mlp --positions -1")
-    assert refused.startswith("unrecognized arguments: --positions")
-    assert "--positions" not in models.ok("%graphpatch help skip").out
-    assert "it replaces a call of a module" in models.refused("%graphpatch skip layers[0].attn.z")

@@ -55,26 +55,6 @@ def test_unloading_leaves_ipython_as_it_was(plain_shell: Shell, names: list[str]
     assert "not found" in shell.refused("%%graphpatch\n1")
 
 
-def test_loading_twice_changes_nothing(plain_shell: Shell) -> None:
-    plain_shell.ok("%load_ext graphpatch_notebook")
-    loaded = everything(plain_shell)
-    plain_shell.ok("%load_ext graphpatch")
-    plain_shell.ok("%load_ext graphpatch_notebook")
-    assert everything(plain_shell) == loaded
-    plain_shell.ok("%reload_ext graphpatch_notebook")
-    assert len(everything(plain_shell)["cleanup"]) == len(loaded["cleanup"])
-
-
-def test_unloading_one_name_leaves_the_other(plain_shell: Shell) -> None:
-    plain_shell.ok("%load_ext graphpatch")
-    plain_shell.ok("%load_ext graphpatch_notebook")
-    loaded = everything(plain_shell)
-    plain_shell.ok("%unload_ext graphpatch")
-    assert everything(plain_shell) == loaded
-    plain_shell.ok("%unload_ext graphpatch_notebook")
-    assert "not found" in plain_shell.refused("%graphpatch")
-
-
 def test_a_magic_of_the_same_name_comes_back(plain_shell: Shell) -> None:
     plain_shell.ok("get_ipython().register_magic_function(lambda line: 'mine', 'line', 'graphpatch')")
     plain_shell.ok("%load_ext graphpatch_notebook")

@@ -136,25 +136,6 @@ def test_a_value_of_the_same_run_is_copied_by_its_path(pg: Shell, tmp_path: Path
     assert "'down.output', which does not come before" in str(pg.run("%%graphpatch\npg(x)").error)
 
 
-def test_a_class_that_cannot_be_imported_is_needed(pg: Shell) -> None:
-    session = session_of(pg.namespace["pg"])
-    pg.ok(
-        "from dataclasses import dataclass\nfrom graphpatch_notebook import Patch\n@dataclass(kw_only=True, eq=False)\n"
-        "class HalfPatch(Patch):\n    def op(self, original_output):\n        return original_output * 0.5"
-    )
-    register_patch_kind(PatchKind("half", pg.namespace["HalfPatch"], "halves the value"))
-    try:
-        session.add(ChosenPatch("down.output", "half"))
-        source = export(session)
-        assert source.startswith("# Needs: pg, HalfPatch, x\n\nwith pg.patch(")
-        found = {name: pg.namespace[name] for name in ("pg", "x", "HalfPatch")}
-        exec(source, found)
-        assert torch.equal(found["output"], expected(pg))
-        session.clear()
-    finally:
-        del PATCH_KINDS["half"]
-
-
 def test_it_is_in_the_editor(pg: Shell) -> None:
     graph = pg.namespace["pg"]
     session, workspace = session_of(graph), Workspace(lambda: pg.namespace, print)

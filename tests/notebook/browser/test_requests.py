@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
 from graphpatch_notebook.notebook.browser.widget import Browser
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session import session_file
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
@@ -115,15 +113,6 @@ def test_edits_are_those_of_the_session(front: Front) -> None:
     assert front.session.chosen.patches == ()
 
 
-def test_a_patch_that_changes_its_kind(front: Front) -> None:
-    front.edit("add", patch=fields("sub_0.linear", "zero"))
-    front.edit("change", number=1, patch=fields("sub_0.linear", "probe"))
-    assert front.session.chosen.patches[0].name == "sub_0_linear"
-    front.edit("change", number=1, patch=fields("sub_0.linear", "add", value="1"))
-    assert str(front.session.chosen.patches[0]) == "add sub_0.linear 1"
-    assert front.refused_edit("change", number=1, patch=fields("sub_0.linear", "zero", value="1"))["field"] == "value"
-
-
 def test_stale_edits_are_refused(front: Front) -> None:
     front.edit("add", patch=fields("sub_0.linear", "zero"))
     error = front.refused("edit", based_on=0, edit={"action": "clear"})
@@ -152,14 +141,6 @@ def test_check_says_what_a_patch_would_be_applied_to(front: Front) -> None:
     taken = front.ask("check", patch=fields("sub_0.linear", "probe", name="steer"), number=None)
     assert taken["warning"] == "the variable steer exists, and the next run overwrites it"
     assert front.session.chosen.version == 0
-
-
-def test_a_patch_that_is_being_changed_is_not_in_its_own_way(front: Front) -> None:
-    front.edit("add", patch=fields("sub_0.linear", "probe", name="kept"))
-    patch = fields("sub_0.linear", "probe", name="kept", slice="0")
-    assert front.ask("check", patch=patch, number=1)["sliced"] == [3]
-    assert front.refused("check", patch=patch, number=None)["field"] == "name"
-    assert front.ask("check", patch=fields("sub_0.linear", "record"), number=1)["name"] == "kept"
 
 
 @pytest.mark.parametrize(
@@ -292,16 +273,6 @@ def test_runs(front: Front) -> None:
     assert error["field"] == "inputs"
 
 
-def test_runs_on_what_was_given_as_text(front: Front) -> None:
-    front.runs.use(typed="2 * ones")
-    front.namespace["ones"] = torch.ones(1, 4)
-    front.edit("add", patch=fields("sub_0.input", "probe", name="kept"))
-    assert until_done(front, "run_status", front.ask("run", inputs=None))["state"] == "done"
-    assert torch.equal(front.namespace["kept"], torch.full((1, 4), 2.0))
-    until_done(front, "run_status", front.ask("run", inputs="ones"))
-    assert torch.equal(front.namespace["kept"], torch.ones(1, 4))
-
-
 def test_activations(front: Front) -> None:
     row = skeleton_of(front.pg).row("sub_0.linear")
     started = front.ask("activation", row=row, plane=None, is_patched=False, inputs=None)
@@ -309,26 +280,3 @@ def test_activations(front: Front) -> None:
     assert done["view"]["statistics"]["shape"] == [2, 3]
     assert front.ask("activation_close", id=done["id"]) == {}
     assert "is not a node" in front.refused("activation", row=0, plane=None, is_patched=False, inputs=None)["message"]
-
-
-def test_threads_edit_at_the_same_time(front: Front) -> None:
-    def choose(number: int) -> None:
-        for _ in range(20):
-            while True:
-                version = front.session.chosen.version
-                edit = {"action": "add", "patch": fields("sub_0.linear", "zero", slice=str(number % 2))}
-                reply = front.send({"id": 1, "request": "edit", "payload": {"based_on": version, "edit": edit}})
-                if "result" in reply:
-                    break
-                assert reply["error"]["field"] == "version"
-
-    threads = [threading.Thread(target=choose, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(20):
-        front.session.add(ChosenPatch("sub_1.relu", "zero"))
-    for thread in threads:
-        thread.join()
-    patches = front.session.chosen.patches
-    assert len(patches) == 100
-    assert sorted(patch.number for patch in patches) == list(range(1, 101))

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import CompiledGraphModule, ExtractionOptions, PatchableGraph, UnknownPathError
+from graphpatch_notebook import CompiledGraphModule, PatchableGraph, UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap
-from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
+from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.notebook.browser import skeleton as skeletons
 from graphpatch_notebook.notebook.browser.skeleton import (
     HIDDEN,
@@ -29,7 +29,7 @@ from graphpatch_notebook.notebook.browser.skeleton import (
 )
 from graphpatch_notebook.notebook.display.labels import spec_label
 from graphpatch_notebook.patchable_graph import captured
-from tests.frames import FrameBuilder, layered_frame, tensor
+from tests.frames import layered_frame
 from tests.laws.captures import some_cases
 from tests.notebook.hostile import hostile_graph
 from tests.zoo.case import Case, seed_all
@@ -153,42 +153,6 @@ def test_modules_that_were_never_called_are_in_the_nearest_graph() -> None:
         assert model.get_submodule(name) not in called
 
 
-def test_a_module_called_twice_has_a_row_for_each_call() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(self.linear(x))
-
-    skeleton = skeleton_of(PatchableGraph(Twice(), torch.ones(1, 2)))
-    rows = [skeleton.row("linear_0"), skeleton.row("linear_1")]
-    assert [skeleton.kind(row) for row in rows] == ["graph", "graph"]
-    assert [skeleton.op(row) for row in rows] == ["Linear", "Linear"]
-
-
-def test_of_two_keys_that_read_the_same_the_first_has_the_row() -> None:
-    root = FrameBuilder()
-    root.output({1: torch.ones(2), "1": torch.ones(3), "b": torch.ones(4)})
-    skeleton = Skeleton(NodeMap(root.frame))
-    assert paths_of(skeleton) == ["", "output", "output|1", "output|b"]
-    place = skeleton.place(2)
-    assert place is not None
-    assert place.spec == tensor(2)
-    assert "several of its keys have the text 1" in str(skeleton.note(1))
-
-
-def test_a_node_called_like_the_root_is_not_the_root() -> None:
-    root = FrameBuilder()
-    root.op("<root>")
-    root.output(tensor(1))
-    skeleton = Skeleton(NodeMap(root.frame))
-    assert [skeleton.name(row) for row in range(3)] == ["<root>", "<root>", "output"]
-    assert skeleton.find("") == 0
-    assert skeleton.path(1) == "<root>"
-
-
 def test_children_and_parents() -> None:
     skeleton = Skeleton(NodeMap(layered_frame(2, ops=2)))
     for row in range(len(skeleton)):
@@ -237,15 +201,6 @@ def test_the_skeleton_keeps_no_graph_alive() -> None:
     assert model() is None
 
 
-def test_opaque_modules_say_why() -> None:
-    options = ExtractionOptions(classes_to_skip_compiling={nn.Linear})
-    skeleton = skeleton_of(PatchableGraph(nn.Sequential(nn.Linear(2, 2)), options, torch.ones(1, 2)))
-    row = skeleton.row("sub_0")
-    assert skeleton.flags(row) & OPAQUE
-    assert skeleton.note(row)
-    assert not skeleton.flags(0) & OPAQUE
-
-
 def test_large_models_make_small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """50,000 nodes: the labels of a few values are written, not those of all, and little is sent."""
     labeled = []
@@ -254,14 +209,3 @@ def test_large_models_make_small_messages(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(skeleton) > 50_000
     assert len(skeleton.data) < 250_000
     assert len(labeled) < len(skeleton) / 4
-
-
-def test_values_that_cannot_be_patched_are_not_reported() -> None:
-    pg = hostile_graph()
-    skeleton = skeleton_of(pg)
-    for row in range(len(skeleton)):
-        path, kind = skeleton.path(row), skeleton.kind(row)
-        try:
-            resolve(captured(pg).root, path)
-        except Unresolvable:
-            assert not skeleton.flags(row) & PATCHABLE, (path, kind)

@@ -6,11 +6,7 @@ import gc
 import json
 import math
 import struct
-import sys
-import threading
 import time
-import types
-import warnings
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -23,7 +19,6 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-import traitlets
 from comm.base_comm import BaseComm
 from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
@@ -31,11 +26,9 @@ from torch import nn
 from xarray import DataArray
 
 from graphpatch_notebook import PatchableGraph, UnknownPathError
-from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
 from graphpatch_notebook.notebook.browser.widget import Browser
-from graphpatch_notebook.notebook.display import displayed_widget
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
 from tests.notebook.browser.test_requests import fields
@@ -121,15 +114,6 @@ def test_the_first_message_has_all_that_a_view_needs(graph: PatchableGraph) -> N
     assert ".gp-root" in front_end["css"]
 
 
-def test_large_models_begin_with_a_small_message() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=2, vocab_size=100)).eval()  # of 12 layers
-    browser = PatchableGraph(model, torch.arange(8)[None]).browse()
-    message, buffers = line_of(browser).sent[0]
-    assert len(json.dumps(message)) + sum(map(len, buffers)) < 100_000
-
-
 def test_it_is_opened_at_a_path(graph: PatchableGraph) -> None:
     browser = graph.browse("sub_0.linear")
     skeleton = skeleton_of(graph)
@@ -209,22 +193,6 @@ def test_what_it_may_not_set_is_put_right(graph: PatchableGraph, name: str, valu
     assert browser.query == ("" if name == "query" else "kept")
 
 
-def test_python_may_not_set_what_means_nothing(graph: PatchableGraph) -> None:
-    browser = graph.browse()
-    with pytest.raises(traitlets.TraitError, match="rows of the tree"):
-        browser.selected = 10**6
-    with pytest.raises(traitlets.TraitError):
-        browser.session = {}
-
-
-def test_big_traits_are_not_sent_back(graph: PatchableGraph) -> None:
-    browser = graph.browse()
-    line_of(browser).set(selected=1)
-    for data, buffers in line_of(browser).sent[1:]:
-        assert not buffers
-        assert "skeleton" not in data.get("state", {})
-
-
 def test_requests_are_answered(graph: PatchableGraph) -> None:
     line = line_of(graph.browse())
     assert line.ask("details", row=1)["result"]["path"] == "input"
@@ -255,17 +223,6 @@ def test_all_browsers_follow_the_session_whoever_changes_it(graph: PatchableGrap
     assert line_of(two).states()[-1]["session"]["version"] == 3
 
 
-def test_a_browser_that_never_came_to_be_says_no_more_than_why(
-    graph: PatchableGraph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", said.append)
-    with pytest.raises(UnknownPathError):
-        graph.browse("no.such.path")
-    gc.collect()
-    assert not said
-
-
 def test_a_closed_browser_gets_no_more_updates(graph: PatchableGraph) -> None:
     browser = graph.browse()
     line = line_of(browser)
@@ -275,24 +232,6 @@ def test_a_closed_browser_gets_no_more_updates(graph: PatchableGraph) -> None:
     assert len(line.sent) == count
     assert browser.session["version"] == 0
     browser.close()
-
-
-def test_a_browser_whose_comm_is_closed_does_not_disturb_the_session(graph: PatchableGraph) -> None:
-    browser = graph.browse()
-    browser.comm = None
-    session_of(graph).add(ChosenPatch("sub_0.linear", "zero"))
-    assert browser.session["version"] == 1
-
-
-def test_listening_keeps_no_browser_alive(graph: PatchableGraph) -> None:
-    browser = graph.browse()
-    browser.close()
-    gone = weakref.ref(browser)
-    del browser
-    Line.lines.clear()
-    gc.collect()
-    assert gone() is None
-    session_of(graph).add(ChosenPatch("sub_0.linear", "zero"))
 
 
 def held_graph() -> PatchableGraph:
@@ -310,17 +249,6 @@ def test_a_browser_keeps_no_graph_alive_that_a_variable_held(shell: Shell) -> No
     assert repr(browser) == "<Browser of pg, which was deleted>"
     assert "is gone" in line_of(browser).ask("details", row=0)["error"]["message"]
     line_of(browser).set(selected=0)
-
-
-def test_a_graph_that_no_variable_holds_lives_as_long_as_its_browser(shell: Shell) -> None:
-    shell.ok("from tests.notebook.browser.test_widget import held_graph\nbrowser = held_graph().browse()")
-    gc.collect()
-    browser = shell.namespace["browser"]
-    model = weakref.ref(browser.graph._module)
-    assert "result" in line_of(browser).ask("details", row=0)
-    browser.close()
-    gc.collect()
-    assert model() is None
 
 
 def test_edited_graphs_are_shown_as_they_are(graph: PatchableGraph) -> None:
@@ -343,46 +271,6 @@ def test_edited_graphs_are_shown_as_they_are(graph: PatchableGraph) -> None:
     assert line_of(browser).ask("details", row=skeleton.row("sub_1.neg"))["result"]["kind"] == "op"
 
 
-def test_threads_and_the_front_end_change_things_at_the_same_time(graph: PatchableGraph) -> None:
-    browser, session = graph.browse(), session_of(graph)
-    line, stop = line_of(browser), threading.Event()
-
-    def click() -> None:
-        row = 0
-        while not stop.is_set():
-            row = (row + 1) % 5
-            line.set(selected=row, expanded=[row], query=str(row))
-            time.sleep(0.0005)
-
-    def choose() -> None:
-        for number in range(20):
-            session.add(ChosenPatch("sub_0.linear", "zero", slice=str(number % 2)))
-
-    clicking = [threading.Thread(target=click) for _ in range(2)]
-    choosing = [threading.Thread(target=choose) for _ in range(3)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for thread in [*clicking, *choosing]:
-            thread.start()
-        for thread in choosing:
-            thread.join(60)
-        stop.set()
-        for thread in clicking:
-            thread.join()
-    assert session.chosen.version == 60
-    assert browser.session["version"] == 60
-    sent = [state["session"]["version"] for state in line.states() if "session" in state]
-    assert sent == sorted(sent)
-    assert sent[-1] == 60
-
-
-def test_what_observes_a_trait_may_edit(graph: PatchableGraph) -> None:
-    browser, session = graph.browse(), session_of(graph)
-    browser.observe(lambda _: session.add(ChosenPatch("sub_0.linear", "zero")), "selected")
-    line_of(browser).set(selected=2)
-    assert line_of(browser).states()[-1]["session"]["version"] == 1
-
-
 # -- runs
 
 
@@ -398,16 +286,6 @@ def test_all_browsers_follow_a_run(graph: PatchableGraph) -> None:
     assert one.run == two.run == {"id": status["id"], "state": "done"}
     assert one.last_run is two.last_run
     assert torch.equal(one.last_run.output, graph(torch.ones(2, 4)))
-
-
-def test_inputs_and_tokenizer_are_those_of_all_browsers(graph: PatchableGraph) -> None:
-    one = graph.browse()
-    two = graph.browse(inputs=torch.zeros(1, 4), tokenizer=types.SimpleNamespace(decode=str))
-    assert one.about["has_tokenizer"]
-    status = line_of(one).ask("run", inputs=None)["result"]
-    one._runs.wait(status["id"])
-    assert two.last_run.output.shape == (1, 3)
-    assert graph.browse().about["has_tokenizer"]
 
 
 # -- scores
@@ -486,46 +364,7 @@ def test_invalid_scores_are_refused(graph: PatchableGraph, scores: Any, error: t
     assert browser.scores == before
 
 
-def test_scores_of_another_graph(graph: PatchableGraph) -> None:
-    other = PatchableGraph(nn.ReLU(), torch.ones(2))
-    with pytest.raises(UnknownPathError, match="another PatchableGraph"):
-        graph.browse().set_scores({other.graph.relu: 1})
-
-
 # -- how it is made, and shown
-
-
-def test_show_is_browse(pg: Shell) -> None:
-    browser = pg.ok("%graphpatch show up.linear").value
-    assert isinstance(browser, Browser)
-    assert browser.selected_path == "up.linear"
-    assert browser.about["name"] == "pg"
-    assert browser.about["arguments"] == "x"
-    assert pg.ok("b = pg.browse()\nb").value.about["name"] == "pg"
-
-
-def test_show_takes_tokenizer_and_inputs(pg: Shell) -> None:
-    pg.ok("import types; tok = types.SimpleNamespace(decode=str)")
-    browser = pg.ok('%graphpatch show up --tokenizer tok --inputs "2 * x"  # both').value
-    assert browser.about["has_tokenizer"]
-    assert browser.about["arguments"] == "2 * x"
-    assert browser.selected_path == "up"
-    pg.ok("%graphpatch probe up.input given")
-    status = line_of(browser).ask("run", inputs=None)["result"]
-    browser._runs.wait(status["id"])
-    assert torch.equal(pg.namespace["given"], 2 * pg.namespace["x"])
-    assert "unknown variable 'tokk'; nearest: tok" in pg.refused("%graphpatch show --tokenizer tokk")
-    assert "arguments of a call" in pg.refused('%graphpatch show --inputs "x)"')
-    assert "--tokenzer; nearest: --tokenizer" in pg.refused("%graphpatch show --tokenzer tok")
-
-
-def test_variables_are_those_of_the_caller_outside_of_ipython(graph: PatchableGraph) -> None:
-    namespace = {"mine": graph, "sub_1_relu": 1}
-    exec("browser = mine.browse()", namespace)
-    browser: Any = namespace["browser"]
-    assert browser.about["name"] == "mine"
-    checked = line_of(browser).ask("check", patch=fields("sub_1.relu", "probe"), number=None)["result"]
-    assert checked["name"] == "sub_1_relu_1"
 
 
 def test_as_text_it_is_the_tree(pg: Shell) -> None:
@@ -534,21 +373,6 @@ def test_as_text_it_is_the_tree(pg: Shell) -> None:
         assert repr(ran.value) == repr(pg.namespace["pg"].graph.up)
         assert repr(ran.value) in ran.out
         assert "Browser of pg" in pg.ok(f"[{command.replace('%graphpatch show up', 'pg.browse()')}]").out
-
-
-def test_a_missing_front_end_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(displayed_widget, "_STATIC", tmp_path)
-    with pytest.raises(GraphError, match=r"not built: .*loader.js is missing. In a checkout, run `npm ci"):
-        displayed_widget.for_anywidget()
-
-
-def test_for_hot_reload_anywidget_has_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ANYWIDGET_HMR", "1")
-    script, style = displayed_widget.for_anywidget()
-    assert isinstance(script, Path)
-    assert isinstance(style, Path)
-    assert (script.name, style.name) == ("widget.js", "widget.css")
-    assert displayed_widget.packed.__wrapped__() == b""
 
 
 # -- in a real kernel
@@ -650,11 +474,3 @@ def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkey
     assert len(json.dumps(bundle)) < 80_000 * 4 / 3  # in base64
     saved["buffers"] = [one for one in saved["buffers"] if one["path"] != ["front_end"]]
     assert len(json.dumps(saved)) < 10_000
-
-
-def test_marimo_may_put_its_attribute_on_the_widget(graph: PatchableGraph) -> None:
-    browser = graph.browse()
-    browser._value = {"query": "relu"}  # as marimo 0.25 does
-    path = next(iter(graph.nodes))
-    session_of(graph).add(ChosenPatch(kind="zero", path=path))
-    assert [patch["path"] for patch in browser.session["patches"]] == [path]

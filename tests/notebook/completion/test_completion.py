@@ -18,7 +18,7 @@ from IPython.core.completer import CompletionContext, provisionalcompleter, rect
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.inspection.locations import Location, is_child
-from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
+from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.notebook.completion.completion import PathCompleter, next_segments
 from graphpatch_notebook.notebook.magics.commands import commands
 from tests.notebook.hostile import KEYS, hostile_graph
@@ -141,15 +141,6 @@ def test_values_are_variables_of_the_user_likely_ones_first(typing: Shell) -> No
     assert offered[:2] == ["steer", "stride"]
     assert "pg" in offered
     assert not {"get_ipython", "exit", "In", "Out", "_"} & set(offered)
-
-
-def test_the_name_that_is_offered_is_the_one_that_is_taken(pg: Shell) -> None:
-    pg.ok("%graphpatch probe hidden")
-    pg.ok("%%graphpatch\npg(x);")
-    pg.ok("%graphpatch clear\nup_linear = 1")
-    for path in ("hidden", "up.linear"):
-        (offered,) = texts(pg, f"%graphpatch probe {path} ")
-        assert f"as {offered} ->" in pg.ok(f"%graphpatch probe {path}").out
 
 
 def test_inputs_that_were_not_given_come_last() -> None:
@@ -313,16 +304,6 @@ def test_no_code_of_the_user_runs(typing: Shell) -> None:
 # In general
 
 
-def test_unloading_takes_it_away(plain_shell: Shell) -> None:
-    before = list(plain_shell.ip.Completer.custom_matchers)
-    plain_shell.ok("%load_ext graphpatch_notebook")
-    plain_shell.ok("%load_ext graphpatch")
-    assert len(plain_shell.ip.Completer.custom_matchers) == len(before) + 1
-    plain_shell.ok("%unload_ext graphpatch_notebook")
-    plain_shell.ok("%unload_ext graphpatch")
-    assert plain_shell.ip.Completer.custom_matchers == before
-
-
 def test_without_a_graph_and_with_several(plain_shell: Shell) -> None:
     plain_shell.ok("%load_ext graphpatch_notebook")
     plain_shell.ip.Completer.use_jedi = False
@@ -334,23 +315,6 @@ def test_without_a_graph_and_with_several(plain_shell: Shell) -> None:
     plain_shell.ok("%graphpatch use b")
     assert texts(plain_shell, "%graphpatch zero t") == ["tanh"]
     assert texts(plain_shell, "a.patch({'re") == ["relu"]
-
-
-def test_the_older_interface_of_the_completer_gives_the_same(typing: Shell) -> None:
-    line = "%graphpatch zero blocks_0.l"
-    assert "linear" in typing.ip.Completer.complete(line_buffer=line, cursor_pos=len(line))[1]
-
-
-def test_so_many_and_no_more(plain_shell: Shell) -> None:
-    class Long(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(600):
-                x = x * 2
-            return x
-
-    root = Location.of_root(PatchableGraph(Long(), torch.ones(1)).nodes.root)
-    offers = next_segments(root, "x_", patchable=True)
-    assert [offer.text for offer in offers.offers] == [f"x_{number}" for number in range(1, 501)]
 
 
 def leaf_paths(root: Location, *, patchable: bool = True) -> Iterator[str]:
@@ -407,8 +371,3 @@ def test_any_path_has_offers_or_none(typed: str, patchable: bool) -> None:
         path = typed[: offers.start] + offer.text
         if not path.endswith((".", "|")):
             resolve(hostile().nodes.root, path)
-
-
-def test_a_text_that_is_not_a_path_resolves_to_nothing() -> None:
-    with pytest.raises(Unresolvable):
-        resolve(hostile().nodes.root, "blocks_0.")

@@ -71,18 +71,6 @@ def test_what_is_pinned_is_checked_and_selected() -> None:
         view.selected = "@embeds"
 
 
-def test_a_component_is_pinned_at_a_position() -> None:
-    edges = tuple(replace(edge, position=4) for edge in CIRCUIT.edges)
-    view: Any = show_circuit(replace(CIRCUIT, edges=edges, tokens=("a", "b", "c", "d", "<i>")))
-    assert [column["label"] for column in view.circuit["columns"]] == ["<i>"]
-    for number, name in enumerate(["@embed", f"{HEAD}.z", "@logits"]):
-        view.set_state({"pinned": ["node", number]})
-        assert view.selected == (name, 4)
-    view.selected = ("@embed", f"{HEAD}.v", 4)
-    assert view.pinned == ["edge", 0]
-    assert "<i>" not in view._static_html()
-
-
 def test_without_a_kernel_there_are_the_picture_and_the_strongest_edges() -> None:
     hostile = replace(CIRCUIT, metric="<script>")
     html = show_circuit(hostile)._static_html()

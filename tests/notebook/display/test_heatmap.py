@@ -21,7 +21,6 @@ from graphpatch_notebook.experiments import show_heatmap
 from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
 from tests.notebook.browser.test_static_tree import read
 from tests.notebook.browser.test_widget import WIDGET_VIEW, Line, outputs_and_saved_widget
-from tests.notebook.shells import Shell
 
 pytestmark = pytest.mark.hosts
 
@@ -70,36 +69,6 @@ def test_the_front_end_gets_rows_from_the_top() -> None:
     assert numbers(heatmap) == a_result().values[::-1].ravel().tolist()
     assert state["cell"] is None
     assert "selected" not in state
-
-
-def test_tokens_go_down() -> None:
-    heatmap = show_heatmap(a_result(), rows="position", tokens=TOKENS, center=None)
-    assert heatmap.heatmap["rows"]["labels"] == ["The", "␣cat", "⏎", "<b>"]
-    assert heatmap.heatmap["map"] == "sequential"
-    assert numbers(heatmap) == a_result().values.T.ravel().tolist()
-    upper = show_heatmap(a_result(), origin="upper")
-    assert numbers(upper) == a_result().values.ravel().tolist()
-
-
-def test_labels_are_short_and_tokens_whole() -> None:
-    names = [f"transformer.h_{layer}.mlp.dropout_before_the_output.{end}" for layer in (1, 2) for end in ("x", "y")]
-    result = xr.DataArray(np.zeros((4, 2)), {"path": names}, ["path", "position"])
-    rows, columns = (show_heatmap(result, tokens=["a" * 40, "b"]).heatmap[side] for side in ("rows", "columns"))
-    assert rows["labels"][0] == "h_2.mlp…pout_before_the_output.y"
-    assert rows["title"] == "path: transformer.*"
-    assert rows["values"] == names[::-1]
-    assert columns["labels"] == ["a" * 17 + "…", "b"]
-    assert columns["tokens"] == ["a" * 40, "b"]
-
-
-def test_values_that_are_not_numbers_are_reported() -> None:
-    result = a_result(errors=[{}])
-    result.values[0, 0] = np.nan
-    assert show_heatmap(result).heatmap["missing"] == "failed"
-    result.values[0, 1] = 1e31
-    heatmap = show_heatmap(result)
-    assert heatmap.heatmap["missing"] == "no finite value, or one beyond 1e+30"
-    assert np.isnan(numbers(heatmap)[8:10]).all()
 
 
 def test_large_results_are_sent_in_blocks_of_which_the_strongest_is_seen() -> None:
@@ -191,12 +160,6 @@ def test_what_cannot_be_shown() -> None:
 
 
 # -- where it is shown
-
-
-def test_in_a_terminal_it_is_a_line(shell: Shell) -> None:
-    shell.ok("from tests.notebook.display.test_heatmap import a_result, show_heatmap")
-    said = shell.ok("show_heatmap(a_result())")
-    assert "<Heatmap of score, 3 x 4 (path x position), from 0 to 11>" in str(said)
 
 
 def static(heatmap: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
 import subprocess
@@ -14,16 +13,9 @@ from pathlib import Path
 import nbformat
 import pexpect
 import pytest
-import torch
 from nbclient import NotebookClient
-from torch import Tensor, nn
 
-from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.capture.recorder import FrameCount, frame_count
-from graphpatch_notebook.notebook.display.progress import capture_progress
-from graphpatch_notebook.patchable_graph import captured
 from tests.notebook.hosts import environment
-from tests.zoo import case_by_name
 
 SLOW_MODEL = """
 import contextlib, sys, time
@@ -193,33 +185,3 @@ def test_a_capture_that_fails_says_where_it_stopped(notebook: nbformat.NotebookN
 
 
 # -- without a display -------------------------------------------------------------------------------------------------
-
-
-def test_frames_are_counted_once_each() -> None:
-    case = case_by_name("gpt2-eager")
-    call, count = case.example(), FrameCount()
-    token = frame_count.set(count)
-    try:
-        pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
-    finally:
-        frame_count.reset(token)
-    assert count.frames == len(list(captured(pg).root.walk()))
-
-
-class Printing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        with contextlib.redirect_stdout(io.StringIO()):
-            time.sleep(0.3)
-        print("printed")
-        return x + 1
-
-
-def test_what_the_model_prints_goes_where_it_went(capsys: pytest.CaptureFixture[str]) -> None:
-    stdout = sys.stdout
-    model = Printing()
-    with capture_progress(model, 0.05):
-        pg = PatchableGraph(model, torch.ones(2))
-    assert sys.stdout is stdout
-    assert capsys.readouterr().out == "printed\n"
-    assert frame_count.get() is None
-    assert "add" in pg.nodes

@@ -123,31 +123,6 @@ def test_a_variable_in_brackets_means_what_it_means_to_python(index: Any, chosen
     assert torch.equal(typed.patch({"i": index}).op(value.clone()), expected)
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        [patch("sub_0.output", "custom", slice="None", value="cumsum")],
-        [patch("sub_0.output", "add", slice="None", value="torch.ones(1, 2, 3)")],
-        [patch("sub_0.output", "probe", slice="None", name="h")],
-        [patch("sub_0.output", "custom", slice="None, 0", value="cumsum")],
-    ],
-)
-def test_none_alone_is_a_new_dimension(chosen: list[ChosenPatch]) -> None:
-    check(chosen)
-
-
-def test_none_alone_reaches_the_function_as_a_new_dimension() -> None:
-    shapes: list[torch.Size] = []
-
-    def look(value: torch.Tensor) -> torch.Tensor:
-        shapes.append(value.shape)
-        return value
-
-    check([patch("output", "custom", slice="None", value="look")], fresh=lambda: variables(look=look))
-    check([patch("output", "custom", slice="i", value="look")], fresh=lambda: variables(look=look, i=None))
-    assert set(shapes) == {torch.Size([1, 2, 3])}
-
-
 @pytest.mark.parametrize("texts", [("o.v",) * 3, ("o[0]", "o[0] * 10", "o[0] * 100"), ("o + 1", "-o", "o.v")])
 def test_what_does_something_unseen_is_evaluated_in_the_order_of_the_session(texts: tuple[str, str, str]) -> None:
     first, second, third = texts

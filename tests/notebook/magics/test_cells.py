@@ -17,7 +17,6 @@ from IPython.core.error import UsageError
 from torch import Tensor
 
 from graphpatch_notebook import GraphPatchWarning, PatchValueError
-from graphpatch_notebook.errors import PatchMapError
 from tests.notebook.shells import Mlp, Shell
 
 pytestmark = pytest.mark.hosts
@@ -171,15 +170,6 @@ def test_any_cell_runs_as_it_does_without(pg: Shell, cell: str) -> None:
     }
 
 
-def test_nothing_else_is_put_in_the_namespace(zero: Shell) -> None:
-    # What is bound by running any cell is there already.
-    zero.ok("1")
-    zero.ok("2")
-    before = {name for name in zero.namespace if not re.fullmatch(r"_i?\d+", name)}
-    zero.ok("%%graphpatch\npg(x)")
-    assert {name for name in zero.namespace if not re.fullmatch(r"_i?\d+", name)} == before
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Errors
 
@@ -220,18 +210,6 @@ def test_bad_values_stop_the_cell_before_it_begins(zero: Shell) -> None:
         "#3 (replace up.output 1 / 0): ZeroDivisionError: division by zero"
     )
     assert "ran" not in zero.namespace
-
-
-def test_patches_that_the_context_refuses(zero: Shell) -> None:
-    # Only entering the context can tell: the graph was edited after the patch was chosen.
-    zero.ok("%graphpatch zero mul")
-    zero.ok("g = pg._graph_module.graph\nnode = next(n for n in g.nodes if n.name == 'mul')")
-    zero.ok("node.replace_all_uses_with(node.args[0])\ng.erase_node(node)\npg._graph_module.recompile()")
-    ran = zero.run("%%graphpatch\nran = 1")
-    assert isinstance(ran.error, PatchMapError)
-    assert "mul" in str(ran.error)
-    assert "ran" not in zero.namespace
-    zero.ok("%graphpatch wrap pg = model(x)")
 
 
 @pytest.mark.parametrize(
@@ -295,18 +273,6 @@ def test_only_some(zero: Shell) -> None:
     both.up.bias.data.zero_()
     both.down.bias.data.zero_()
     assert torch.equal(zero.namespace["out"], both(torch.ones(3, 4)))
-
-
-def test_a_snapshot_is_taken_at_the_beginning(zero: Shell, expected: Tensor) -> None:
-    zero.ok("%%graphpatch\nget_ipython().run_line_magic('graphpatch', 'clear')\nout = pg(x)")
-    assert torch.equal(zero.namespace["out"], expected)
-    zero.ok("%graphpatch undo")
-
-
-def test_several_graphs(zero: Shell, expected: Tensor) -> None:
-    zero.ok("other = Mlp()\n%graphpatch wrap pg2 = other(x)")
-    assert "no patch is chosen" in zero.ok("%%graphpatch\na = 1").out  # the one that was made last is active
-    assert torch.equal(zero.ok("%%graphpatch pg\npg(x)").value, expected)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -383,15 +349,6 @@ def test_the_error_of_the_cell_comes_first(zero: Shell) -> None:
     assert "h" not in zero.namespace
 
 
-def test_calls_take_as_long_as_the_first(zero: Shell) -> None:
-    zero.ok("%graphpatch record output outs")
-    zero.ok("%%graphpatch\nlists = []\nfor _ in range(3):\n    pg(x)\n    lists.append(outs)")
-    assert all(each is zero.namespace["outs"] for each in zero.namespace["lists"])
-    assert len(zero.namespace["outs"]) == 3
-    zero.ok("%%graphpatch\nold = outs if 'outs' in globals() else None\npg(x);")
-    assert (zero.namespace["old"], len(zero.namespace["outs"])) == (None, 1)
-
-
 def test_a_slice_out_of_range_is_an_error_after_the_other_variables_are_filled(zero: Shell) -> None:
     zero.ok("%graphpatch probe output[99] far")
     zero.ok("%graphpatch probe hidden h")
@@ -433,14 +390,6 @@ def test_a_graph_that_is_not_called_is_reported(zero: Shell, body: str) -> None:
 )
 def test_a_graph_that_is_called_is_not_reported(zero: Shell, body: str) -> None:
     assert UNCALLED.findall(zero.ok(f"%%graphpatch\n{body}").out) == []
-
-
-def test_a_variable_that_holds_another_value_is_reported(zero: Shell) -> None:
-    zero.ok("%graphpatch probe hidden h")
-    zero.ok("h = 7")
-    ran = zero.ok("%%graphpatch\nmodel(x)\nh")
-    assert ran.value == 7
-    assert ran.out.endswith(NOT_FILLED.format("h", "#2 (probe hidden as h)", "not the result of a patch"))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -488,11 +437,6 @@ def test_one_inside_another_is_refused(zero: Shell) -> None:
     assert "ran" not in zero.namespace
 
 
-def test_a_cell_magic_that_code_starts_is_refused(zero: Shell) -> None:
-    assert "not its first line" in zero.refused("get_ipython().run_cell_magic('graphpatch', '', 'ran = 1')")
-    assert "ran" not in zero.namespace
-
-
 def test_a_marker_that_is_run_by_itself_is_refused(zero: Shell) -> None:
     assert "the rest of the cell did not run" in zero.refused("a = %graphpatch %%graphpatch pg")
     assert "no %%graphpatch cell is running" in zero.refused("%graphpatch %%results")
@@ -537,20 +481,6 @@ def test_tasks_beside_an_awaiting_cell_are_not_patched(zero: Shell, expected: Te
     asyncio.run(story())
     assert torch.equal(zero.namespace["before"], expected)
     assert torch.equal(zero.namespace["after"], expected)
-
-
-def test_cancelled_while_awaiting(zero: Shell) -> None:
-    async def story() -> Any:
-        started = asyncio.Event()
-        zero.namespace.update(started=started)
-        running = asyncio.ensure_future(run_async(zero, "%%graphpatch\nstarted.set()\nawait asyncio.sleep(60)"))
-        await started.wait()
-        running.cancel()
-        return await asyncio.wait_for(running, 5)
-
-    zero.ok("import asyncio")
-    result = asyncio.run(story())
-    assert type(result.error_in_exec) is asyncio.CancelledError
 
 
 @pytest.mark.parametrize(

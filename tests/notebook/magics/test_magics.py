@@ -89,12 +89,6 @@ def test_wrap_refuses(shell: Shell, text: str, message: str) -> None:
     assert "pg" not in shell.namespace
 
 
-def test_wrapping_a_graph_is_refused(pg: Shell) -> None:
-    assert pg.refused("%graphpatch wrap q = pg(x)").startswith(
-        "'pg' must be a torch.nn.Module, but is a PatchableGraph"
-    )
-
-
 def test_errors_of_the_model_are_the_users_own(shell: Shell) -> None:
     ran = shell.run("%graphpatch wrap pg = model(torch.ones(3, 5))")
     assert type(ran.error) is RuntimeError
@@ -220,15 +214,6 @@ def test_a_probe_says_that_it_will_overwrite(pg: Shell) -> None:
     assert "overwrites" not in pg.ok("%graphpatch probe hidden mine").out
 
 
-def test_names_of_probes_are_free(pg: Shell) -> None:
-    pg.ok("hidden = 1")
-    assert "#1 probe hidden as hidden_1 ->" in pg.ok("%graphpatch probe hidden").out
-    assert "#2 record hidden as hidden_2 ->" in pg.ok("%graphpatch record hidden").out
-    pg.ok("%%graphpatch\npg(x);")
-    pg.ok("%graphpatch clear")
-    assert "#3 probe hidden as hidden_1 ->" in pg.ok("%graphpatch probe hidden").out  # what it held is a result
-
-
 def test_undefined_names_are_reported(pg: Shell) -> None:
     said = lines(pg.ok("%graphpatch add hidden[:, k] abs(steer)").out)
     assert said[1:] == ["note: 'k', 'steer' are not defined yet"]
@@ -338,13 +323,6 @@ def test_rm(four: Shell, specs: str, left: list[str]) -> None:
     assert [re.sub(r"removed #\d ", "", line) for line in lines(ran.out)] == removed
     four.ok("%graphpatch undo")  # one step
     assert chosen(four) == before
-
-
-def test_rm_of_what_is_not_there_removes_nothing(four: Shell) -> None:
-    message = "no chosen patch matches 'hiden'; nearest: 'hidden', "
-    assert four.refused("%graphpatch rm #1 hiden").startswith(message)
-    assert four.refused("%graphpatch rm #1 #9") == "unknown patch #9; chosen: #1, #2, #3, #4"
-    assert len(chosen(four)) == 4
 
 
 def test_enable_and_disable(four: Shell) -> None:
@@ -628,16 +606,6 @@ def test_every_kind_does_what_it_says(pg: Shell) -> None:
     assert isinstance(resolved.patch_map["hidden"][1], AddPatch)
 
 
-def test_options_are_not_inputs_of_the_model(shell: Shell) -> None:
-    shell.ok("from graphpatch_notebook import ExtractionOptions, PatchableGraph\nopts = ExtractionOptions()")
-    shell.ok("%graphpatch wrap pg = model(opts, x)")
-    shell.ok("%graphpatch zero hidden")
-    code = shell.ok("%graphpatch export").value
-    assert "output = pg(x)" in code
-    shell.ok(f"expected = None\n{code}\nassert torch.equal(output, model.down.bias.expand(3, 2))")
-    assert session_of(shell.namespace["pg"]).origin.arguments == "x, extraction_options=opts"
-
-
 def test_patches_follow_the_variable_to_another_graph(pg: Shell) -> None:
     """Whoever runs the cell that makes the graph again keeps the choice, however that cell makes it."""
     pg.ok("%graphpatch zero hidden[:, 0]")
@@ -650,11 +618,3 @@ def test_patches_follow_the_variable_to_another_graph(pg: Shell) -> None:
     ran = pg.ok("%%graphpatch\npg(x)")
     assert "dropped #1 zero hidden[:, 0]: no node 'hidden'" in ran.out
     assert torch.equal(ran.value, torch.relu(pg.namespace["x"]))
-
-
-def test_completion_says_nothing_of_new_graphs(pg: Shell, capsys: pytest.CaptureFixture[str]) -> None:
-    pg.ok("%graphpatch zero hidden")
-    pg.ok("from graphpatch_notebook import PatchableGraph\npg = PatchableGraph(model, x)")
-    pg.ip.complete("%graphpatch zero hid")
-    assert capsys.readouterr().out == ""
-    assert "1 patch carried over" in pg.ok("%graphpatch").out

@@ -102,20 +102,6 @@ def test_another_plane_runs_nothing(pg: PatchableGraph) -> None:
     assert len(Counts.noted.values) == count
 
 
-def test_other_choices_run_again(pg: PatchableGraph) -> None:
-    runs = runs_of(pg, ChosenPatch("linear.linear", "zero"))
-    shown(runs, "hidden")
-    count = len(Counts.noted.values)
-    for change, arguments in enumerate([("hidden", ":, 0, 0", True), ("scores", "0, 1", False)], 1):
-        shown(runs, *arguments)
-        assert len(Counts.noted.values) == count + change
-    shown(runs, "scores", "0, 2", False, "x * 2")
-    assert len(Counts.noted.values) == count + 3
-    runs._session.undo()
-    shown(runs, "hidden", "0, 1", True)
-    assert len(Counts.noted.values) == count + 4
-
-
 def test_another_plane_after_a_cell_runs_again(pg: PatchableGraph) -> None:
     with shells.opened() as shell:
         runs = Runs(Session(pg, Origin("pg", "model")), lambda: shell.namespace)
@@ -124,15 +110,6 @@ def test_another_plane_after_a_cell_runs_again(pg: PatchableGraph) -> None:
         shell.ok("linear.weight.data.zero_()")
         _, view = shown(runs, "hidden", "1, 0")
     expected = (pg._module.linear(X) * pg._module.scale).detach()
-    assert np.allclose(view["plot"]["values"], expected[1, 0])
-
-
-def test_another_plane_of_other_inputs_runs_again(pg: PatchableGraph) -> None:
-    runs = runs_of(pg)
-    shown(runs, "hidden", "0, 1")
-    runs.inputs = X + 1
-    _, view = shown(runs, "hidden", "1, 0")
-    expected = (pg._module.linear(X + 1) * pg._module.scale).detach()
     assert np.allclose(view["plot"]["values"], expected[1, 0])
 
 
@@ -176,13 +153,6 @@ def test_planes_are_checked_before_anything_runs(pg: PatchableGraph) -> None:
         runs.start_activation("hidden", None, False, "y")
     assert caught.value.field == "inputs"
     assert len(Counts.noted.values) == count
-
-
-def test_on_other_inputs_a_plane_may_be_missing(pg: PatchableGraph) -> None:
-    _, view = shown(runs_of(pg), "hidden", "1, 2", False, "x[:1]")
-    assert view["plot"]["type"] == "none"
-    assert "[1, 2] is not valid for a value of shape [1, 3, 5, 6]" in view["plot"]["why"]
-    assert view["statistics"]["shape"] == [1, 3, 5, 6]
 
 
 def test_values_that_are_not_computed_are_reported(pg: PatchableGraph) -> None:
@@ -300,28 +270,6 @@ def test_a_run_of_a_language_model_reports_its_next_tokens(name: str) -> None:
     assert report["tokens"]["before"] != report["tokens"]["after"]
 
 
-class Translates(nn.Module):
-    """Embeds what an encoder and a decoder read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Embedding(50, 6)
-        self.decoder = nn.Embedding(50, 6)
-
-    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:
-        return self.decoder(decoder_input_ids) + self.encoder(input_ids).mean(1, keepdim=True)
-
-
-@pytest.mark.parametrize("length", [3, 4])
-def test_values_of_an_encoder_do_not_have_the_tokens_of_the_decoder(length: int) -> None:
-    pg = PatchableGraph(Translates().eval(), torch.arange(length)[None], torch.tensor([[11, 12, 13, 14]]))
-    runs = runs_of(pg, tokenizer=Words())
-    _, view = shown(runs, "encoder.output")
-    assert view["row_labels"] is None
-    _, view = shown(runs, "decoder.output")
-    assert view["row_labels"] == [" w11", " w12", " w13", " w14"]
-
-
 class Slots(nn.Module):
     """Has as many slots as the example has tokens, and sorts these."""
 
@@ -351,22 +299,3 @@ def test_dimensions_of_the_size_of_the_tokens_do_not_have_their_texts() -> None:
     }
     found = {path: shown(runs, path)[1] for path in expected}
     assert {path: (view["row_labels"], view["column_labels"]) for path, view in found.items()} == expected
-
-
-def test_what_the_slice_of_a_probe_leaves_has_no_tokens() -> None:
-    class Embeds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(50, 6)
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            return self.table(input_ids)
-
-    pg = PatchableGraph(Embeds().eval(), torch.tensor([[5, 6, 7, 8]]))
-    whole = ChosenPatch("table.output", "probe", name="whole")
-    turned = ChosenPatch("table.output", "probe", name="turned", slice=":, [3, 2, 1, 0]")
-    runs = runs_of(pg, whole, turned, tokenizer=Words())
-    number = runs.start(None)
-    runs.wait(number)
-    labels = [probe["row_labels"] for probe in received(runs.status(number))[0]["report"]["probes"]]
-    assert labels == [[" w5", " w6", " w7", " w8"], None]

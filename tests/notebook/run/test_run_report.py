@@ -64,11 +64,6 @@ def test_entries_that_are_not_finite_are_reported_and_left_out() -> None:
     assert "1 NaN and 1 infinite without the patches, 0 NaN and 1 infinite with the patches" in found["note"]
 
 
-def test_no_number_of_a_report_is_infinite() -> None:
-    found = change(doubles(1.7e308, 1.7e308), doubles(-1.7e308, -1.7e308))
-    assert all(math.isfinite(found[key]) for key in ("norm_before", "norm_after", "norm_difference"))
-
-
 def test_other_shapes_and_kinds_are_reported() -> None:
     found = change(torch.ones(2, 3), torch.ones(2, 5))
     assert found["note"] == "not compared: shape [2, 3] without the patches, [2, 5] with them"
@@ -93,14 +88,6 @@ def test_complex_numbers_of_equal_magnitudes_differ() -> None:
     assert found["norm_difference"] == pytest.approx(math.sqrt(2))
     assert [entry["index"] for entry in found["largest"]] == [[0, 0], [0, 1]]
     assert change(1j, 1 + 0j)["norm_difference"] == pytest.approx(math.sqrt(2))
-
-
-def test_other_layouts() -> None:
-    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
-    found = change(dense.to_sparse(), (dense * 2).to_sparse())
-    assert found["norm_difference"] == pytest.approx(float(dense.norm()))
-    found = change(torch.empty(2, device="meta"), torch.empty(2, device="meta"))
-    assert "no numbers" in found["note"]
 
 
 @dataclass

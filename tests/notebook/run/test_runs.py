@@ -6,7 +6,6 @@ import gc
 import itertools
 import threading
 import time
-import weakref
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.notebook.session.workspace import Results
 from tests.notebook.replies import received
 from tests.notebook.shells import Mlp
 from tests.noted import Noted
@@ -91,44 +89,12 @@ def test_without_patches_nothing_changes(pg: PatchableGraph) -> None:
     assert report["changes"][0]["largest"] == []
 
 
-def test_values_are_looked_up_when_the_run_starts(pg: PatchableGraph) -> None:
-    variables: dict[str, Any] = {"shift": 2.0, "row": 1}
-    runs = Runs(session_of(pg, ChosenPatch("output", "add", slice="row", value="shift")), lambda: variables)
-    number = runs.start(None)
-    variables |= {"shift": 100.0, "row": 0}
-    runs.wait(number)
-    assert runs.last is not None
-    difference = runs.last.output - runs.last.unpatched_output
-    assert difference[1].tolist() == pytest.approx([2.0, 2.0])
-    assert difference[[0, 2]].abs().max() == 0
-
-
 def test_a_value_that_cannot_be_evaluated_starts_nothing(pg: PatchableGraph) -> None:
     runs = Runs(session_of(pg, ChosenPatch("output", "add", value="nowhere")), dict)
     with pytest.raises(SessionError, match="#1 .*nowhere"):
         runs.start(None)
     with pytest.raises(SessionError, match="run 1 is not available"):
         received(runs.status(1))
-
-
-def test_nothing_requires_gradients(pg: PatchableGraph) -> None:
-    runs = Runs(session_of(pg, zero(), probe("hidden", "h")), dict)
-    done(runs)
-    assert runs.last is not None
-    assert not runs.last.output.requires_grad
-    assert not runs.last.activations["h"].requires_grad
-
-
-class Energy(nn.Module):
-    """Needs gradients in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().clone().requires_grad_()
-        return torch.autograd.grad(self.linear(x).square().sum(), x)[0]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -181,13 +147,6 @@ def test_a_probe_that_never_fired_is_reported_and_has_no_old_result() -> None:
     assert any("never fired" in warning and "'a.linear'" in warning for warning in report["warnings"])
 
 
-def test_a_variable_of_the_users_stays_where_nothing_was_kept() -> None:
-    pg = PatchableGraph(Branches(), X)
-    variables: dict[str, Any] = {"x": X, "h": "mine"}
-    done(Runs(session_of(pg, probe("a.linear", "h")), lambda: variables), "x, False")
-    assert variables["h"] == "mine"
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Inputs
 
@@ -230,13 +189,6 @@ def test_inputs_that_cannot_be_evaluated_start_nothing(pg: PatchableGraph, typed
     with pytest.raises(ChosenPatchError, match=match) as caught:
         Runs(session_of(pg), lambda: {"x": X}).start(typed)
     assert caught.value.field == "inputs"
-
-
-def test_comprehensions_and_stars_in_inputs_find_the_users_variables(pg: PatchableGraph) -> None:
-    runs = Runs(session_of(pg), lambda: {"rows": [X[0], X[1]], "torch": torch, "k": 2})
-    done(runs, "*[torch.stack([row * k for row in rows])]  # two rows")
-    assert runs.last is not None
-    assert torch.equal(runs.last.output, pg._module(X[:2] * 2).detach())
 
 
 def test_without_example_inputs_the_arguments_of_the_user_count(tmp_path: Any, pg: PatchableGraph) -> None:
@@ -370,16 +322,6 @@ def test_progress_is_seen_from_outside(slow: PatchableGraph) -> None:
     assert runs.last.output.tolist() == [16, 16]
 
 
-def test_status_does_not_wait_for_the_model(slow: PatchableGraph) -> None:
-    runs = Runs(session_of(slow), dict)
-    number = runs.start(None)
-    begun = time.perf_counter()
-    assert received(runs.status(number))[0]["state"] == "running"
-    assert time.perf_counter() - begun < 0.1
-    runs.interrupt(number)
-    runs.wait(number)
-
-
 def test_only_one_run_is_active_at_a_time(slow: PatchableGraph) -> None:
     runs = Runs(session_of(slow), dict)
     number = runs.start(None)
@@ -436,177 +378,7 @@ def test_the_graph_lives_no_longer_than_its_variable() -> None:
         runs.start(None)
 
 
-def test_the_model_goes_with_its_graph_whoever_still_has_the_runs() -> None:
-    """The front end may go away before it has seen the end of a run."""
-    graph = PatchableGraph(Mlp().eval(), X.clone())
-    session = Session(graph, Origin("pg"))
-    given = X + 1
-    runs = Runs(session, dict, inputs=given)
-    session.add(probe("up.linear", "hidden"))
-    model, inputs = weakref.ref(graph._module), weakref.ref(given)
-    number = runs.start(None)
-    received(runs.status(number))
-    runs.wait(number)
-    shown = runs.start_activation("up.linear", None, False, None)
-    received(runs.status(shown))
-    runs.wait(shown)
-    del graph, given
-    gc.collect()
-    assert (model(), inputs(), runs.last) == (None, None, None)
-    assert runs._started[shown].job.result._numbers is None  # type: ignore[union-attr]
-    assert received(runs.status(shown))[0]["view"]["plot"]["type"] == "heatmap"
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T.T
-
-
-def test_who_writes_into_what_a_probe_of_a_weight_kept_does_not_write_into_the_model() -> None:
-    graph, variables = PatchableGraph(Scaled().eval(), X.clone()), {}
-    kept = [probe("weight", "whole"), probe("weight", "part", slice="0"), probe(turned_path(graph), "turned")]
-    done(Runs(session_of(graph, *kept), lambda: {"x": X, **variables}, results=Results(lambda: variables)))
-    for name in ("whole", "part", "turned"):
-        assert type(variables[name]) is Tensor
-        assert not variables[name].requires_grad
-        variables[name].fill_(7)
-    assert torch.equal(graph._module.weight, torch.ones(4, 3))
-
-
-def turned_path(graph: PatchableGraph) -> str:
-    return next(path for path, node in graph.nodes.items() if node.shape == (3, 4))
-
-
-class Keeps(nn.Module):
-    """Returns what it keeps, and writes into it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(2))
-        self.seen = torch.zeros(2)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        scaled = x * 3
-        self.total.add_(scaled)
-        self.seen.copy_(scaled)
-        return {"total": self.total, "part": self.total[:1], "seen": self.seen}
-
-
-def test_results_stay_what_they_were_when_buffers_are_put_back() -> None:
-    model = Keeps()
-    pg = PatchableGraph(model, torch.ones(2))
-    model.total.zero_()
-    variables: dict[str, Any] = {}
-    session = session_of(pg, zero("scaled"), probe("output|total", "total"))
-    runs = Runs(session, lambda: variables)
-    report = done(runs)
-    assert model.total.tolist() == [0, 0]
-    assert runs.last is not None
-    assert {key: value.tolist() for key, value in runs.last.unpatched_output.items()} == {
-        "total": [3, 3],
-        "part": [3],
-        "seen": [3, 3],
-    }
-    assert {key: value.tolist() for key, value in runs.last.output.items()} == {
-        "total": [0, 0],
-        "part": [0],
-        "seen": [0, 0],
-    }
-    assert [change["norm_difference"] > 0 for change in report["changes"]] == [True] * 3
-    session.change(1, is_enabled=False)
-    done(runs)
-    model.total.fill_(7)
-    assert variables["total"].tolist() == [3, 3]
-
-
-def test_results_are_known_to_whoever_shares_them(pg: PatchableGraph) -> None:
-    variables: dict[str, Any] = {}
-    results = Results(lambda: variables)
-    done(Runs(session_of(pg, probe("hidden", "h")), lambda: variables, results=results))
-    assert results.is_own("h")
-    variables["h"] = 1
-    assert not results.is_own("h")
-
-
-def test_modes_of_the_model_are_not_touched_and_count(pg: PatchableGraph) -> None:
-    model = Training().eval()
-    graph = PatchableGraph(model, X)
-    runs = Runs(session_of(graph), dict)
-    torch.manual_seed(1)
-    done(runs)
-    assert runs.last is not None
-    first = runs.last.output
-    assert torch.equal(first, model(X).detach())
-    model.train()
-    done(runs)
-    assert not torch.equal(runs.last.output, first)
-    assert model.training
-
-
-def test_old_runs_are_forgotten(pg: PatchableGraph) -> None:
-    runs = Runs(session_of(pg), dict)
-    first = runs.start(None)
-    runs.wait(first)
-    for _ in range(10):
-        done(runs)
-    with pytest.raises(SessionError, match=f"run {first} is not available any more"):
-        received(runs.status(first))
-
-
-def test_warnings_of_the_engine_are_only_in_the_report(recwarn: pytest.WarningsRecorder) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, n: int = 1) -> Tensor:
-            for _ in range(n):
-                x = self.a(x)
-            return x
-
-    pg = PatchableGraph(Twice(), X)
-    runs = Runs(session_of(pg, zero("a.linear")), lambda: {"x": X})
-    report = done(runs, "x, 3")
-    assert len(report["warnings"]) == 1
-    assert "3 times" in report["warnings"][0] or "more often" in report["warnings"][0]
-    assert not recwarn.list
-
-
 SCRATCH = torch.zeros(3, 4)
-
-
-class Held:
-    def __init__(self) -> None:
-        self.value = torch.zeros(3, 4)
-
-
-class Scratch(nn.Module):
-    """Returns the same tensor each time, which is no attribute of its own."""
-
-    def __init__(self, is_global: bool) -> None:
-        super().__init__()
-        self.linear, self.held, self.is_global = nn.Linear(4, 4), Held(), is_global
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (SCRATCH if self.is_global else self.held.value).copy_(self.linear(x))
-
-
-@pytest.mark.parametrize("is_global", [True, False])
-def test_the_call_with_the_patches_does_not_write_over_what_the_one_without_returned(is_global: bool) -> None:
-    torch.manual_seed(0)
-    model = Scratch(is_global).requires_grad_(False)
-    pg = PatchableGraph(model, X)
-    runs = Runs(session_of(pg, zero("linear.output")), dict)
-    (change,) = done(runs)["changes"]
-    expected = model.linear(X)
-    assert runs.last is not None
-    assert torch.equal(runs.last.unpatched_output, expected)
-    assert runs.last.output.abs().max() == 0
-    assert change["norm_difference"] == pytest.approx(float(expected.norm()))
 
 
 class Uncopied(nn.Module):
@@ -642,16 +414,3 @@ def test_runs_of_two_graphs_of_one_model_take_turns() -> None:
         assert torch.allclose(runs.last.output - runs.last.unpatched_output, torch.ones(3, 4), atol=1e-6)
     assert most.values == [1] * 4
     assert model.count.tolist() == [0]
-
-
-def test_a_run_that_waits_for_one_of_another_graph_can_be_interrupted(slow: PatchableGraph, pg: PatchableGraph) -> None:
-    first, second = Runs(session_of(slow), dict), Runs(session_of(pg), dict)
-    going = first.start(None)
-    waiting = second.start(None)
-    second.interrupt(waiting)
-    second.wait(waiting, 5)
-    assert received(second.status(waiting))[0]["state"] == "interrupted"
-    assert received(first.status(going))[0]["state"] == "running"
-    first.interrupt(going)
-    first.wait(going)
-    done(second)

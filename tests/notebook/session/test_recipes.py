@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import GraphPatchWarning, PatchableGraph, UnknownPathError, ZeroPatch
-from graphpatch_notebook.errors import SessionFileError
+from graphpatch_notebook import GraphPatchWarning, PatchableGraph
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
@@ -109,23 +108,3 @@ def test_a_name_that_another_operation_has_now(recipe: str) -> None:
 
     assert "'hidden' is of tanh here, and was of relu where it was stored; nearest: " in str(warned[0].message)
     assert [patch.path for patch in loaded] == ["up.output", "down.weight", "output", "hidden_1"]
-
-
-def test_nothing_that_fits_changes_nothing(recipe: str) -> None:
-    graph = PatchableGraph(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
-    other = Session(graph)
-    chosen = other.add(ChosenPatch("sub_0.output", "zero"))
-    content = json.loads(recipe)
-    content["patches"] = content["patches"][:3]
-    with pytest.raises(SessionFileError, match=r"patches\[0\]: .*nearest: .*'sub_0.output'.*patches\[2\]: "):
-        session_file.loads(other, json.dumps(content))
-    assert other.chosen.patches == (chosen,)
-
-
-def test_patches_as_code_name_three_paths() -> None:
-    graph, _ = session(names=("upper", "lower"))
-    with pytest.raises(UnknownPathError) as raised, graph.patch({"up.output": ZeroPatch(), "down.bias": ZeroPatch()}):
-        pass
-    assert len(NEAREST.findall(str(raised.value))) == 2
-    assert "'upper.output'" in str(raised.value)
-    assert "'lower.bias'" in str(raised.value)

@@ -189,15 +189,6 @@ def test_a_number_never_means_another_patch(session: Session) -> None:
     assert session.add(zero()).number == 8
 
 
-def test_patches_of_another_session_keep_their_numbers(pg: PatchableGraph, session: Session) -> None:
-    session.extend([zero("relu"), zero("hidden"), zero()])
-    session.remove([2])
-    other = Session(pg)
-    other.edit(lambda _: session.chosen.patches)
-    assert [(patch.number, patch.path) for patch in other.chosen.patches] == [(1, "relu"), (3, "linear.linear")]
-    assert other.add(zero("hidden")).number == 4
-
-
 def test_listeners_are_called_until_they_are_removed_and_one_that_raises_breaks_no_edit(session: Session) -> None:
     told: list[int] = []
 
@@ -344,16 +335,6 @@ def test_patches_on_a_value_and_on_its_part_do_not_take_turns() -> None:
         session.resolve({})
 
 
-def test_a_free_name_is_free(session: Session) -> None:
-    assert session.free_name("linear.linear") == "linear_linear"
-    session.add(ChosenPatch("relu", "probe", name="relu"))
-    assert session.free_name("relu") == "relu_1"
-    assert session.free_name("relu", taken={"relu_1", "relu_2"}) == "relu_3"
-    assert session.free_name('output|"0 $"').isidentifier()
-    assert session.free_name("print") == "print_1"
-    assert session.free_name("x") == "x_1"
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Use
 
@@ -390,14 +371,6 @@ def test_all_values_that_cannot_be_had_are_named_at_once(session: Session) -> No
         session.resolve({})
 
 
-def test_a_snapshot_is_used_as_it_was(session: Session) -> None:
-    session.add(zero())
-    snapshot = session.chosen
-    session.edit(lambda _: [zero("hidden"), zero("relu")])
-    assert list(session.resolve({}, snapshot).patch_map) == ["linear.linear"]
-    assert list(session.resolve({}, session.chosen.only([3])).patch_map) == ["relu"]
-
-
 def test_all_callers_get_one_session_which_keeps_no_graph_alive() -> None:
     pg = PatchableGraph(nn.ReLU(), X)
     session = session_of(pg)
@@ -409,23 +382,14 @@ def test_all_callers_get_one_session_which_keeps_no_graph_alive() -> None:
         session.add(zero("relu"))
 
 
-def test_patches_are_grouped_by_value_and_parts_of_splices_can_be_chosen() -> None:
+def test_patches_are_grouped_by_value() -> None:
     class Block(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return x + super().forward(x)
 
-    class Sae(nn.Linear):
-        def encode(self, value: Tensor) -> Tensor:
-            return torch.relu(self(value))
-
-        def decode(self, latents: Tensor) -> Tensor:
-            return latents @ self.weight
-
-    torch.manual_seed(0)
-    model, x, sae = nn.Sequential(Block(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))), torch.randn(1, 3, 4), Sae(4, 6)
-    graph = PatchableGraph(model, x)
-    component = graph.components["layers[0].mlp_out"]
-    session = Session(graph)
+    x = torch.randn(1, 3, 4)
+    graph = PatchableGraph(nn.Sequential(Block(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))), x)
+    component, session = graph.components["layers[0].mlp_out"], Session(graph)
     for path, kind, value in (
         (component.path, "add", "1.0"),
         (component.name, "zero", None),
@@ -436,21 +400,3 @@ def test_patches_are_grouped_by_value_and_parts_of_splices_can_be_chosen() -> No
     assert [type(patch).__name__ for patch in patches] == ["AddPatch", "ZeroPatch", "AddPatch"]
     with graph.patch(session.resolve({}).patch_map):
         assert torch.equal(graph(x), x + 2.0)
-    session.clear()
-    latents = f"{component.path}|sae.latents"
-    session.add(ChosenPatch(component.path, "splice", value="sae"))
-    session.add(ChosenPatch(latents, "zero", slice="..., 2"))
-    session.add(ChosenPatch(latents, "probe", name="kept"))
-    resolved = session.resolve({"sae": sae})
-    with torch.no_grad(), graph.patch(resolved.patch_map):
-        found = graph(x)
-    ((_, probe),) = resolved.observing
-    with torch.no_grad():
-        value = model[0][2](model[0][1](model[0][0](x)))
-        cut = sae.encode(value)
-        change = -cut[..., 2:3] * sae.weight[2]
-        cut[..., 2] = 0
-    assert torch.equal(probe.activation, cut)
-    assert torch.allclose(found, x + value + change, atol=1e-6)
-    with pytest.raises(ChosenPatchError, match="no 'latent'|not a container"):
-        session.add(ChosenPatch(f"{component.path}|sae.latent", "zero"))

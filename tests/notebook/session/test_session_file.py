@@ -150,21 +150,6 @@ def test_a_file_that_is_read_only_stays(session: Session, tmp_path: Path) -> Non
     assert names_in(tmp_path) == ["file"]
 
 
-def test_a_failed_write_leaves_the_file(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = session_file.save(anew(), tmp_path / "session.json")
-    before = file.read_bytes()
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", full)
-        with pytest.raises(SessionFileError, match=r"cannot be written: No space left on device"):
-            session_file.save(session, file)
-    assert file.read_bytes() == before
-    assert names_in(tmp_path) == ["session.json"]
-
-
 def test_places_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(SessionFileError, match=r"nothing.json' cannot be read: No such file or directory"):
         session_file.load(anew(), tmp_path / "nothing.json")
@@ -226,15 +211,6 @@ def test_places_that_cannot_be_written(session: Session, tmp_path: Path) -> None
         with pytest.raises(SessionFileError):
             session_file.save(session, place, force=True)
     assert names_in(tmp_path) == []
-
-
-def test_a_link_stays_a_link(session: Session, tmp_path: Path) -> None:
-    link, file = tmp_path / "link", tmp_path / "file"
-    file.write_text("{}", encoding="utf8")
-    link.symlink_to(file)
-    assert session_file.save(session, link, force=True) == file
-    assert link.is_symlink()
-    assert link.read_text(encoding="utf8") == TEXT
 
 
 def test_loading_evaluates_nothing(tmp_path: Path) -> None:
@@ -323,16 +299,6 @@ def test_a_value_that_the_user_writes_is_trusted(tmp_path: Path) -> None:
     session.undo()
     session.undo()
     assert [patch.untrusted is None for patch in session.chosen.patches] == [True, False]
-
-
-def test_a_list_of_trusted_files_that_cannot_be_used_trusts_nothing(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "graphpatch_trusted_sessions").mkdir()
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    file = session_file.save(session, tmp_path / "session.json")
-    assert session_file.load(anew(), file)[2].untrusted is not None
-    assert session_file.load(anew(), file, is_trusted=True)[2].untrusted is None
 
 
 def chosen_patches() -> st.SearchStrategy[ChosenPatch | None]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import traitlets
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, ZeroPatch
 from graphpatch_notebook.errors import SessionError
@@ -192,33 +192,3 @@ def test_a_view_that_cannot_be_shown_is_an_error(gpt2: tuple[PatchableGraph, Ten
             show_lens(pg, ids)
     with pytest.raises(ExperimentError, match=r"layers\[0\].resid_post was not found"):
         show_lens(PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2)))
-
-
-def test_of_an_encoder_and_a_decoder_the_lens_is_of_the_decoder() -> None:
-    torch.manual_seed(0)
-    sizes = {"num_layers": 2, "num_decoder_layers": 3, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 32}
-    model = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=40, decoder_start_token_id=0)).eval()
-    ids = torch.arange(1, 6)[None]
-    pg = PatchableGraph(model, input_ids=ids, decoder_input_ids=ids)
-    with pytest.raises(ExperimentError, match="'encoder', 'decoder'"):
-        show_lens(pg)
-    with pytest.raises(ExperimentError, match="'dec'.*'decoder'"):
-        show_lens(pg, stack="dec")
-    # As many positions as the decoder has, but the logits are for other ones.
-    with pytest.raises(ExperimentError, match="positions of other stacks"):
-        show_lens(pg, stack="encoder")
-    states: list[Tensor] = []
-
-    def keep(_: nn.Module, args: Any, output: Any) -> None:
-        states.append(output[0] if isinstance(output, tuple) else output)
-
-    handles = [block.register_forward_hook(keep) for block in model.decoder.block]
-    with registered(handles), torch.no_grad():
-        model(input_ids=ids, decoder_input_ids=ids)
-        scale = 16**-0.5 if model.config.tie_word_embeddings else 1.0
-        said = [model.lm_head(model.decoder.final_layer_norm(state) * scale).softmax(-1)[0, :, 3] for state in states]
-    with contextlib.closing(show_lens(pg, stack="decoder", target=3)) as view:
-        read = view._clean["residual"]
-        assert list(read.names)[1:] == [f"decoder.layers[{layer}].resid_post" for layer in range(3)]
-        for expected, readout in zip(said, read.readouts[1:], strict=True):
-            torch.testing.assert_close(torch.tensor(readout.target).float(), expected)

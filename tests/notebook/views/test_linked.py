@@ -85,32 +85,12 @@ def test_each_action_does_what_it_says(
     assert not torch.equal(expected, clean)
 
 
-def test_a_weight_of_a_pattern(pg: PatchableGraph, session: Session) -> None:
-    item = item_of("layers[0].attn.heads[1].pattern", position=4, key=0)
-    session.extend(patches_of(session, "zero", [item], None, set()))
-    x = tokens()
-    expected = pg.record("layers[0].attn.pattern", x)["layers[0].attn.pattern"].clone()
-    expected[:, 1, 4, 0] = 0
-    assert torch.equal(values(pg, session, {}, "layers[0].attn.pattern", x), expected)
-    with pytest.raises(SessionError, match="select the head"):
-        patches_of(session, "mean", [item], None, set())
-
-
 def test_the_mean_pattern_of_a_head(pg: PatchableGraph, session: Session) -> None:
     x = torch.cat([tokens(), tokens().flip(1)])
     session.extend(patches_of(session, "mean", [item_of("layers[0].attn.pattern", head=1)], None, set()))
     expected = pg.record("layers[0].attn.pattern", x)["layers[0].attn.pattern"].clone()
     expected[:, 1] = expected[:, 1].mean(0)
     torch.testing.assert_close(values(pg, session, {}, "layers[0].attn.pattern", x), expected)
-
-
-def test_several_items_are_one_step(pg: PatchableGraph, session: Session) -> None:
-    items = [item_of("layers[0].attn.z", head=head) for head in (0, 1)]
-    session.extend(patches_of(session, "probe", items, None, {"layers_0_attn_z"}))
-    assert [one.slice for one in session.chosen.patches] == [":, 0", ":, 1"]
-    assert len({one.name for one in session.chosen.patches} - {"layers_0_attn_z"}) == 2
-    session.undo()
-    assert not session.chosen.patches
 
 
 @pytest.mark.parametrize(
