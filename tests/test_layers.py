@@ -205,7 +205,7 @@ def test_only_contexts_import_patched_calls() -> None:
     assert importing == {"execution/__init__.py", "execution/context.py"}
 
 
-LIVE = ("run", "apply", "stand_in", "tracebacks")
+LIVE = ("run", "apply", "stand_in")
 
 
 @pytest.mark.parametrize(("own", "layer"), sorted(DOORS))
@@ -298,7 +298,7 @@ def test_calls_and_runs_are_compared_in_checks_only() -> None:
         imported = imported_names(ast.walk(parse(file)), file)
         if answers := ANSWERS & (asked | {full.rpartition(".")[2] for full in imported}):
             found[name_of(file)] = answers
-        if f"{ROOT.name}.checks.equality.difference" in imported:
+        if f"{ROOT.name}.checks.model_state.difference" in imported:
             comparing.add(name_of(file))
     assert found == {}
     assert comparing <= COMPARE_TENSORS
@@ -326,7 +326,7 @@ def test_whose_a_hook_is_is_decided_in_one_place() -> None:
         for node in ast.walk(parse(file))
         if isinstance(node, ast.Call) and [ast.unparse(part) for part in node.args[:2]] == ["hook", "'__module__'"]
     }
-    assert asking == {"checks/hooks.py"}
+    assert asking == {"checks/model_state.py"}
 
 
 def test_texts_of_doubts_are_made_in_one_place() -> None:

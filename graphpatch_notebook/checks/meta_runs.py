@@ -36,7 +36,7 @@ from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import call_like
 from graphpatch_notebook.capture.observers import innermost_forward
 from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead
-from graphpatch_notebook.checks.hooks import owner_of
+from graphpatch_notebook.checks.model_state import owner_of
 from graphpatch_notebook.checks.sharding import (
     communicates,
     drop_machinery,

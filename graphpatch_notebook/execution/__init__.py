@@ -1,11 +1,10 @@
 """Execution: patched runs of the user's own model.
 
 `patch_map` checks a patch map before anything runs, `plan` sorts its patches by frame, and `context` makes them active
-in a `with` block. `run` is a call in the block, on the model's own code: `apply` patches one value, `stand_in` lets a
-forward run on other tensors than its module holds, and `tracebacks` names the node that raised an error. `steps` and
-`positions` limit patches to parts of a generation, `recording` keeps many values of one run, `replay` reuses results
-of frames in sweeps, and `compiled_model` writes the patches into graphs for compilers. The last two are imported when
-they are first asked for.
+in a `with` block. `run` is a call in the block, on the model's own code: `apply` patches one value, and `stand_in` lets
+a forward run on other tensors than its module holds. `positions` limits patches to parts of a generation, `recording`
+keeps many values of one run, `replay` reuses results of frames in sweeps, and `compiled_model` writes the patches into
+graphs for compilers. The last two are imported when they are first asked for.
 """
 
 from __future__ import annotations
@@ -19,8 +18,12 @@ from graphpatch_notebook.execution.patch_map import check_call, target_of_call
 from graphpatch_notebook.execution.plan import FUSED_MODULES, Entry, is_part_of_splice
 from graphpatch_notebook.execution.positions import (
     DECODER_TOKENS,
+    GenerationStep,
+    GenerationSteps,
     Restriction,
+    StepCount,
     TokenDims,
+    caches_of,
     restriction_of,
     row_and_position_dims,
     row_dimension,
@@ -39,7 +42,6 @@ from graphpatch_notebook.execution.stand_in import (
     no_compile_arguments,
     tensor_at,
 )
-from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount, caches_of
 from graphpatch_notebook.lazy_names import lazy_names
 
 if TYPE_CHECKING:

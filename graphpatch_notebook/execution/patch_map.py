@@ -17,8 +17,7 @@ from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import GraphPatchError, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry, Plan, inside_splice
-from graphpatch_notebook.execution.positions import restriction_of
-from graphpatch_notebook.execution.steps import CACHES, caches_of
+from graphpatch_notebook.execution.positions import CACHES, caches_of, restriction_of
 from graphpatch_notebook.inspection.aliases import answer_to_alias
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all

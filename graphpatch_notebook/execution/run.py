@@ -41,8 +41,8 @@ from graphpatch_notebook.execution.plan import (
     Plan,
     SiteEntries,
 )
+from graphpatch_notebook.execution.positions import GenerationSteps, HeldBackError
 from graphpatch_notebook.execution.stand_in import bound_with, held_value, holding_tensors
-from graphpatch_notebook.execution.steps import GenerationSteps, HeldBackError
 from graphpatch_notebook.patches.kinds import RunStopped
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import function_mode_depth, takes_hooks, without_torch_functions

@@ -27,7 +27,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import passed_on
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, at_keys
-from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, Difference, has_child
+from graphpatch_notebook.checks.comparison import Aspect, CallSignature, Difference, has_child
 from graphpatch_notebook.errors import GraphError, GraphPatchError, PatchValueError
 from graphpatch_notebook.graphs.build import Container, printable
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule

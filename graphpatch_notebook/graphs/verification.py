@@ -14,10 +14,8 @@ from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.observers import Swaps, invoke
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.call_signature import object_classes
-from graphpatch_notebook.checks.comparison import RunComparison, compared, run_and_compare
-from graphpatch_notebook.checks.hooks import owner_of
-from graphpatch_notebook.checks.model_state import copied, preserved
+from graphpatch_notebook.checks.comparison import RunComparison, compared, object_classes, run_and_compare
+from graphpatch_notebook.checks.model_state import copied, owner_of, preserved
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.modules import GraphModule, run_live
 from graphpatch_notebook.graphs.running import (

@@ -38,7 +38,7 @@ from graphpatch_notebook.capture.records import (
     SavedSite,
     SourceLine,
 )
-from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, Settings
+from graphpatch_notebook.checks.comparison import Aspect, CallSignature, Settings
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import ForwardCodeGen
 from graphpatch_notebook.graphs.generated_code import generate

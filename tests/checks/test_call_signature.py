@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.capture.inputs import inputs_of_call
-from graphpatch_notebook.checks.call_signature import Aspect, CallSignature
+from graphpatch_notebook.checks.comparison import Aspect, CallSignature
 from graphpatch_notebook.patchable_graph import captured
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
