@@ -118,14 +118,6 @@ def test_cells_ticks_and_names() -> None:
     assert ax.get_title("left") == "Restored"
 
 
-def test_colors_are_where_the_numbers_are() -> None:
-    result = a_result()
-    colors = pixels_of(plot_heatmap(result, center=None, colormap="gray")).mean(-1)
-    assert np.array_equal(colors.ravel().argsort(), np.arange(12))
-    assert colors[0, 0] == 0
-    assert colors[-1, -1] == 255
-
-
 @pytest.mark.parametrize(
     ("attrs", "options", "limits", "words"),
     [
@@ -256,11 +248,18 @@ def test_given_axes_are_drawn_on() -> None:
         (a_result(baseline=0.0, clean=5.0, corrupted=1.0), {"relative_to": "clean"}),  # it is normalized
         (a_result(method="gradient", corrupted=1.0), {"relative_to": "corrupted"}),  # it is a difference
         (a_result(baseline=1.0), {"relative_to": "clean"}),
+        (a_result().expand_dims(head=[5]), {"plot": plot_heads}),
+        (a_result().expand_dims(head=[5]), {"plot": plot_heads, "facet": "head"}),
+        (a_result().expand_dims(head=[5]), {"plot": plot_heads, "facet": "token"}),
+        (a_result(), {"plot": plot_heads}),
+        (a_result(), {"plot": plot_scores}),
+        (a_result()[0] * np.nan, {"plot": plot_scores}),
+        (a_result()[0], {"plot": plot_scores, "top": 0}),
     ],
 )
 def test_what_cannot_be_drawn(result: Any, options: dict) -> None:
     with pytest.raises(ExperimentError):
-        plot_heatmap(result, **options)
+        options.pop("plot", plot_heatmap)(result, **options)
     assert not pyplot.get_fignums()
 
 
@@ -294,17 +293,6 @@ def test_facets_have_the_same_colors() -> None:
     assert_apart(axes[0])
 
 
-def test_dimensions_that_are_not_heads() -> None:
-    for result, options in [
-        (heads(), {}),
-        (heads(), {"facet": "head"}),
-        (heads(), {"facet": "path"}),
-        (a_result(), {}),
-    ]:
-        with pytest.raises(ExperimentError):
-            plot_heads(result, **options)
-
-
 # -- scores ------------------------------------------------------------------------------------------------------------
 
 
@@ -321,12 +309,6 @@ def test_the_scores_farthest_from_zero_are_on_top() -> None:
     assert len(plot_scores(result, top=None).patches) == 4
 
 
-def test_values_that_are_not_scores() -> None:
-    for result, top in [(a_result(), 3), (a_result()[0] * np.nan, 3), (a_result()[0], 0)]:
-        with pytest.raises(ExperimentError):
-            plot_scores(result, top=top)
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -341,17 +323,12 @@ def test_saved_figures_have_fonts_that_journals_take(tmp_path: Path) -> None:
     assert "<text" not in svg
     assert svg.count("<image") == 2  # the cells and the color bar: one image each, without gaps between cells
     assert imread(tmp_path / "trace.png").shape[1] > 900
-
-
-def test_figures_and_results_of_plots_are_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="txt"):
-        save_figure(plot_heatmap(a_result()), tmp_path / "trace.txt")
+    axes = plot_heads(heads(), facet="position")
+    for number, drawn in enumerate((axes, axes[0].figure)):
+        save_figure(drawn, tmp_path / f"{number}.png")
+        assert (tmp_path / f"{number}.png").exists()
     with pytest.raises(ExperimentError, match="dict"):
         save_figure({}, tmp_path / "trace.pdf")
-    axes = plot_heads(heads(), facet="position")
-    save_figure(axes, tmp_path / "heads.png")
-    save_figure(axes[0].figure, tmp_path / "figure.png")
-    assert imread(tmp_path / "heads.png").shape[2] == imread(tmp_path / "figure.png").shape[2] == 4
 
 
 @pytest.mark.parametrize("package", ["xarray", "matplotlib.pyplot"])

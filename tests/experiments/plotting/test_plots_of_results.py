@@ -16,13 +16,11 @@ from matplotlib import pyplot
 from torch import Tensor
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import (
     LogitDifference,
     attribute,
     causal_trace,
     load_result,
-    path_patch,
     plot_heatmap,
     plot_scores,
     save_result,
@@ -71,16 +69,6 @@ def test_a_causal_trace(runs: tuple[PatchableGraph, Tensor, Tensor], tmp_path: P
     assert show_heatmap(result, tokens=tokens).heatmap["center"] == f"corrupted {result.attrs['corrupted']:.4g}"
 
 
-def test_a_normalized_trace(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
-    result = causal_trace(*runs, PATHS, None, METRIC, normalize=True, progress=False)
-    ax = plot_heatmap(result)
-    low, high = ax.collections[0].get_clim()
-    assert low == -high
-    assert label(ax).endswith("normalized (no color: corrupted 0)")
-    with pytest.raises(ExperimentError, match="relative_to"):
-        plot_heatmap(result, relative_to="corrupted")
-
-
 def test_attribution(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
     pg, clean, corrupted = runs
     result = attribute(pg, METRIC, clean, corrupted)
@@ -95,15 +83,3 @@ def test_attribution(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
     low, high = ax.collections[0].get_clim()
     assert low == -high
     assert label(ax) == f"score ({METRIC.name})"
-
-
-def test_patched_edges(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
-    pg, clean, corrupted = runs
-    senders = [f"transformer.h_{layer}.mlp.output" for layer in range(2)]
-    result = path_patch(
-        pg, senders, ["transformer.h_1.mlp.hidden_states", None], clean, corrupted, METRIC, progress=False
-    )
-    ax = plot_heatmap(result)
-    assert ax.get_ylabel().startswith("sender")
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["h_0", "h_1"]
-    assert label(ax).endswith(f"(no color: corrupted {result.attrs['corrupted']:.4g})")
