@@ -487,7 +487,7 @@ _POSITIVE, _NEGATIVE = "#b2182b", "#4393c3"
 """The two ends of the diverging colormap."""
 _MISSING: Any = {"facecolor": "0.88", "edgecolor": "0.6", "hatch": "////", "linewidth": 0.0}
 _LABEL_PAD = 8.0
-"""Between a label of an axis and its ticks, in points: long labels, beside ticks on their whole length, need more."""
+"""Between the label of a vertical axis and its ticks, in points: long labels are beside ticks on their whole length."""
 _PLAIN: Any = {"parse_math": False, "usetex": False}
 """For texts of users, in which `$` and backslashes have no meaning."""
 
@@ -548,7 +548,7 @@ def _label(axis: Any, side: Side, title: str) -> None:
     texts = [labels[index] for index in kept]
     axis.set_ticks(kept, texts, rotation=90 if is_upright else 0, fontsize="small", **_PLAIN)
     axis.set_label_text(_wrapped(title), **_PLAIN)
-    axis.labelpad = _LABEL_PAD
+    axis.labelpad = _LABEL_PAD if axis.axis_name == "y" else axis.labelpad
 
 
 def _line() -> float:
@@ -579,7 +579,7 @@ def _draw_color_bar(axes: Any, cells: Any, scale: Scale) -> None:
     """Adds the color bar of axes, with the names of the numbers and of the center."""
     bar = cells.axes.figure.colorbar(cells, ax=axes)
     named = scale.center if scale.center is not None and scale.center.name else None
-    bar.set_label(_wrapped(scale.name) + (f"\n(no color: {named})" if named else ""), **_PLAIN)
+    bar.set_label(_wrapped(scale.name) + (f"\n(no color: {named})" if named else ""), labelpad=_LABEL_PAD, **_PLAIN)
 
 
 def _draw_legend(drawn: Any, scale: Scale, **place: Any) -> None:
