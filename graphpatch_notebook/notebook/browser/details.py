@@ -17,7 +17,16 @@ from graphpatch_notebook.notebook.display.labels import file_label, visible
 from graphpatch_notebook.notebook.messages import Details, Link, Source
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, dtype_name, key_text, leaves
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    ScalarSpec,
+    TensorSpec,
+    UnknownSpec,
+    ValueSpec,
+    dtype_name,
+    key_text,
+    leaves,
+)
 
 _MOST_LINES = 2_000
 
@@ -68,80 +77,79 @@ def _of_unused(skeleton: Skeleton, row: int) -> Details:
 
 
 def _notes(place: Location, skeleton: Skeleton, row: int) -> Iterator[str]:
+    notes: list[str | None] = []
     if place.graph is not None:
-        yield from _notes_of_graph(place.graph)
+        notes = _notes_of_graph(place.graph)
     elif place.node is not None:
-        yield visible(_what(place, place.node))
-        yield from _notes_of_value(place, place.node, skeleton, row)
+        notes = [_what(place, place.node), skeleton.note(row), *_notes_of_value(place, place.node, skeleton, row)]
+    yield from (visible(note) for note in notes if note)
 
 
-def _notes_of_graph(frame: Frame) -> Iterator[str]:
-    call = frame.call
-    times = ""
-    if call is not None and call.call_count > 1:
-        times = f", called {call.call_count} times; this is call {call.call_index + 1}"
-    yield f"the graph of {visible(type(frame.module).__name__)}{times}"
-    if frame.opaque_reason is not None:
-        yield f"opaque: {visible(frame.opaque_reason)}; its inputs, its output and what it calls can be patched"
-    if frame.custom_failure is not None:
-        yield visible(frame.custom_failure)
-    if frame.is_edited:
-        yield "this graph was edited: it runs in place of the module"
-    elif frame.custom_graph is not None:
-        yield "this graph runs in place of the module"
-    if frame.conditions.training:
-        yield "captured in train mode"
-    yield from map(visible, map(str, frame.doubts))
+def _notes_of_graph(frame: Frame) -> list[str | None]:
+    call, reason = frame.call, frame.opaque_reason
+    is_repeated = call is not None and call.call_count > 1
+    times = f", called {call.call_count} times; this is call {call.call_index + 1}" if call and is_repeated else ""
+    runs = "this graph was edited: it runs" if frame.is_edited else "this graph runs"
+    return [
+        f"the graph of {type(frame.module).__name__}{times}",
+        None if reason is None else f"opaque: {reason}; its inputs, its output and what it calls can be patched",
+        frame.custom_failure,
+        f"{runs} in place of the module" if frame.is_edited or frame.custom_graph is not None else None,
+        "captured in train mode" if frame.conditions.training else None,
+        *map(str, frame.doubts),
+    ]
 
 
 def _what(place: Location, node: Node) -> str:
     owner = type(place.frame.module).__name__
     if place.dig:
-        return f"a value in the {_words(node)} that {format_path(place.names)} holds"
-    if node.kind == "op":
-        call = node.composite
-        opened = "" if call is None else f", a step of {call.name}" + ", which it opens" * call.is_fused
-        return f"what {node.op} returned{opened}" if node.whole is node else f"a part of what {node.op} returned"
-    if node.kind == "output":
-        return f"what {owner} returned"
-    if node.kind == "constant":
-        return f"a constant in the code of {owner}"
-    named = str(node.target) if node.kind in ("input", "parameter", "buffer", "attribute") else node.op
-    return f"the {node.kind} {named} of {owner}"
+        words = node.spec.type.__name__ if isinstance(node.spec, ContainerSpec) else str(node.spec)
+        return f"a value in the {words} that {format_path(place.names)} holds"
+    match node.kind:
+        case "op":
+            call = node.composite
+            opened = "" if call is None else f", a step of {call.name}" + ", which it opens" * call.is_fused
+            return f"what {node.op} returned{opened}" if node.whole is node else f"a part of what {node.op} returned"
+        case "output":
+            return f"what {owner} returned"
+        case "constant":
+            return f"a constant in the code of {owner}"
+        case "input" | "parameter" | "buffer" | "attribute":
+            return f"the {node.kind} {node.target} of {owner}"
+    return f"the {node.kind} {node.op} of {owner}"
 
 
-def _words(node: Node) -> str:
-    return node.spec.type.__name__ if isinstance(node.spec, ContainerSpec) else str(node.spec)
-
-
-def _notes_of_value(place: Location, node: Node, skeleton: Skeleton, row: int) -> Iterator[str]:
+def _notes_of_value(place: Location, node: Node, skeleton: Skeleton, row: int) -> list[str | None]:
     spec = place.spec
-    if note := skeleton.note(row):
-        yield note
-    if isinstance(spec, ScalarSpec) and spec.is_number:
-        yield f"its value was {spec.value!r}"
-    if node.is_size:
-        has_tensors = any(isinstance(leaf, TensorSpec) for _, leaf in leaves(node.spec))
-        why = "the code unpacks it" if has_tensors else "it only carries sizes"
-        yield f"{why}: hidden from the tree, unless it is asked for"
+    has_tensors = any(isinstance(leaf, TensorSpec) for _, leaf in leaves(node.spec))
+    why = "the code unpacks it" if has_tensors else "it only carries sizes"
+    is_number = isinstance(spec, ScalarSpec) and spec.is_number
+    placement = spec.placement if isinstance(spec, TensorSpec) else ""
+    return [
+        f"its value was {spec.value!r}" if isinstance(spec, ScalarSpec) and is_number else None,
+        f"{why}: hidden from the tree, unless it is asked for" if node.is_size else None,
+        _why_not_patchable(spec, node, bool(skeleton.flags(row) & PATCHABLE)),
+        f"over the processes of the model: {placement}; its shape is that of the whole value" if placement else None,
+        "the model writes into this tensor later, which overwrites the changes of a patch there"
+        if node.is_mutated_later
+        else None,
+        "it is a view that the model writes into later: a patch detaches it from its base tensor"
+        if node.is_view_filled_later
+        else None,
+    ]
+
+
+def _why_not_patchable(spec: ValueSpec | None, node: Node, can_be_patched: bool) -> str | None:
     if not is_patchable(node) and node.kind != "constant":
-        yield "it cannot be patched: arithmetic on sizes happens in plain Python, where a patch cannot see it"
-    elif isinstance(spec, ContainerSpec):
-        yield f"a container ({spec}): patch the values in it"
-    elif not skeleton.flags(row) & PATCHABLE:
-        yield "it cannot be patched: " + ("it is a constant" if node.kind == "constant" else f"it is {_a(str(spec))}")
-    elif isinstance(spec, UnknownSpec):
-        yield "its value is not known yet: it was added to the graph and has not run"
-    if isinstance(spec, TensorSpec) and spec.placement:
-        yield f"over the processes of the model: {visible(spec.placement)}; its shape is that of the whole value"
-    if node.is_mutated_later:
-        yield "the model writes into this tensor later, which overwrites the changes of a patch there"
-    if node.is_view_filled_later:
-        yield "it is a view that the model writes into later: a patch detaches it from its base tensor"
-
-
-def _a(what: str) -> str:
-    return "neither a tensor nor a number but " + ("None" if what == "NoneType" else f"an object ({visible(what)})")
+        return "it cannot be patched: arithmetic on sizes happens in plain Python, where a patch cannot see it"
+    if isinstance(spec, ContainerSpec):
+        return f"a container ({spec}): patch the values in it"
+    if not can_be_patched:
+        what = "None" if str(spec) == "NoneType" else f"an object ({spec})"
+        what = "a constant" if node.kind == "constant" else f"neither a tensor nor a number but {what}"
+        return f"it cannot be patched: it is {what}"
+    is_new = isinstance(spec, UnknownSpec)
+    return "its value is not known yet: it was added to the graph and has not run" if is_new else None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -149,14 +157,14 @@ def _a(what: str) -> str:
 
 
 def _code(pg: PatchableGraph, place: Location) -> str:
-    frame = place.graph or place.frame
-    module = _graph_module(pg, frame)
-    if module is None:
-        return ""
-    try:
-        return _beginning(module) if place.graph is not None else _line_of(module, place)
-    except GraphError as error:
-        return f"# {error}"
+    modules, frame = captured(pg).hierarchy.modules(), place.graph or place.frame
+    for module in modules:
+        if isinstance(module, CompiledGraphModule) and module.frame is frame:
+            try:
+                return _beginning(module) if place.graph is not None else _line_of(module, place)
+            except GraphError as error:
+                return f"# {error}"
+    return ""
 
 
 def _beginning(module: CompiledGraphModule) -> str:
@@ -167,11 +175,6 @@ def _beginning(module: CompiledGraphModule) -> str:
         return "\n".join(lines)
     where = ".".join(filter(None, ("pg.graph", module.path, "_code")))
     return "\n".join([*lines[:_MOST_LINES], f"# ... {more:,} more lines: {where}"])
-
-
-def _graph_module(pg: PatchableGraph, frame: Frame) -> CompiledGraphModule | None:
-    modules = captured(pg).hierarchy.modules()
-    return next((m for m in modules if isinstance(m, CompiledGraphModule) and m.frame is frame), None)
 
 
 def _line_of(module: CompiledGraphModule, place: Location) -> str:

@@ -19,6 +19,7 @@ import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -232,20 +233,17 @@ class HtmlDisplay:
     def show(self, bundle: dict[str, Any], metadata: dict[str, Any]) -> None:
         """Displays the widget and its HTML."""
         _display(bundle, metadata=metadata, raw=True)
-        html = self.current()
-        if html is None:
+        self._shown = self.current()
+        if self._shown is None:
             return
         if self._id is None:
             self._id = uuid.uuid4().hex
             self._stop_listening = _after_cells(weakref.WeakMethod(self.renew))
-        self._shown = html
-        _display({"text/html": html}, raw=True, display_id=self._id)
+        _display({"text/html": self._shown}, raw=True, display_id=self._id)
 
     def renew(self) -> None:
         """Updates the displayed HTML if it has changed."""
-        if self._id is None:
-            return
-        html = self.current()
+        html = self.current() if self._id is not None else None
         if html is not None and html != self._shown:
             self._shown = html
             _update_display({"text/html": html}, raw=True, display_id=self._id)
@@ -273,16 +271,11 @@ def _after_cells(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[],
 
     def renew() -> None:
         function = method()
-        if function is not None:
-            function()
-        else:
-            stop()
+        (stop if function is None else function)()
 
     def stop() -> None:
-        try:
+        with suppress(ValueError):  # the calls were stopped before
             events.unregister("post_execute", renew)
-        except ValueError:  # the calls were stopped before
-            return
 
     events.register("post_execute", renew)
     return stop

@@ -124,17 +124,8 @@ def picture(numbers: Readable, plane: Plane, labels: TokenLabels | None) -> Pict
 
 def _histogram(part: Tensor, text: str | None, found: Statistics) -> Histogram:
     low, high = float(found.min or 0), float(found.max or 0)
-    if (
-        high - low < _BINS
-        and max(-low, high) < 2**50
-        and all(bool((piece == piece.round()).all()) for piece in finite_pieces(part))
-    ):
-        edges = torch.arange(low - 0.5, high + 1, dtype=torch.float64)
-    elif low == high:
-        margin = max(0.5, abs(low) * 1e-6)
-        edges = torch.tensor([low - margin, high + margin], dtype=torch.float64)
-    else:
-        edges = torch.linspace(low, high, _BINS + 1, dtype=torch.float64)
+    margin = max(0.5, abs(low) * 1e-6) if low == high else 0.0
+    edges = torch.linspace(low - margin, high + margin, (1 if margin else _BINS) + 1, dtype=torch.float64)
     counts = sum(torch.histogram(piece, edges).hist for piece in finite_pieces(part))
     assert isinstance(counts, Tensor)
     return Histogram(counts.long().tolist(), edges.tolist(), text)

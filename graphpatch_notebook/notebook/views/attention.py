@@ -162,17 +162,16 @@ class AttentionView(ComputedView):
         self._version += 1
 
     def _head(self, _: RequestContext, payload: HeadRequest) -> Answer:
-        """Returns the pattern of a head, and its scale; of the mean over a batch, also the weighted one."""
+        """Returns the pattern of a head, and its scale."""
         found = {"clean": self._clean, "patched": self._patched}[payload.run]
         layer, head = payload.layer, payload.head
         if payload.version != self._version or found is None:
             raise SessionError("the patterns have changed in the meantime; look at them again")
         if layer >= len(found) or head >= found[layer].cells.cells.shape[1]:
             raise SessionError(f"there is no head {head} in layer {layer} of this view")
-        weighted = found[layer].weighted(self._place)
-        parts = [(found[layer].cells, self._place), *([] if weighted is None else [(weighted, 0)])]
-        scales = [float(part.scales[row, head]) for part, row in parts]
-        return Head(scales), [part.cells[row, head].contiguous().numpy().tobytes() for part, row in parts]
+        part = found[layer].cells
+        cells = part.cells[self._place, head].contiguous().numpy().tobytes()
+        return Head([float(part.scales[self._place, head])]), [cells]
 
     # -- traits --------------------------------------------------------------------------------------------------------
 
@@ -187,6 +186,10 @@ class AttentionView(ComputedView):
         """The index of the row in the stored patterns, which begin with the mean if there are several rows."""
         row = max(MEAN, min(int(self.row), self._count - 1))
         return row + 1 if self._count > 1 else 0
+
+    @property
+    def _is_mean(self) -> bool:
+        return self._count > 1 and self.row == MEAN
 
     @traitlets.validate("row")
     def _checked_row(self, proposal: Any) -> Any:
@@ -203,7 +206,8 @@ class AttentionView(ComputedView):
         self.renew("attention", "cells")
 
     def _makers(self) -> Mapping[str, Callable[[], Any]]:
-        sent = functools.cache(lambda: packed([run for run in (self._clean, self._patched) if run], self._place))
+        runs = [run for run in (self._clean, self._patched) if run]
+        sent = functools.cache(lambda: packed(runs, self._place, has_lengths=not self._is_mean))
         return {
             **super()._makers(),
             "attention": lambda: self._described(sent().shapes, is_whole=sent().is_whole),
@@ -227,7 +231,8 @@ class AttentionView(ComputedView):
                     "layer": layer.layer,
                     "is_cross": layer.is_cross,
                     "heads": heads,
-                    "value_heads": 0 if patterns.lengths is None else patterns.lengths.cells.shape[1],
+                    # Each row of the batch has lengths of its own: the mean has none.
+                    "value_heads": 0 if patterns.lengths is None or self._is_mean else patterns.lengths.cells.shape[1],
                     "full": [queries, keys],
                     "shape": shape,
                     "queries": texts.setdefault(query_texts, len(texts)),
@@ -239,7 +244,7 @@ class AttentionView(ComputedView):
             "patches": self._computed_for,
             "runs": ["clean"] if self._patched is None else ["clean", "patched"],
             "rows": self._count,
-            "is_mean": self._count > 1 and row == MEAN,
+            "is_mean": self._is_mean,
             "call": f"{self._session.origin.graph}({self._inputs.text})",
             "is_whole": is_whole,
             "layers": layers,

@@ -97,11 +97,6 @@ class Quantized:
             cells[row] = (known * steps.view(-1, *[1] * (known.dim() - 1))).round_().clamp_(0, _LEVELS).to(torch.uint8)
         return cls(cells, scales)
 
-    def numbers(self, row: int) -> Tensor:
-        """Returns the numbers of a row, of shape (head, ...)."""
-        scales = self.scales[row].view(-1, *[1] * (self.cells.dim() - 2))
-        return self.cells[row].float() * (scales / _LEVELS)
-
 
 @dataclass(kw_only=True, eq=False)
 class QuantizingPatch(Patch[Tensor]):
@@ -146,21 +141,6 @@ class LayerPatterns:
 
     cells: Quantized  # of shape (row, head, query, key)
     lengths: Quantized | None  # of value vectors: (row, head, key), with their heads; `None` if unknown
-
-    def weighted(self, row: int) -> Quantized | None:
-        """Returns the patterns times the lengths, of shape (1, head, query, key), if `row` is the mean; else `None`.
-
-        Each row of the batch has lengths of its own, so the mean of the products is not the product of the means.
-        """
-        rows = self.cells.cells.shape[0]
-        if self.lengths is None or row > 0 or rows == 1:
-            return None
-        shared = self.cells.cells.shape[1] // self.lengths.cells.shape[1]
-        products = (
-            self.cells.numbers(one) * self.lengths.numbers(one).repeat_interleave(shared, 0)[:, None]
-            for one in range(1, rows)
-        )
-        return Quantized.of((sum(products, torch.zeros(())) / (rows - 1))[None])
 
 
 def patterns_of_run(
@@ -217,8 +197,7 @@ class Packed:
 
     Attributes:
         data: Compressed. For each run, for each layer: the scales of the heads; if there are lengths, their scales and
-            bytes, or, of the mean over a batch, the scales and cells of the patterns times the lengths; the cells of
-            the heads. Scales are float32, little-endian.
+            bytes; the cells of the heads. Scales are float32, little-endian.
         shapes: For each layer, the rows and columns of the pictures of its heads.
         is_whole: Whether the pictures are the patterns themselves.
     """
@@ -228,32 +207,24 @@ class Packed:
     is_whole: bool
 
 
-def packed(runs: Sequence[Sequence[LayerPatterns]], row: int) -> Packed:
+def packed(runs: Sequence[Sequence[LayerPatterns]], row: int, *, has_lengths: bool = True) -> Packed:
     """Returns the patterns of one row of the batch, whole if they are small enough, else as smaller pictures."""
-    weighted = [[one.weighted(row) for one in run] for run in runs]
     count = sum(one.cells.cells[row].numel() for run in runs for one in run)
     longest = max(max(one.cells.cells.shape[2:]) for one in runs[0])
     sides = [*([longest] if count <= _MOST_WHOLE else []), *(side for side in _SMALLER if side < longest)]
     for side in sides or [longest]:
         pictures = [[pooled(one.cells.cells[row], side) for one in run] for run in runs]
-        parts = [
-            part
-            for run, drawn, products in zip(runs, pictures, weighted, strict=True)
-            for one, cells, product in zip(run, drawn, products, strict=True)
-            for part in _parts(one, cells, row, product, side)
-        ]
+        both = zip((one for run in runs for one in run), (cells for drawn in pictures for cells in drawn), strict=True)
+        parts = [part for one, cells in both for part in _parts(one, cells, row, has_lengths=has_lengths)]
         data = zlib.compress(b"".join(parts), 6)
         if len(data) <= _ENOUGH:
             break
     return Packed(data, [[*cells.shape[1:]] for cells in pictures[0]], side >= longest)
 
 
-def _parts(one: LayerPatterns, cells: Tensor, row: int, product: Quantized | None, side: int) -> Iterable[bytes]:
+def _parts(one: LayerPatterns, cells: Tensor, row: int, *, has_lengths: bool) -> Iterable[bytes]:
     yield _floats(one.cells.scales[row])
-    if product is not None:
-        yield _floats(product.scales[0])
-        yield pooled(product.cells[0], side).contiguous().numpy().tobytes()
-    elif one.lengths is not None:
+    if has_lengths and one.lengths is not None:
         yield _floats(one.lengths.scales[row])
         yield one.lengths.cells[row].numpy().tobytes()
     yield cells.contiguous().numpy().tobytes()

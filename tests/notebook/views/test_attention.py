@@ -25,12 +25,10 @@ from transformers import (
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.experiments import show_attention
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.views.attention import AttentionView, picture_of
 from graphpatch_notebook.notebook.views.requests import answer
 from graphpatch_notebook.notebook.views.selection import item_of, patches_of
-from tests.hooks import registered
 from tests.notebook.shells import Shell
 
 LENGTH = 7
@@ -131,54 +129,6 @@ def test_values_are_as_long_as_they_are() -> None:
         assert found is not None
         assert found.shape == wanted.shape == (2, LENGTH)
         assert np.abs(found - wanted).max() <= wanted.max() / 255
-
-
-def weighted(model: nn.Module, inputs: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Returns the patterns of each layer, and the lengths of the values of each of its heads."""
-    kept: list[Tensor] = []
-    layers: Any = model.model.layers  # type: ignore[union-attr]
-    hooks = [layer.self_attn.v_proj.register_forward_hook(lambda *given: kept.append(given[-1])) for layer in layers]
-    with registered(hooks):
-        patterns = eager(model, inputs)
-    lengths = [one.unflatten(-1, (2, 4)).norm(dim=-1).transpose(1, 2).repeat_interleave(2, 1) for one in kept]
-    return list(zip(patterns, lengths, strict=True))
-
-
-def without_head_1(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    found = args[0].clone()
-    found[..., 4:8] = 0
-    return (found,)
-
-
-def test_the_mean_over_the_batch_is_that_of_weighted_patterns() -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 50}
-    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.6, **sizes, **SPECIAL)
-    model, inputs = LlamaForCausalLM(config).eval(), MODELS["llama"][1]
-    pg = PatchableGraph(model, **inputs)
-    clean = weighted(model, inputs)
-    with model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(without_head_1):
-        patched = weighted(model, inputs)
-    session_of(pg).add(ChosenPatch("layers[0].attn.heads[1].z", "zero"))
-    apart = 0.0
-    with contextlib.closing(show_attention(pg)) as view:
-        view.row = -1
-        for run, expected in (("clean", clean), ("patched", patched)):
-            for (patterns, lengths), (_, products, _) in zip(expected, sent(view, run), strict=True):
-                wanted = (patterns * lengths[:, :, None]).mean(0)
-                step = float(lengths.max()) / 510
-                assert products is not None
-                assert np.abs(products - wanted.numpy()).max() <= 3 * step
-                # It is not the product of both means.
-                apart = max(apart, float((patterns.mean(0) * lengths.mean(0)[:, None] - wanted).abs().max()) / step)
-        front = Front(view)
-        place = {"version": view.attention["version"], "run": "patched", "layer": 1, "head": 2}
-        reply, (_, cells) = front.send("head", **place)
-        whole = np.frombuffer(cells, np.uint8).reshape(LENGTH, LENGTH) * reply["result"]["scales"][1] / 255
-        products = sent(view, "patched")[1][1]
-        assert products is not None
-        assert np.allclose(whole, products[2], atol=1e-6)
-    assert apart > 6
 
 
 class Front:
