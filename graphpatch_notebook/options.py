@@ -81,40 +81,24 @@ class ExtractionOptions:
         """Makes sure that classes are classes and that functions can be called, which would go unnoticed later.
 
         Raises:
-            CaptureError: They are not; the message names the option, what was given, and the repair.
+            CaptureError: They are not; the message names the option, what was given, and what it takes.
         """
         functions: Any = self.custom_extraction_functions
         classes: Any = self.classes_to_skip_compiling
-        postprocessing: Any = self.postprocessing_function
         for option in fields(self):
             value = getattr(self, option.name)
             is_flag = str(option.type).startswith("bool")
             if is_flag and not isinstance(value, bool) and (value is not None or option.default is not None):
                 raise CaptureError(f"{option.name} is True or False, not {_option_text(value)}")
-        name = "custom_extraction_functions"
-        if not isinstance(functions, Mapping):
-            raise CaptureError(
-                f"{name} takes a dict from classes of modules to functions, not {_option_text(functions)}; "
-                "give {torch.nn.Linear: function}, say"
-            )
-        for cls, function in functions.items():
-            _check_class(name, cls)
-            if not callable(function):
-                raise CaptureError(
-                    f"{name}: what it has for {cls.__name__} is {_option_text(function)}, which cannot be called; give "
-                    "a function from the module to a torch.fx.Graph"
-                )
-        name = "classes_to_skip_compiling"
-        if isinstance(classes, str) or not isinstance(classes, Collection):
-            what = classes.__name__ if isinstance(classes, type) else "torch.nn.Linear"
-            raise CaptureError(f"{name} takes a set of classes, not {_option_text(classes)}; give {{{what}}}, say")
-        for cls in classes:
-            _check_class(name, cls)
-        if postprocessing is not None and not callable(postprocessing):
-            raise CaptureError(
-                f"postprocessing_function: {_option_text(postprocessing)} cannot be called; give a function of the "
-                "graph module and the module, or None"
-            )
+        if not isinstance(functions, Mapping) or not all(map(_is_module_class, functions)):
+            raise _wrong("custom_extraction_functions", "a dict {torch.nn.Linear: function}", functions)
+        if not all(map(callable, functions.values())):
+            raise _wrong("custom_extraction_functions", "functions from a module to a torch.fx.Graph", functions)
+        if not isinstance(classes, Collection) or not all(map(_is_module_class, classes)):
+            raise _wrong("classes_to_skip_compiling", "a set of classes of modules {torch.nn.Linear}", classes)
+        if self.postprocessing_function is not None and not callable(self.postprocessing_function):
+            what = "a function of the graph module and the module"
+            raise _wrong("postprocessing_function", what, self.postprocessing_function)
 
     def extraction_function(self, module: Module) -> Callable[[Module], Graph] | None:
         """Returns the custom extraction function for `module`: that of the nearest class in its method order."""
@@ -122,16 +106,14 @@ class ExtractionOptions:
         return next((functions[cls] for cls in type(module).__mro__ if cls in functions), None)
 
 
-def _check_class(option: str, value: Any) -> None:
-    if isinstance(value, type) and issubclass(value, Module):
-        return
-    if isinstance(value, Module):
-        repair = f"give its class: {type(value).__name__}"
-    elif isinstance(value, str):
-        repair = "give the class itself, not its name"
-    else:
-        repair = "give a subclass of torch.nn.Module"
-    raise CaptureError(f"{option}: {_option_text(value)} is not a class of modules; {repair}")
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Module)
+
+
+def _wrong(option: str, takes: str, value: Any) -> CaptureError:
+    inside = list(value) if isinstance(value, (list, set, frozenset)) else [value]
+    inside = [part for pair in value.items() for part in pair] if isinstance(value, Mapping) else inside
+    return CaptureError(f"{option} takes {takes}, not {', '.join(map(_option_text, inside))}")
 
 
 def _option_text(value: Any) -> str:
@@ -142,50 +124,32 @@ def _option_text(value: Any) -> str:
 
 
 def options_among(
-    args: tuple[Any, ...], kwargs: dict[str, Any], is_input: Callable[[str], bool] | None = None
+    args: tuple[Any, ...], kwargs: dict[str, Any], is_input: Callable[[str], bool] = lambda _: True
 ) -> tuple[ExtractionOptions, tuple[Any, ...], dict[str, Any]]:
     """Returns the options that are given with example inputs (else the default ones), and the inputs without them.
 
     Args:
         args: What was given, positional.
         kwargs: What was given by keyword.
-        is_input: Whether a module of the model has an input of this name. With it, other inputs cannot have the name of
-            an option, or nearly so.
+        is_input: Whether a module of the model has an input of this name. Others cannot have the name of an option, or
+            nearly so.
 
     Raises:
         TypeError: There are options, or fields of them, where the model would get them.
     """
-    given = "extraction_options"
-    found, inputs = [], dict(kwargs)
-    if args and isinstance(args[0], ExtractionOptions):
-        found, args = [args[0]], args[1:]
+    given, inputs = "extraction_options", dict(kwargs)
+    found = [args[0]] if args and isinstance(args[0], ExtractionOptions) else []
+    args = args[len(found) :]
     if isinstance(inputs.get(given), ExtractionOptions):
         found.append(inputs.pop(given))
-    if len(found) > 1:
-        raise TypeError(f"ExtractionOptions are given twice, first of the inputs and as {given}; give them once")
-    if any(isinstance(arg, ExtractionOptions) or arg is ExtractionOptions for arg in args):
+    names = [given, *(option.name for option in fields(ExtractionOptions))]
+    meant = {n: near[0] for n in inputs if (near := get_close_matches(n, names, 1, 0.7)) and not is_input(n)}
+    rest = (*args, *inputs.values())
+    if meant or len(found) > 1 or any(isinstance(v, ExtractionOptions) or v is ExtractionOptions for v in rest):
+        written = ", ".join(f"{name}=..." for name in meant.values() if name != given) or "..."
         raise TypeError(
-            "ExtractionOptions among the example inputs would go to the model; they come first: "
-            "PatchableGraph(model, ExtractionOptions(...), *inputs)"
-        )
-    for name, value in inputs.items():
-        if isinstance(value, ExtractionOptions):
-            raise TypeError(f"ExtractionOptions given as {name}= would go to the model; give them as {given}=")
-    if is_input is None:
-        return (found[0] if found else ExtractionOptions()), args, inputs
-    options = [given, *(option.name for option in fields(ExtractionOptions))]
-    meant = {
-        name: near[0] for name in inputs if (near := get_close_matches(name, options, 1, 0.7)) and not is_input(name)
-    }
-    if given in meant.values():
-        name = next(name for name in meant if meant[name] == given)
-        raise TypeError(f"{given} takes ExtractionOptions(...), not {_option_text(inputs[name])}")
-    if meant:
-        rest = [*(["*inputs"] if args else []), *(f"{name}=..." for name in inputs if name not in meant)]
-        right = f"ExtractionOptions({', '.join(f'{option}=...' for option in meant.values())})"
-        raise TypeError(
-            f"{', '.join(meant)} given by keyword would go to the model, which takes no such input; options come "
-            f"first: PatchableGraph({', '.join(['model', right, *rest])})"
+            f"options are given once, and first: PatchableGraph(model, ExtractionOptions({written}), *inputs); "
+            f"{', '.join(meant) or 'what was given in another place'} would go to the model"
         )
     return (found[0] if found else ExtractionOptions()), args, inputs
 

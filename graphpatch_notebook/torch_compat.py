@@ -182,11 +182,6 @@ def may_compile() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module` runs code of `torch.compile`: a wrapper made by it, compiled in place, or its `forward` is."""
-    return is_any_compiled((module,))
-
-
 def called_attribute(module: torch.nn.Module) -> str:
     """Returns the attribute that `Module.__call__` calls, which a module may have of its own: its forward with hooks.
 
@@ -210,7 +205,7 @@ def has_compiled_parts(root: torch.nn.Module) -> bool:
 
 
 def is_any_compiled(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether `is_compiled` is true for one of the modules. Written for speed.
+    """Whether one of the modules runs code of `torch.compile`: a wrapper made by it, or its `forward` is. For speed.
 
     `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.2 to 2.13; `_torchdynamo_orig_callable` of
     functions: torch 2.0 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
@@ -227,13 +222,6 @@ def is_any_compiled(modules: Iterable[torch.nn.Module]) -> bool:
 
 
 _COMPILED = "_torchdynamo_orig_callable"
-
-COMPILER_NOTES = frozenset({"_is_torch_compile", "_compiled_call_impl"})
-"""The attributes that `torch.compile(module)` and `module.compile()` leave on a module, which no forward reads.
-
-`_is_torch_compile`: torch 2.13; `_compiled_call_impl`: 2.2 to 2.13. Tested by:
-tests/execution/test_compiled_model.py.
-"""
 
 
 class Switch:

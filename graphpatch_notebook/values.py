@@ -366,26 +366,21 @@ def rebuilt(kind: type, keys: Sequence[Key], items: Sequence[Any]) -> Any:
         >>> rebuilt(OrderedDict, ["a", "b"], [1, None])
         OrderedDict([('a', 1), ('b', None)])
     """
-    result: Any
     if issubclass(kind, (tuple, list)):
         return kind(*items) if hasattr(kind, "_fields") else kind(items)
-    plain_keys = map(plain_dict_key, keys)
+    named = dict(zip(map(plain_dict_key, keys), items, strict=True))
+    if not dataclasses.is_dataclass(kind) and not issubclass(kind, dict):
+        return kind(named)  # type: ignore[call-arg]  # a mapping made from a dict
+    result: Any = kind.__new__(kind)
     if dataclasses.is_dataclass(kind):
-        result = kind.__new__(kind)
-        if isinstance(result, Mapping):  # a `ModelOutput`: its items are the fields that are not None
-            for name in _fields(kind):
-                object.__setattr__(result, name, None)
-            for key, item in zip(plain_keys, items, strict=True):
-                result[key] = item  # type: ignore[index]
-            return result
-        for key, item in zip(plain_keys, items, strict=True):
-            object.__setattr__(result, key, item)
-        return result
-    if issubclass(kind, dict):
-        result = kind.__new__(kind)
-        result.update(zip(plain_keys, items, strict=True))
-        return result
-    return kind(dict(zip(plain_keys, items, strict=True)))  # type: ignore[call-arg]  # a mapping made from a dict
+        # The items of a `ModelOutput` are the fields that are not None.
+        fields = dict.fromkeys(_fields(kind)) if isinstance(result, Mapping) else named
+        for name, item in fields.items():
+            object.__setattr__(result, name, item)
+    if isinstance(result, Mapping):
+        for key, item in named.items():
+            result[key] = item  # type: ignore[index]
+    return result
 
 
 # -- digests -----------------------------------------------------------------------------------------------------------

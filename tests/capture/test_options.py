@@ -250,26 +250,17 @@ class Unrun(nn.Module):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("custom_extraction_functions", {"Linear": abs}, "'Linear' is not a class of modules; give the class itself"),
-        (
-            "custom_extraction_functions",
-            {nn.Linear(2, 2): abs},
-            "an object of Linear is not a class .*its class: Linear$",
-        ),
-        ("custom_extraction_functions", {int: abs}, "the class int is not a class of modules; give a subclass of"),
-        ("custom_extraction_functions", {nn.Linear: 3}, "what it has for Linear is 3, which cannot be called; give a"),
-        ("custom_extraction_functions", {nn.Linear: fx.Graph()}, "for Linear is an object of Graph, which cannot be"),
-        ("custom_extraction_functions", [nn.Linear], "takes a dict .* not an object of list; give {torch.nn.Linear: f"),
-        (
-            "classes_to_skip_compiling",
-            {"Linear"},
-            "'Linear' is not a class of modules; give the class itself, not its",
-        ),
-        ("classes_to_skip_compiling", [nn.ReLU()], "an object of ReLU is not a class of modules; give its class: Re"),
-        ("classes_to_skip_compiling", nn.Linear, "takes a set of classes, not the class Linear; give {Linear}, say$"),
-        ("classes_to_skip_compiling", "Linear", "takes a set of classes, not 'Linear'; give {torch.nn.Linear}, say$"),
-        ("classes_to_skip_compiling", None, "takes a set of classes, not None; give"),
-        ("postprocessing_function", 3, "3 cannot be called; give a function of the graph module and the module, or No"),
+        ("custom_extraction_functions", {"Linear": abs}, "not 'Linear', an object of builtin"),
+        ("custom_extraction_functions", {nn.Linear(2, 2): abs}, "not an object of Linear"),
+        ("custom_extraction_functions", {int: abs}, "not the class int"),
+        ("custom_extraction_functions", {nn.Linear: fx.Graph()}, "functions from a module .* an object of Graph"),
+        ("custom_extraction_functions", [nn.Linear], "a dict .*not the class Linear"),
+        ("classes_to_skip_compiling", {"Linear"}, "not 'Linear'"),
+        ("classes_to_skip_compiling", [nn.ReLU()], "not an object of ReLU"),
+        ("classes_to_skip_compiling", nn.Linear, "not the class Linear"),
+        ("classes_to_skip_compiling", "Linear", "not 'Linear'"),
+        ("classes_to_skip_compiling", None, "not None"),
+        ("postprocessing_function", 3, "not 3"),
     ],
 )
 def test_values_that_options_cannot_have_are_an_error_before_anything_runs(
@@ -302,24 +293,20 @@ def test_other_values_of_that_keyword_are_the_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "names", "message"),
+    ("args", "names"),
     [
-        (
-            (X, ExtractionOptions()),
-            (),
-            r"they come first: PatchableGraph\(model, ExtractionOptions\(\.\.\.\), \*inputs\)",
-        ),
-        ((ExtractionOptions, X), (), "they come first"),
-        ((X,), ("extraction_option",), "given as extraction_option= would go to the model"),
-        ((ExtractionOptions(), X, ExtractionOptions()), (), "they come first"),
-        ((ExtractionOptions(), X), ("extraction_options",), "given twice, first of the inputs and as extraction_opt"),
-        ((X,), ("options",), "given as options= would go to the model; give them as extraction_options=$"),
+        ((X, ExtractionOptions()), ()),
+        ((ExtractionOptions, X), ()),
+        ((X,), ("extraction_option",)),
+        ((ExtractionOptions(), X, ExtractionOptions()), ()),
+        ((ExtractionOptions(), X), ("extraction_options",)),
+        ((X,), ("options",)),
     ],
 )
-def test_options_in_other_places_are_an_error(args: tuple[Any, ...], names: tuple[str, ...], message: str) -> None:
+def test_options_in_other_places_are_an_error(args: tuple[Any, ...], names: tuple[str, ...]) -> None:
     class Lenient(nn.Module):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             raise AssertionError("nothing is to run")
 
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match=r"PatchableGraph\(model, ExtractionOptions\("):
         PatchableGraph(Lenient(), *args, **dict.fromkeys(names, ExtractionOptions()))
