@@ -101,21 +101,20 @@ def patched(pg: PatchableGraph, path: str, patch: Any) -> Any:
             "hidden",
             ReplacePatch(torch.ones(2, 3)),
             PatchValueError,
-            "ReplacePatch on 'hidden' (relu): the patch's value, of shape (2, 3), must broadcast to the value here, of "
-            "shape (3, 8)",
+            "ReplacePatch on 'hidden' (relu): the value here is of shape (3, 8) (float32, cpu), the patch's value is "
+            "of shape (2, 3)",
         ),
         (
             "hidden",
             AddPatch(torch.ones(5), slice=(0, slice(0, 4))),
             PatchValueError,
-            "the patch's value, of shape (5,), must broadcast to the shape (4,) of slice [0, 0:4] of the value here, "
-            "of shape (3, 8)",
+            "the value here is of shape (3, 8) (float32, cpu), slice [0, 0:4], the patch's value is of shape (5,)",
         ),
         (
             "hidden",
             ZeroPatch(slice=7),
             PatchValueError,
-            "ZeroPatch on 'hidden' (relu): slice [7] does not exist in the value here, of shape (3, 8): index 7 is out",
+            "ZeroPatch on 'hidden' (relu): the value here is of shape (3, 8) (float32, cpu), slice [7]: index 7 is out",
         ),
         (
             "mask",

@@ -32,7 +32,7 @@ T = TypeVar("T")
 Scalar: TypeAlias = "bool | int | float | complex"
 
 _VALUES = (Tensor, *NUMBERS)
-_NO_SLICES = "a slice cannot be taken of the number {!r}; drop slice="
+_NO_SLICES = "a slice can only be taken of a tensor, and the value here is {!r}; drop slice="
 
 
 # A field that is set once, because a context plans on entry where a patch has an effect. (It has no docstring: the
@@ -265,14 +265,9 @@ class WritingPatch(_SlicedPatch):
             if index is not None:
                 raise PatchValueError(_NO_SLICES.format(original_output))
             return self._number(original_output)
-        if original_output is None:
-            raise PatchValueError(
-                f"{type(self).__name__} needs a tensor or a number, but the value here is None; pass this input to the "
-                "model, or use CustomPatch to replace it"
-            )
+        what = "None" if original_output is None else f"of type {type(original_output).__name__}"
         raise PatchValueError(
-            f"{type(self).__name__} needs a tensor or a number, but the value here is of type "
-            f"{type(original_output).__name__}; use CustomPatch for it"
+            f"{type(self).__name__} needs a tensor or a number, but the value here is {what}; use CustomPatch for it"
         )
 
     def problem(self, shape: torch.Size | None) -> str | None:
@@ -689,12 +684,7 @@ class CustomPatch(_SlicedPatch):
         if self.slice is None:
             return self.custom_op(original_output)
         if not isinstance(original_output, Tensor):
-            if isinstance(original_output, NUMBERS):
-                raise PatchValueError(_NO_SLICES.format(original_output))
-            raise PatchValueError(
-                f"a slice can only be taken of a tensor, but the value here is of type "
-                f"{type(original_output).__name__}; drop slice="
-            )
+            raise PatchValueError(_NO_SLICES.format(original_output))
         return self._written(original_output)
 
     def _written(self, value: Tensor) -> Tensor:
@@ -738,32 +728,13 @@ def _as_number(value: Tensor | Scalar) -> Any:
 
 def problem_of_value(patch: Patch[Any], where: str, value: Any, error: Exception) -> str:
     """Returns why a built-in patch, which raised `error`, cannot be applied to a tensor at this path."""
-    who = f"{type(patch).__name__} on {where}"
     index, new = getattr(patch, "slice", None), getattr(patch, "value", None)
-    part, there = value, f"the value here, of shape {tuple(value.shape)}"
-    if index is not None:
-        try:
-            part = value[index]
-        except (RuntimeError, IndexError, TypeError, ValueError):
-            return f"{who}: slice [{index_text(index)}] does not exist in {there}: {error}"
-        there = f"slice [{index_text(index)}] of {there}"
-    if isinstance(new, Tensor) and not _broadcasts(new, part):
-        wanted = there if index is None else f"the shape {tuple(part.shape)} of {there}"
-        return f"{who}: the patch's value, of shape {tuple(new.shape)}, must broadcast to {wanted}"
-    hint = "writing in place keeps dtype and device: give a value that fits, or make another one with CustomPatch"
-    if isinstance(new, Tensor) and new.device != value.device:
-        hint = f"move the patch's value there: value.to({str(value.device)!r})"
+    part = "" if index is None else f", slice [{index_text(index)}]"
     given = "" if new is None else f", the patch's value is {shown_value(new)}"
-    return f"{who}: the value here is {shown_value(value)}{given}: {error} ({hint})"
-
-
-def _broadcasts(new: Tensor, part: Tensor) -> bool:
-    """Whether torch writes `new` into `part`, where leading dimensions of size one are allowed."""
-    try:
-        shape = torch.broadcast_shapes(new.shape, part.shape)
-    except RuntimeError:
-        return False
-    return bool(shape.numel() == part.numel() and shape[len(shape) - part.dim() :] == part.shape)
+    hint = " (the patch's value must broadcast to it)" if isinstance(new, Tensor) else ""
+    if isinstance(new, Tensor) and new.device != value.device:
+        hint = f" (move the patch's value there: value.to({str(value.device)!r}))"
+    return f"{type(patch).__name__} on {where}: the value here is {shown_value(value)}{part}{given}: {error}{hint}"
 
 
 def shown_value(value: Any) -> str:

@@ -111,88 +111,58 @@ def selection(given: Any, what: str, *, allow_empty: bool = False, allow_negativ
         return Selection(NAMED_STEPS[given], repr(given))
     if what == "steps" and callable(given):
         return Selection(given, getattr(given, "__name__", repr(given)))
-    rows = _rows(given) if what == "positions" else None
-    if rows is not None:
-        return _selection_of_rows(rows, given, what, allow_empty=allow_empty, allow_negative=allow_negative)
-    chosen = _chosen(given, what)
-    if not chosen and not allow_empty:
-        raise ValueError(f"{what}={given!r} selects nothing{_repair(allow_negative)}")
-    parts = (chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
-    if not allow_negative and any(part is not None and part < 0 for part in parts):
-        raise ValueError(_negative(given, what))
-    if isinstance(chosen, tuple) and not isinstance(given, (range, slice)):
-        return Selection(chosen, ", ".join(map(str, chosen)))
-    return Selection(chosen, repr(given))
+    try:
+        rows = _rows(given) if what == "positions" else None
+        chosen = _chosen(given) if rows is None else tuple(dict.fromkeys(itertools.chain(*rows)))
+    except TypeError:
+        names = "".join(f"{name!r}, " for name in NAMED_STEPS) if what == "steps" else ""
+        of_rows = ", or whole numbers for each row of the batch ([[3], [5], [2]])" if what == "positions" else ""
+        raise ValueError(
+            f"{what} must be {names}a whole number, an ascending range or slice, or a collection of numbers{of_rows}, "
+            f"not {given!r}"
+        ) from None
+    if not all(rows or [chosen]) and not allow_empty:
+        repair = "" if allow_negative else "; if that is meant, give the patch allow_empty=True"
+        raise ValueError(f"{what}={given!r} selects nothing{' in a row' if rows else ''}{repair}")
+    ends = (chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
+    if not allow_negative and any(end is not None and end < 0 for end in ends):
+        raise ValueError(
+            f"{what}={given!r} counts from the end, which is not known during a generation: count from zero (the last "
+            "position of a step is slice=(slice(None), -1))"
+        )
+    if isinstance(chosen, slice) or isinstance(given, (range, slice)):
+        return Selection(chosen, repr(given))
+    return Selection(chosen, ", ".join(map(str, chosen if rows is None else map(list, rows))), rows)
 
 
-def _rows(given: Any) -> list[Any] | None:
+def _rows(given: Any) -> tuple[tuple[int, ...], ...] | None:
     """Returns the rows of a selection with two dimensions, else `None`."""
     listed = given.tolist() if getattr(given, "ndim", 0) == 2 else given
     if not isinstance(listed, (list, tuple)) or not any(map(_is_several, listed)):
         return None
-    return list(listed)
-
-
-def _selection_of_rows(rows: list[Any], given: Any, what: str, *, allow_empty: bool, allow_negative: bool) -> Selection:
-    try:
-        if not all(map(_is_several, rows)):
-            raise TypeError("a number among rows")
-        chosen = tuple(tuple(map(_whole, row)) for row in rows)
-    except TypeError:
-        raise ValueError(
-            f"{what}={given!r} must have whole numbers for each row of the batch, such as [[3], [5], [2]]"
-        ) from None
-    if not all(chosen) and not allow_empty:
-        row = chosen.index(())
-        raise ValueError(f"{what}={given!r} selects nothing in row {row}{_repair(allow_negative)}")
-    together = tuple(dict.fromkeys(itertools.chain(*chosen)))
-    if not allow_negative and any(number < 0 for number in together):
-        raise ValueError(_negative(given, what))
-    return Selection(together, ", ".join(str(list(row)) for row in chosen), chosen)
+    return tuple(tuple(map(_whole, row)) for row in listed)
 
 
 def _is_several(given: Any) -> bool:
     return isinstance(given, Collection) and not isinstance(given, (str, bytes)) and getattr(given, "ndim", 1) != 0
 
 
-def _chosen(given: Any, what: str) -> tuple[int, ...] | slice:
+def _chosen(given: Any) -> tuple[int, ...] | slice:
     if isinstance(given, range) and given and given.step > 0:
-        return slice(given.start, given.stop, given.step)
-    try:
-        if isinstance(given, slice):
-            return _checked(given, what)
-        if not isinstance(given, (str, bytes, Mapping)):
-            are_several = isinstance(given, Collection) and getattr(given, "ndim", 1) != 0  # tensors may be numbers
-            numbers = tuple(map(_whole, given if are_several else [given]))
-            return tuple(sorted(numbers)) if isinstance(given, Set) else numbers
-    except TypeError:
-        pass
-    names = "".join(f"{name!r}, " for name in NAMED_STEPS) if what == "steps" else ""
-    raise ValueError(f"{what} must be {names}a whole number, a range, a slice or a collection of these, not {given!r}")
+        given = slice(given.start, given.stop, given.step)
+    if isinstance(given, slice):
+        start, stop, step = (part if part is None else _whole(part) for part in (given.start, given.stop, given.step))
+        if step is not None and step < 1:
+            raise TypeError("not ascending")
+        is_empty = stop is not None and 0 <= stop <= max(start or 0, 0)
+        return () if is_empty else slice(start, stop, step)
+    if isinstance(given, (str, bytes, Mapping)):
+        raise TypeError("not numbers")
+    numbers = tuple(map(_whole, given if _is_several(given) else [given]))
+    return tuple(sorted(numbers)) if isinstance(given, Set) else numbers
 
 
 def _whole(number: Any) -> int:
     if isinstance(number, bool) or getattr(number, "dtype", None) == torch.bool:
         raise TypeError("a bool is not a number")
     return operator.index(number)
-
-
-def _checked(given: slice, what: str) -> tuple[int, ...] | slice:
-    start, stop, step = (part if part is None else _whole(part) for part in (given.start, given.stop, given.step))
-    if step is not None and step < 1:
-        raise ValueError(f"{what}={given!r} must be ascending")
-    is_empty = stop is not None and 0 <= stop <= max(start or 0, 0)
-    return () if is_empty else slice(start, stop, step)
-
-
-def _repair(is_read: bool) -> str:
-    return "" if is_read else "; if that is meant, give the patch allow_empty=True"
-
-
-def _negative(given: Any, what: str) -> str:
-    if what == "steps":
-        return f"{what}={given!r} counts from the end, which is not known during a generation: count from zero"
-    return (
-        f"{what}={given!r} counts from the end, but the sequence grows with each step: count from its start, or take "
-        "the last token of a step with slice=(slice(None), -1)"
-    )

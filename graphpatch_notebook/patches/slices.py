@@ -78,10 +78,8 @@ def selects_nothing(index: TensorIndex, shape: Sequence[int]) -> bool:
         >>> selects_nothing((..., slice(2, 4)), (1, 2)), selects_nothing((..., slice(2, 4)), (1, 3))
         (True, False)
     """
-    for part in index if isinstance(index, tuple) else (index,):
-        if isinstance(part, slice) and (part.start is not None or part.stop is not None):
-            break
-    else:
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(part, slice) and (part.start is not None or part.stop is not None) for part in parts):
         return False
     rank = len(shape)
     return any(
@@ -116,7 +114,8 @@ def composed(outer: tuple[Any, ...], inner: tuple[Any, ...], shape: Sequence[int
             index[dim] = part
         elif part != slice(None):
             chosen = range(shape[dim])[index[dim]][part]
-            index[dim] = chosen if isinstance(chosen, int) else _slice_of(chosen)
+            end = None if isinstance(chosen, int) or chosen.stop < 0 else chosen.stop
+            index[dim] = chosen if isinstance(chosen, int) else slice(chosen.start, end, chosen.step)
     while index and index[-1] == slice(None):
         index.pop()
     return tuple(index)
@@ -135,11 +134,6 @@ def part_sizes(sizes: Sequence[int | None], index: tuple[Any, ...]) -> list[int 
         if isinstance(part, slice):
             kept.append(None if size is None else len(range(size)[part]))
     return kept
-
-
-def _slice_of(numbers: range) -> slice:
-    """Returns the slice that selects these numbers, from zero on."""
-    return slice(numbers.start, None if numbers.stop < 0 else numbers.stop, numbers.step)
 
 
 def _part_text(part: Any) -> str:
@@ -201,24 +195,15 @@ def _problem_of(part: Any, size: int | None) -> str | None:
 
 def _is_empty(part: slice, size: int | None) -> bool:
     """Returns whether a slice selects nothing of a non-empty dimension of this size (`None`: of any size)."""
-    if part.start is None and part.stop is None:
-        return False
     try:
-        start = 0 if part.start is None else operator.index(part.start)
-        stop = part.stop if part.stop is None else operator.index(part.stop)
+        bounds = [0 if bound is None else operator.index(bound) for bound in (part.start, part.stop)]
     except TypeError:  # not integers: torch raises
         return False
-    if size is None:
-        size = 2 * max(abs(start), abs(stop or 0)) + 2
-    stop = size if stop is None else stop
-    first = max(start + size, 0) if start < 0 else start
-    end = stop + size if stop < 0 else min(stop, size)
-    return size > 0 and first >= end
+    size = 2 * max(map(abs, bounds)) + 2 if size is None else size
+    return size > 0 and not range(size)[part.start : part.stop]
 
 
 def _used_by(part: Any) -> int:
-    if type(part) in (int, slice):  # most parts
-        return 1
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     if isinstance(part, Tensor):

@@ -122,7 +122,7 @@ def test_a_generation_has_them_at_the_step_that_computes_them(pg: PatchableGraph
     [
         ({MLP: ZeroPatch(positions=[[3], 5, [2]])}, "whole numbers for each row"),
         ({MLP: ZeroPatch(positions=[[3], [-1], [2]])}, "counts from the end"),
-        ({MLP: ZeroPatch(positions=[[3], [], [2]])}, "selects nothing in row 1"),
+        ({MLP: ZeroPatch(positions=[[3], [], [2]])}, "selects nothing in a row"),
         ({MLP: ZeroPatch(positions=[[3], [True], [2]])}, "whole numbers for each row"),
         ({MLP: ProbePatch(positions=[[3], [4, 5], [2]])}, "a different number of positions in some rows"),
         ({"transformer.wpe.output": ZeroPatch(positions=[[3], [5], [2]])}, "holds the batch"),

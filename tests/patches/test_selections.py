@@ -37,19 +37,12 @@ def test_numbers(given: Any, below_twelve: list[int], what: str) -> None:
     assert str(chosen) == (repr(given) if is_short else ", ".join(map(str, below_twelve)))
 
 
-def test_names_of_steps() -> None:
-    assert selection("prefill", "steps").within(0, 4) == [0]
-    assert selection("decoding", "steps").within(0, 4) == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
-    "given", ["foo", 1.5, [1.5], True, [True], torch.tensor([True]), {1: 2}, b"1", slice(1.5)], ids=str
+    "given", ["foo", 1.5, [1.5], True, [True], torch.tensor([True]), {1: 2}, b"1", slice(1.5), slice(4, 0, -1)], ids=str
 )
 @pytest.mark.parametrize("what", ["steps", "positions"])
 def test_texts_that_are_not_numbers_are_refused(given: Any, what: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"^{what} must be .*a whole number, a range, a slice or a collection of these"
-    ):
+    with pytest.raises(ValueError, match=f"^{what} must be .*a whole number, an ascending range or slice"):
         selection(given, what)
 
 
@@ -57,34 +50,22 @@ def test_positions_of_rows_have_two_dimensions() -> None:
     assert selection([[3], (5, 6)], "positions").rows == selection([{3}, range(5, 7)], "positions").rows
     assert selection([3, 5], "positions").rows is None
     for given in ([[[1]]], [[1], 2], [[1.5]]):
-        with pytest.raises(ValueError, match="^positions=.* must have whole numbers for each row"):
+        with pytest.raises(ValueError, match="^positions must be .* whole numbers for each row"):
             selection(given, "positions")
     with pytest.raises(ValueError, match="^steps must be"):
         selection([[1]], "steps")
 
 
-def test_positions_have_no_names() -> None:
-    with pytest.raises(ValueError, match="positions must be a whole number"):
-        selection("prefill", "positions")
-
-
 @pytest.mark.parametrize("given", [-1, [1, -2], range(-2, 3), slice(-2, None), slice(None, -1)], ids=str)
 def test_numbers_from_the_end(given: Any) -> None:
-    with pytest.raises(ValueError, match="counts from the end, which is not known during a generation"):
-        selection(given, "steps")
-    with pytest.raises(ValueError, match=r"counts from the end, .* slice=\(slice\(None\), -1\)"):
-        selection(given, "positions")
+    for what in ("steps", "positions"):
+        with pytest.raises(ValueError, match=f"{what}=.* counts from the end"):
+            selection(given, what)
 
 
 @pytest.mark.parametrize("given", [[], range(0), slice(3, 3), slice(0, 0)], ids=str)
 def test_nothing(given: Any) -> None:
     with pytest.raises(ValueError, match="selects nothing"):
-        selection(given, "steps")
-
-
-@pytest.mark.parametrize("given", [slice(0, 4, 0), slice(4, 0, -1)], ids=str)
-def test_slices_that_do_not_go_upwards(given: Any) -> None:
-    with pytest.raises(ValueError, match="must be ascending"):
         selection(given, "steps")
 
 
