@@ -85,6 +85,7 @@ class ExtractionOptions:
         """
         functions: Any = self.custom_extraction_functions
         classes: Any = self.classes_to_skip_compiling
+        postprocessing: Any = self.postprocessing_function
         for option in fields(self):
             value = getattr(self, option.name)
             is_flag = str(option.type).startswith("bool")
@@ -96,9 +97,8 @@ class ExtractionOptions:
             raise _wrong("custom_extraction_functions", "functions from a module to a torch.fx.Graph", functions)
         if not isinstance(classes, Collection) or not all(map(_is_module_class, classes)):
             raise _wrong("classes_to_skip_compiling", "a set of classes of modules {torch.nn.Linear}", classes)
-        if self.postprocessing_function is not None and not callable(self.postprocessing_function):
-            what = "a function of the graph module and the module"
-            raise _wrong("postprocessing_function", what, self.postprocessing_function)
+        if postprocessing is not None and not callable(postprocessing):
+            raise _wrong("postprocessing_function", "a function of the graph module and the module", postprocessing)
 
     def extraction_function(self, module: Module) -> Callable[[Module], Graph] | None:
         """Returns the custom extraction function for `module`: that of the nearest class in its method order."""

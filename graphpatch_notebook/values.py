@@ -371,7 +371,8 @@ def rebuilt(kind: type, keys: Sequence[Key], items: Sequence[Any]) -> Any:
     named = dict(zip(map(plain_dict_key, keys), items, strict=True))
     if not dataclasses.is_dataclass(kind) and not issubclass(kind, dict):
         return kind(named)  # type: ignore[call-arg]  # a mapping made from a dict
-    result: Any = kind.__new__(kind)
+    make: Any = kind.__new__
+    result = make(kind)
     if dataclasses.is_dataclass(kind):
         # The items of a `ModelOutput` are the fields that are not None.
         fields = dict.fromkeys(_fields(kind)) if isinstance(result, Mapping) else named
