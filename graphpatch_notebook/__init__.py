@@ -34,7 +34,6 @@ from graphpatch_notebook.errors import (
     PatchValueError,
     UnknownPathError,
 )
-from graphpatch_notebook.execution import Recording
 from graphpatch_notebook.graphs import (
     CompiledGraphModule,
     GraphInterpreter,
@@ -60,9 +59,10 @@ from graphpatch_notebook.patches.kinds import (
     ZeroPatch,
 )
 from graphpatch_notebook.patches.splices import SplicePatch
+from graphpatch_notebook.patching import Recording
 
 if _typing.TYPE_CHECKING:
-    from graphpatch_notebook.execution import CompiledModel
+    from graphpatch_notebook.patching import CompiledModel
     from graphpatch_notebook.serialization import load_patches, save_patches
 
 __all__ = [
@@ -102,7 +102,7 @@ __all__ = [
 ]
 
 
-_lazy_name = _lazy_names(__name__, __all__, ("execution", "serialization"))  # few programs wait for all of these
+_lazy_name = _lazy_names(__name__, __all__, ("patching", "serialization"))  # few programs wait for all of these
 
 
 def __dir__() -> list[str]:

@@ -18,11 +18,18 @@ from torch.nn import Module
 from graphpatch_notebook.capture import built_without_weights, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.model_state import RandomState, copied, preserved
 from graphpatch_notebook.components import find
 from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError, add_note
-from graphpatch_notebook.execution import (
+from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule, own_graphs
+from graphpatch_notebook.graphs.hierarchy import postprocess
+from graphpatch_notebook.inspection.aliases import METHODS
+from graphpatch_notebook.inspection.node_map import NodeMap
+from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.options import ExtractionOptions, check_input_names, options_among
+from graphpatch_notebook.patches.kinds import Patch, StopPatch
+from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.patching import (
     GENERATION_CONFIG,
     CapturedModel,
     PatchContext,
@@ -33,24 +40,17 @@ from graphpatch_notebook.execution import (
     no_compile_arguments,
     record,
 )
-from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule, own_graphs
-from graphpatch_notebook.graphs.hierarchy import postprocess
-from graphpatch_notebook.inspection.aliases import METHODS
-from graphpatch_notebook.inspection.node_map import NodeMap
-from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.options import ExtractionOptions, check_input_names, options_among
-from graphpatch_notebook.patches.kinds import Patch, StopPatch
-from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.patching.model_state import RandomState, copied, preserved
 from graphpatch_notebook.torch_compat import eager_code
 
 if TYPE_CHECKING:
     from xarray import DataArray
 
     from graphpatch_notebook.components import Components, ProofRun, Weights
-    from graphpatch_notebook.execution import CompiledModel
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.graphs.verification import VerificationReport
     from graphpatch_notebook.notebook.browser.widget import Browser
+    from graphpatch_notebook.patching import CompiledModel
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -471,7 +471,7 @@ class PatchableGraph(_LikeItsModel):
             >>> compiled(torch.ones(1, 2)).tolist()
             [[0.0, 0.0]]
         """
-        from graphpatch_notebook.execution import verified_fx_module
+        from graphpatch_notebook.patching import verified_fx_module
 
         self._refuse_elsewhere()
         given: Any = (args, kwargs or {})
@@ -543,7 +543,7 @@ class PatchableGraph(_LikeItsModel):
             >>> compiled(torch.ones(1, 2)).tolist()
             [[11.0, 21.0]]
         """
-        from graphpatch_notebook.execution import CompiledModel, CompiledPatches, check_compilable
+        from graphpatch_notebook.patching import CompiledModel, CompiledPatches, check_compilable
 
         check_input_names(self._captured.root, input_kwargs, PatchableGraph.compile)
         entries = self._captured.entries_of(patches)

@@ -381,7 +381,7 @@ def _hand_over(*args: Any, **kwargs: Any) -> Any:
 def is_module_call(code: CodeType) -> bool:
     """Whether this is the code of torch that calls a module: its `self` is the module, which is called once there.
 
-    `torch.nn.Module._call_impl`: torch 2.0 to 2.13. Tested by: tests/execution/test_failures.py.
+    `torch.nn.Module._call_impl`: torch 2.0 to 2.13. Tested by: tests/patching/test_failures.py.
     """
     return code is torch.nn.Module._call_impl.__code__
 
@@ -424,7 +424,7 @@ def copied_with_storage(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Ten
     """Returns the same as `copy.deepcopy(tensor, memo)` for a plain tensor that uses all of its storage, in less time.
 
     `copy.deepcopy` keeps the storages that it has copied in `memo["torch"]`, by `UntypedStorage._cdata`, so that copies
-    of views share memory as the views do: torch 2.4 to 2.13. Tested by: tests/checks/test_model_state.py.
+    of views share memory as the views do: torch 2.4 to 2.13. Tested by: tests/patching/test_model_state.py.
 
     Returns:
         The copy; `None` for any other tensor, and for one that shares its storage with a tensor copied before.

@@ -41,7 +41,7 @@ def test_imports_go_down_the_map() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    folders = "graphpatch_notebook|js|tests|docs|execution|inspection|capture|experiments|notebook|graphs|checks"
+    folders = "graphpatch_notebook|js|tests|docs|patching|inspection|capture|experiments|notebook|graphs"
     names = re.findall(rf"`((?:{folders})/[\w/.]*)`", GUIDE)
     assert len(names) > 20
     missing = [n for n in names if not (ROOT / n).exists() and not (ROOT / "graphpatch_notebook" / n).exists()]

@@ -32,7 +32,9 @@ LAYERS = [
     "patches",
     "options",
     "capture",
-    "checks",
+    "patching/sharding",
+    "patching/model_state",
+    "patching/comparison",
     "components",
     "inspection",
     "distributed/processes",
@@ -40,7 +42,7 @@ LAYERS = [
     "distributed/sharding",
     "graphs",
     "serialization",  # knows records and graphs only: `PatchableGraph.save` and `load` call it
-    "execution",
+    "patching",
     "patchable_graph",
     "distributed/checkpoint",
     "distributed/executors",
@@ -75,7 +77,7 @@ SPLIT = ("distributed", "experiments", "notebook")  # packages whose folders are
 # Functions of a lower layer that import a higher one when they are called, and their file: `pg.browse()`, `pg.sweep()`,
 # `show_heatmap()`.
 DOORS = {
-    ("checks", "distributed"): "checks/sharding.py",
+    ("patching", "distributed"): "patching/sharding.py",
     ("patchable_graph", "distributed"): "patchable_graph.py",
     ("patchable_graph", "notebook"): "patchable_graph.py",
     ("patchable_graph", "experiments"): "patchable_graph.py",
@@ -103,7 +105,7 @@ def layer_of_name(parts: list[str]) -> str:
     """Returns the layer of a module, from its name without that of the package."""
     if not parts:
         return "__init__"
-    return "/".join(parts[: 2 if parts[0] in SPLIT else 1])
+    return "/".join(parts[: 2 if parts[0] in SPLIT or "/".join(parts[:2]) in LAYERS else 1])
 
 
 def module_name(file: Path) -> str:
@@ -188,21 +190,21 @@ def test_two_seams_lead_to_other_processes() -> None:
     room = f"{ROOT.name}.distributed"
     outside = [file for file in FILES if file.parent != ROOT / "distributed"]
     importing = {name_of(file) for file in outside if room in str(imported_names(ast.walk(parse(file)), file))}
-    assert importing == {"checks/sharding.py", "patchable_graph.py", "experiments/elsewhere.py"}
+    assert importing == {"patching/sharding.py", "patchable_graph.py", "experiments/elsewhere.py"}
     for file in set(FILES) - set(outside):
         assert not any(f"{ROOT.name}.experiments" in name for name in imported_names(parse(file).body, file))
 
 
 def test_only_contexts_import_patched_calls() -> None:
     """A run imports plans, patch maps and positions; none of these imports it."""
-    live = tuple(f"{ROOT.name}.execution.{name}." for name in LIVE)
-    files = [file for file in FILES if file.parent != ROOT / "execution" or file.stem not in LIVE]
+    live = tuple(f"{ROOT.name}.patching.{name}." for name in LIVE)
+    files = [file for file in FILES if file.parent != ROOT / "patching" or file.stem not in LIVE]
     importing = {
         name_of(file)
         for file in files
         if any(name.startswith(live) for name in imported_names(ast.walk(parse(file)), file))
     }
-    assert importing == {"execution/__init__.py", "execution/context.py"}
+    assert importing == {"patching/__init__.py", "patching/context.py"}
 
 
 LIVE = ("run", "apply", "stand_in")
@@ -280,7 +282,7 @@ fx.graph._z
     }
 
 
-# What tells whether two calls look alike, or whether two runs do the same. Other modules ask `checks`.
+# What tells whether two calls look alike, or whether two runs do the same. Other modules ask `patching/comparison.py`.
 ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_change", "IncomparableError"}
 SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
 COMPARE_TENSORS = {
@@ -289,16 +291,16 @@ COMPARE_TENSORS = {
 }
 
 
-def test_calls_and_runs_are_compared_in_checks_only() -> None:
+def test_calls_and_runs_are_compared_in_one_room_only() -> None:
     found, comparing = {}, set()
     for file in FILES:
-        if layer_of(file).split("/")[0] in ("checks", "notebook") or name_of(file) == SEES_SWITCHES:
+        if layer_of(file).split("/")[0] in ("patching", "notebook") or name_of(file) == SEES_SWITCHES:
             continue
         asked = {node.attr for node in ast.walk(parse(file)) if isinstance(node, ast.Attribute)}
         imported = imported_names(ast.walk(parse(file)), file)
         if answers := ANSWERS & (asked | {full.rpartition(".")[2] for full in imported}):
             found[name_of(file)] = answers
-        if f"{ROOT.name}.checks.model_state.difference" in imported:
+        if f"{ROOT.name}.patching.model_state.difference" in imported:
             comparing.add(name_of(file))
     assert found == {}
     assert comparing <= COMPARE_TENSORS
@@ -316,7 +318,7 @@ def test_whether_a_tensor_is_sharded_is_decided_in_one_place() -> None:
         if any(name in SHARDED or name.startswith(SHARDED[1:]) for name in named):
             asking.add(name_of(file))
     making = {"distributed/placements.py", "distributed/sharding.py", "torch_compat.py"}  # such tensors
-    assert asking - making == {"checks/sharding.py"}
+    assert asking - making == {"patching/sharding.py"}
 
 
 def test_whose_a_hook_is_is_decided_in_one_place() -> None:
@@ -326,7 +328,7 @@ def test_whose_a_hook_is_is_decided_in_one_place() -> None:
         for node in ast.walk(parse(file))
         if isinstance(node, ast.Call) and [ast.unparse(part) for part in node.args[:2]] == ["hook", "'__module__'"]
     }
-    assert asking == {"checks/model_state.py"}
+    assert asking == {"patching/model_state.py"}
 
 
 def test_texts_of_doubts_are_made_in_one_place() -> None:
@@ -375,7 +377,7 @@ def three(error, reasons): return "abc" in reasons or str(error) or error.path.s
     assert len(matched_errors(ast.parse(source))) == 4
 
 
-FILES_FOR_RECORDED_SIZES = ("checks/dimensions.py", "checks/meta_runs.py")
+FILES_FOR_RECORDED_SIZES = ("components/dimensions.py", "components/meta_runs.py")
 
 
 def single_sizes(tree: ast.Module) -> list[str]:
@@ -437,9 +439,9 @@ FORMER_STATES = {
     "BufferState", "ModuleLook", "changed_object", "Settings", "KeptState", "AttributeTensors", "RandomNumbers",
     "draws_random_numbers",
 }  # fmt: skip
-MODEL_STATE = "checks/model_state.py"
+MODEL_STATE = "patching/model_state.py"
 # The walk that it is made of, and stand-ins for modules, which are copies of them.
-COPY_ATTRIBUTES = {"capture/held_values.py", "execution/stand_in.py"}
+COPY_ATTRIBUTES = {"capture/held_values.py", "patching/stand_in.py"}
 
 
 COPY = re.compile(r"dict\(([\w.]*\.__dict__|vars\(.*\))\)|[\w.]*\.__dict__\.copy")
@@ -466,10 +468,10 @@ def other_answers(file: Path) -> set[str]:
 
 # Packages of which others import only what their `__init__` offers, and the modules that they import as well: the
 # `__init__` of `capture` says why. Nothing is added to these sets.
-CLOSED = ("capture", "execution")
+CLOSED = ("capture", "patching")
 REACHED_INTO: dict[str, set[str]] = {
     "capture": {"custom_graphs", "functions", "held_values", "inputs", "observers", "records"},
-    "execution": set(),
+    "patching": {"comparison", "model_state", "sharding"},
 }
 
 

@@ -25,8 +25,8 @@ README = ROOT / "README.md"
 HEAVY = "IPython accelerate anywidget bitsandbytes ipywidgets rich safetensors traitlets transformers".split()
 # What few programs use, among the modules of the package.
 LATER = (
-    "execution.compiled_model",
-    "execution.replay",
+    "patching.compiled_model",
+    "patching.replay",
     "experiments",
     "graphs.plain_fx",
     "graphs.verification",

@@ -397,7 +397,7 @@ class Recorder(TorchFunctionMode):
             self.root_frame = record
             return output
         assert record.call is not None
-        record.call.spec = describe(output)  # one of its own: `checks.dimensions` distinguishes specs by identity
+        record.call.spec = describe(output)  # one of its own: `Dimensions` distinguishes specs by identity
         output = _distinct(output, parent, set())
         parent.register(output, record.call)
         return output

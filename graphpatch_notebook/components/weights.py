@@ -19,7 +19,6 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import is_offloaded
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
-from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.components.axes import product_letters
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.components import Component, Components, find
@@ -27,6 +26,7 @@ from graphpatch_notebook.components.ends import table_of
 from graphpatch_notebook.components.flow import Flow, UnknownValueError, Value
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.patching.sharding import is_distributed
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, take
 

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.distributed.checkpoint import weights_digest
 from graphpatch_notebook.errors import ExperimentError, add_note
-from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patching import innermost
+from graphpatch_notebook.patching.sharding import sharding_of
 from graphpatch_notebook.warning_places import collected_warnings, warn_each_time
 
 _Batch = TypeVar("_Batch")

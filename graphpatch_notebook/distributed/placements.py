@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.patches.kinds import Patch, declares
+from graphpatch_notebook.patching.sharding import is_distributed
 from graphpatch_notebook.torch_compat import dtensor_module, strided_shard
 
 _SAME = 1e-5

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.nn import Module
 
-from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.patching.sharding import is_distributed
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import digest
 

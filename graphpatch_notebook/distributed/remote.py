@@ -27,14 +27,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.checks.meta_runs import copy_on_meta
 from graphpatch_notebook.components import Component, Components, ComponentWeights, Weights, find
+from graphpatch_notebook.components.meta_runs import copy_on_meta
 from graphpatch_notebook.distributed.executors import dumps, sendable
 from graphpatch_notebook.distributed.sharding import note_placements
 from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchWarning, add_note
-from graphpatch_notebook.execution import GENERATION_CONFIG, PatchContext, Recording, active_patches, innermost
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patching import GENERATION_CONFIG, PatchContext, Recording, active_patches, innermost
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import mapped
 from graphpatch_notebook.warning_places import warn_each_time

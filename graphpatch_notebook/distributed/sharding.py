@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Capture, Frame, Node
-from graphpatch_notebook.checks.meta_runs import (
+from graphpatch_notebook.components.meta_runs import (
     MetaRunError,
     Variation,
     input_shapes,
@@ -21,19 +21,19 @@ from graphpatch_notebook.checks.meta_runs import (
     nodes_by_key,
     recorded_on_meta,
 )
-from graphpatch_notebook.checks.sharding import (
-    holds_some_experts,
-    is_distributed,
-    is_parallel_machinery,
-    processes_of,
-    sharding_of,
-)
 from graphpatch_notebook.distributed.placements import Placement, is_same_sketch, sketch
 from graphpatch_notebook.distributed.processes import Processes
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patching.sharding import (
+    holds_some_experts,
+    is_distributed,
+    is_parallel_machinery,
+    processes_of,
+    sharding_of,
+)
 from graphpatch_notebook.torch_compat import fully_shards_parts, is_fully_sharded, split_factor, without_torch_functions
 from graphpatch_notebook.values import TensorSpec, mapped_spec, off_meta, tensor_specs
 

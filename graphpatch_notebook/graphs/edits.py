@@ -28,9 +28,9 @@ from graphpatch_notebook.capture.custom_graphs import (
 from graphpatch_notebook.capture.functions import SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.inputs import inputs_of_call, value_like
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, OpNode, Ref, SizeGuard
-from graphpatch_notebook.checks.comparison import Aspect, CallSignature, Difference
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import AUXILIARY, NamedFunction, connect_records
+from graphpatch_notebook.patching.comparison import Aspect, CallSignature, Difference
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.values import (
     ABSENT,

@@ -25,10 +25,10 @@ from torch.nn import Module, ModuleList
 
 from graphpatch_notebook.capture import capture, name_nodes
 from graphpatch_notebook.capture.records import CallNode, Frame, OpNode, SavedSite, Site, SourceLine, line_at
-from graphpatch_notebook.checks.model_state import copied, preserved
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, name_assigned_at
 from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.patching.model_state import copied, preserved
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import (
     input_guards,

@@ -14,12 +14,12 @@ from torch.nn import Module
 from graphpatch_notebook.capture.custom_graphs import map_arguments
 from graphpatch_notebook.capture.inputs import signature_with
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, OpNode
-from graphpatch_notebook.checks.model_state import ModelSnapshot
 from graphpatch_notebook.errors import add_note, has_note
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.running import interpreter
 from graphpatch_notebook.inspection.error_notes import arguments_at_capture, arguments_text, failure_note
 from graphpatch_notebook.interrupts import afterwards, holding
+from graphpatch_notebook.patching.model_state import ModelSnapshot
 from graphpatch_notebook.paths import format_path
 
 

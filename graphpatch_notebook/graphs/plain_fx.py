@@ -27,13 +27,13 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import passed_on
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, at_keys
-from graphpatch_notebook.checks.comparison import Aspect, CallSignature, Difference, has_child
 from graphpatch_notebook.errors import GraphError, GraphPatchError, PatchValueError
 from graphpatch_notebook.graphs.build import Container, printable
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.generated_code import written_value
 from graphpatch_notebook.graphs.modules import GraphModule
 from graphpatch_notebook.patches.kinds import Patch, WritingPatch, problem_of_value
+from graphpatch_notebook.patching.comparison import Aspect, CallSignature, Difference, has_child
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.torch_compat import codegen_of
 from graphpatch_notebook.values import (

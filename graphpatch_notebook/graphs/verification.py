@@ -14,8 +14,6 @@ from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.observers import Swaps, invoke
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.comparison import RunComparison, compared, object_classes, run_and_compare
-from graphpatch_notebook.checks.model_state import copied, owner_of, preserved
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.modules import GraphModule, run_live
 from graphpatch_notebook.graphs.running import (
@@ -26,6 +24,8 @@ from graphpatch_notebook.graphs.running import (
     unobserved,
 )
 from graphpatch_notebook.interrupts import afterwards, holding
+from graphpatch_notebook.patching.comparison import RunComparison, compared, object_classes, run_and_compare
+from graphpatch_notebook.patching.model_state import copied, owner_of, preserved
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import describe
 

@@ -15,8 +15,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
-from graphpatch_notebook.checks.dimensions import fixed_sizes
 from graphpatch_notebook.components import find
+from graphpatch_notebook.components.dimensions import fixed_sizes
 from graphpatch_notebook.components.names import is_component_name, part_shape
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.aliases import answer_to_alias, fused_attention

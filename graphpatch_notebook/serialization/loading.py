@@ -38,11 +38,11 @@ from graphpatch_notebook.capture.records import (
     SavedSite,
     SourceLine,
 )
-from graphpatch_notebook.checks.comparison import Aspect, CallSignature, Settings
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import ForwardCodeGen
 from graphpatch_notebook.graphs.generated_code import generate
 from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.patching.comparison import Aspect, CallSignature, Settings
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.documents import (
     FramePart,

@@ -25,12 +25,12 @@ from torch.nn import Module
 from graphpatch_notebook.capture import listed_doubts
 from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, Site, SizeGuard
-from graphpatch_notebook.checks.model_state import copied, copied_output, difference, preserved
 from graphpatch_notebook.errors import GraphError, GraphPatchWarning
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.graphs.build import Targets, build
 from graphpatch_notebook.graphs.edits import guards_of, unguarded_doubts
 from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.patching.model_state import copied, copied_output, difference, preserved
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.documents import (
     FramePart,

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphpatch_notebook.capture import observers
-from graphpatch_notebook.execution import context
+from graphpatch_notebook.patching import context
 from graphpatch_notebook.torch_compat import eager_code, function_mode_depth
 from tests.noted import Steps
 

@@ -89,7 +89,7 @@ def test_a_value_on_another_device_says_so() -> None:
 
 @torch.no_grad()
 def test_patched_runs_do_not_wait_for_the_gpu() -> None:
-    """The same on the CPU, by the operations: tests/execution/test_values.py."""
+    """The same on the CPU, by the operations: tests/patching/test_values.py."""
     model = llama().to(0)
     ids, value = INPUT_IDS.to(0), torch.ones((), device=0)
     pg, probe = PatchableGraph(model, ids), ProbePatch()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ZeroPatch
 from graphpatch_notebook.capture import observers
 from graphpatch_notebook.capture.observers import is_swapped, observer
-from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.patchable_graph import captured
+from graphpatch_notebook.patching import innermost
 from graphpatch_notebook.torch_compat import function_mode_depth
 from tests.zoo.values import same_state, snapshot
 

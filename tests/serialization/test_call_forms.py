@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import GraphError, PatchableGraph, ZeroPatch
-from graphpatch_notebook.checks.model_state import difference
+from graphpatch_notebook.patching.model_state import difference
 from tests.serialization.files import Mlp, reloaded, x
 
 

@@ -25,7 +25,7 @@ from graphpatch_notebook import (
     load_patches,
     save_patches,
 )
-from graphpatch_notebook.checks.model_state import difference
+from graphpatch_notebook.patching.model_state import difference
 from tests.serialization.files import Mlp, x
 
 SHARED = torch.arange(12.0).view(3, 4)

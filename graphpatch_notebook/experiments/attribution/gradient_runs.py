@@ -28,12 +28,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.records import Node
-from graphpatch_notebook.checks.model_state import preserved
-from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.components.flow import Flow, walk
 from graphpatch_notebook.errors import ExperimentError, PatchMapError
-from graphpatch_notebook.execution import PatchContext
 from graphpatch_notebook.experiments.attribution.rules import DerivativeRules, Method, rules_of
 from graphpatch_notebook.experiments.attribution.scored_nodes import KeptDims, ScoredNode, Scores, flow_of
 from graphpatch_notebook.experiments.attribution.secants import family_name
@@ -41,6 +38,9 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import noted_metric
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch
+from graphpatch_notebook.patching import PatchContext
+from graphpatch_notebook.patching.model_state import preserved
+from graphpatch_notebook.patching.sharding import sharding_of
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.warning_places import collected_warnings
 

@@ -43,7 +43,6 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import decomposition_of
 from graphpatch_notebook.capture.functions import raw_name
-from graphpatch_notebook.checks.sharding import is_distributed, same_value
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution import composites
@@ -64,6 +63,7 @@ from graphpatch_notebook.experiments.attribution.secants import (
     quotient,
     softmax,
 )
+from graphpatch_notebook.patching.sharding import is_distributed, same_value
 from graphpatch_notebook.torch_compat import base_of, is_awaited
 from graphpatch_notebook.warning_places import level_of_caller, warn
 

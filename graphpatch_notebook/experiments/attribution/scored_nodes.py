@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node
-from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
-from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.components import operations
+from graphpatch_notebook.components.dimensions import Profile, dimensions_of
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.names import MEMBERS
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import row_dimension, sequence_dim, takes_tokens
 from graphpatch_notebook.experiments.attribution.secants import has_memory
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.arguments import input_tensors, targets
@@ -36,6 +34,8 @@ from graphpatch_notebook.experiments.methods.positions import (
 from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patching import row_dimension, sequence_dim, takes_tokens
+from graphpatch_notebook.patching.sharding import sharding_of
 from graphpatch_notebook.values import TensorSpec
 
 Scores = np.ndarray[Any, np.dtype[np.float64]]

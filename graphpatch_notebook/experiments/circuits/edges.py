@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.model_state import preserved
 from graphpatch_notebook.components.flow import Value
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments.attribution.gradient_runs import (
@@ -55,6 +54,7 @@ from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, ReplacePatch
+from graphpatch_notebook.patching.model_state import preserved
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.warning_places import level_of_caller, warn

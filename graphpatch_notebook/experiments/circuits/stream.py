@@ -18,13 +18,13 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Ref, map_leaves
-from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.components import Projection
 from graphpatch_notebook.components.chain import Norm, Trails
 from graphpatch_notebook.components.flow import Value, called, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NONLINEARITIES, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.components.weights import held_tensor
 from graphpatch_notebook.errors import ExperimentError, GraphError
+from graphpatch_notebook.patching.sharding import is_distributed
 
 _IN_ORDER = frozenset(
     "view reshape flatten unflatten squeeze unsqueeze view_as reshape_as getitem expand expand_as".split()

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import bind, signature_of
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import (
-    DECODER_TOKENS,
-    CapturedModel,
-    results_of,
-    row_and_position_dims,
-    token_inputs,
-)
 from graphpatch_notebook.experiments.elsewhere import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.selections import PositionSelection, Selection, selection
+from graphpatch_notebook.patching import (
+    DECODER_TOKENS,
+    CapturedModel,
+    results_of,
+    row_and_position_dims,
+    token_inputs,
+)
 
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset

@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.model_state import preserved
-from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import (
     ExampleRows,
@@ -32,6 +30,8 @@ from graphpatch_notebook.experiments.datasets.batches import (
 )
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
+from graphpatch_notebook.patching.model_state import preserved
+from graphpatch_notebook.patching.sharding import is_distributed
 
 if TYPE_CHECKING:
     from xarray import Dataset

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import all_modules
-from graphpatch_notebook.execution import TensorCall
 from graphpatch_notebook.experiments.engine.rows import is_close, wild
+from graphpatch_notebook.patching import TensorCall
 
 _WHOLE = 0.8
 """If a larger fraction of positions has changed, all are computed: selecting them would cost more."""

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.execution import (
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.rows import wild
+from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patching import (
     NEVER,
     FrameNode,
     FrameRecording,
@@ -25,11 +30,6 @@ from graphpatch_notebook.execution import (
     frames_seen,
     own_tensors,
 )
-from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.rows import wild
-from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.values import mapped
 
 _LOGITS, _CACHE = "logits_to_keep", "use_cache"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphpatch_notebook.checks.model_state import copied
+from graphpatch_notebook.patching.model_state import copied
 
 
 @dataclass(frozen=True)

@@ -18,20 +18,6 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.capture.records import HELD_KINDS
-from graphpatch_notebook.checks.sharding import sharding_of
-from graphpatch_notebook.execution import (
-    FUSED_MODULES,
-    NEVER,
-    Entry,
-    FrameNode,
-    FrameReplay,
-    FrameTree,
-    caches_of,
-    frames_seen,
-    has_hooks,
-    innermost,
-    leaves_of,
-)
 from graphpatch_notebook.experiments.engine.changed_positions import ChangedPositions
 from graphpatch_notebook.experiments.engine.clean_run import CleanRun
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -47,6 +33,20 @@ from graphpatch_notebook.experiments.engine.rows import (
 )
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patching import (
+    FUSED_MODULES,
+    NEVER,
+    Entry,
+    FrameNode,
+    FrameReplay,
+    FrameTree,
+    caches_of,
+    frames_seen,
+    has_hooks,
+    innermost,
+    leaves_of,
+)
+from graphpatch_notebook.patching.sharding import sharding_of
 from graphpatch_notebook.torch_compat import has_global_hooks, is_any_compiled, may_compile
 from graphpatch_notebook.values import ABSENT, IMMUTABLE
 

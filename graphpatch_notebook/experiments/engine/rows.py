@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.execution import Entry, apply_to_rows, leaves_of
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patching import Entry, apply_to_rows, leaves_of
 from graphpatch_notebook.values import IMMUTABLE, mapped, with_own_containers
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}

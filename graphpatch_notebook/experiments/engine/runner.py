@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import plain_tensors
-from graphpatch_notebook.checks.model_state import ModelSnapshot
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
-from graphpatch_notebook.execution import Entry, FrameNode, own_tensors
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, PatchCopies, is_pure, patches_in
 from graphpatch_notebook.experiments.engine.changed_positions import least_vectors
 from graphpatch_notebook.experiments.engine.clean_run import CleanRun, reads_no_more, trimmed_inputs
@@ -32,6 +30,8 @@ from graphpatch_notebook.experiments.engine.plan import SharedPlan, check_may_sh
 from graphpatch_notebook.experiments.engine.rows import CannotShareError
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patching import Entry, FrameNode, own_tensors
+from graphpatch_notebook.patching.model_state import ModelSnapshot
 from graphpatch_notebook.warning_places import warn_each_time
 
 _FEW, _FEW_ALONE = 4, 16

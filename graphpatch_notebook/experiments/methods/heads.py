@@ -22,7 +22,6 @@ from graphpatch_notebook.capture.records import CallNode
 from graphpatch_notebook.components import Component, operations
 from graphpatch_notebook.components.flow import Value, walk
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import sequence_dim
 from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.experiments.methods.positions import (
     PositionCells,
@@ -34,6 +33,7 @@ from graphpatch_notebook.experiments.methods.positions import (
 )
 from graphpatch_notebook.inspection.resolution import Target, axes_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patching import sequence_dim
 
 Shape: TypeAlias = "tuple[int, ...]"
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import row_dimension, sequence_dim
 from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patching import row_dimension, sequence_dim
 
 Positions: TypeAlias = "bool | int | Iterable[int] | slice | None"
 """A position, several, or a slice; negative numbers count from the end of the sequence. `True` for all positions."""

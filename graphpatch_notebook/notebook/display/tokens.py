@@ -11,10 +11,10 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import bind, signature_of
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.execution import TokenDims, token_dims
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.messages import NextTokens, Token
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patching import TokenDims, token_dims
 from graphpatch_notebook.values import readable_children
 
 _MOST_TOKENS = 10

@@ -30,9 +30,9 @@ from IPython.core import inputtransformer2
 from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError, SessionError, add_note
-from graphpatch_notebook.execution import PatchContext, innermost
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch, RecordPatch
+from graphpatch_notebook.patching import PatchContext, innermost
 
 if TYPE_CHECKING:
     from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.execution import held_value, tensor_at
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.notebook.display.statistics import Readable, readable, statistics_of
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels
@@ -17,6 +16,7 @@ from graphpatch_notebook.notebook.run.model_calls import ModelCalls
 from graphpatch_notebook.notebook.run.run_report import copy_of
 from graphpatch_notebook.notebook.run.value_plots import Picture, Plane, picture
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch
+from graphpatch_notebook.patching import held_value, tensor_at
 
 
 def is_held(target: Target) -> bool:

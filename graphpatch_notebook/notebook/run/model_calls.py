@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 
 from graphpatch_notebook.capture.inputs import ExampleInputs
-from graphpatch_notebook.checks.model_state import copied, copied_output, preserved
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, cut
 from graphpatch_notebook.notebook.display.labels import file_label
 from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
@@ -29,6 +28,7 @@ from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.options import options_among
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patching.model_state import copied, copied_output, preserved
 from graphpatch_notebook.warning_places import collected_warnings
 
 NO_INPUTS = (

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.display.statistics import (
@@ -29,6 +28,7 @@ from graphpatch_notebook.notebook.messages import Heatmap, LargeChange, NoPlot, 
 from graphpatch_notebook.notebook.run.value_plots import Plane, picture
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patching.model_state import copied
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import NUMBERS, key_text, readable_children
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.execution import is_part_of_splice
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, next_tokens
 from graphpatch_notebook.notebook.messages import ActivationStatus, JobStatus, RunReport, RunStatus
@@ -40,6 +39,7 @@ from graphpatch_notebook.notebook.session.session import ResolvedPatches, Sessio
 from graphpatch_notebook.notebook.session.workspace import Results, Workspace
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patching import is_part_of_splice
 from graphpatch_notebook.values import TensorSpec
 
 _MOST_KEPT = 8

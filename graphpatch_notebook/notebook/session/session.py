@@ -22,7 +22,6 @@ import torch
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchWarning, SessionError, StaleEditError
-from graphpatch_notebook.execution import check_call, is_part_of_splice, target_of_call
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
@@ -30,6 +29,7 @@ from graphpatch_notebook.notebook.session.expressions import Origin, sliced_shap
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.slices import index_text
+from graphpatch_notebook.patching import check_call, is_part_of_splice, target_of_call
 from graphpatch_notebook.paths import ParsedPath, numbered, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
 

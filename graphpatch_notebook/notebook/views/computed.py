@@ -6,10 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from graphpatch_notebook.checks.model_state import preserved
-from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.notebook.messages import JobStatus
 from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
 from graphpatch_notebook.notebook.run.model_calls import alone, in_words
@@ -19,6 +16,9 @@ from graphpatch_notebook.notebook.views.linked import LinkedView
 from graphpatch_notebook.notebook.views.requests import Answer
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, declares
+from graphpatch_notebook.patching import innermost
+from graphpatch_notebook.patching.model_state import preserved
+from graphpatch_notebook.patching.sharding import sharding_of
 
 Patches: TypeAlias = "dict[str, list[Patch[Any]]]"
 _WAIT = 0.05

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.patching.model_state import copied
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec
 from tests.hooks import registered

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ZeroPatch
 from graphpatch_notebook.capture.observers import is_swapped, observer
 from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning
-from graphpatch_notebook.execution import innermost
-from graphpatch_notebook.execution.run import watch
 from graphpatch_notebook.patchable_graph import captured as captured_model
+from graphpatch_notebook.patching import innermost
+from graphpatch_notebook.patching.run import watch
 from graphpatch_notebook.torch_compat import function_mode_depth
 from tests.experiments.engine.loops import TOLERANCE, disagreement, looped, swept
 from tests.integrations.offloaded import INPUT_IDS, SPREAD, gpt2

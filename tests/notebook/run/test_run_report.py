@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphpatch_notebook.execution import TokenDims
 from graphpatch_notebook.notebook.display import statistics
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, next_tokens, token_text
 from graphpatch_notebook.notebook.run.run_report import changes
 from graphpatch_notebook.notebook.session.expressions import parse_slice
+from graphpatch_notebook.patching import TokenDims
 
 
 @pytest.fixture(autouse=True)

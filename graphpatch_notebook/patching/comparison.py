@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.model_state import IncomparableError, ModelSnapshot, copied, difference, preserved
+from graphpatch_notebook.patching.model_state import IncomparableError, ModelSnapshot, copied, difference, preserved
 from graphpatch_notebook.values import (
     ABSENT,
     ContainerSpec,

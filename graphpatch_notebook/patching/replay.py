@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import Module
 
-from graphpatch_notebook.checks.model_state import is_inert
+from graphpatch_notebook.patching.model_state import is_inert
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, IMMUTABLE, mapped, readable_children, with_own_containers
 

@@ -20,8 +20,8 @@ import torch
 from graphpatch_notebook.capture import is_sized_by_values
 from graphpatch_notebook.capture.inputs import given_input, passed_on
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, refs_in
-from graphpatch_notebook.checks.meta_runs import MetaRunError, Variation, input_shapes, matched, recorded_on_meta
-from graphpatch_notebook.checks.model_state import preserved
+from graphpatch_notebook.components.meta_runs import MetaRunError, Variation, input_shapes, matched, recorded_on_meta
+from graphpatch_notebook.patching.model_state import preserved
 from graphpatch_notebook.values import (
     ContainerSpec,
     ObjectSpec,

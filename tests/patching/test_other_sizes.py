@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graphpatch_notebook import AddPatch, PatchableGraph, PatchValueError, ZeroPatch
-from graphpatch_notebook.checks.dimensions import dimensions_of
+from graphpatch_notebook.components.dimensions import dimensions_of
 from tests.laws.captures import identity
 from tests.zoo import AWKWARD, Case, case_by_name
 from tests.zoo.case import floats, seed_all, seeded, tokens

@@ -25,14 +25,14 @@ from graphpatch_notebook.capture import INVOKE, call_sites, decomposition_of
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
 from graphpatch_notebook.capture.observers import Swaps, apply_observer, invoke
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.sharding import is_parallel_machinery
 from graphpatch_notebook.errors import (
     GraphPatchError,
     PatchValueError,
 )
-from graphpatch_notebook.execution.apply import MissingChildError, apply_at, apply_patch, value_at, write_back
-from graphpatch_notebook.execution.patch_map import passing_input
-from graphpatch_notebook.execution.plan import (
+from graphpatch_notebook.patches.kinds import RunStopped
+from graphpatch_notebook.patching.apply import MissingChildError, apply_at, apply_patch, value_at, write_back
+from graphpatch_notebook.patching.patch_map import passing_input
+from graphpatch_notebook.patching.plan import (
     EntriesByChain,
     Entry,
     FramePlan,
@@ -41,16 +41,16 @@ from graphpatch_notebook.execution.plan import (
     Plan,
     SiteEntries,
 )
-from graphpatch_notebook.execution.positions import GenerationSteps, HeldBackError
-from graphpatch_notebook.execution.stand_in import bound_with, held_value, holding_tensors
-from graphpatch_notebook.patches.kinds import RunStopped
+from graphpatch_notebook.patching.positions import GenerationSteps, HeldBackError
+from graphpatch_notebook.patching.sharding import is_parallel_machinery
+from graphpatch_notebook.patching.stand_in import bound_with, held_value, holding_tensors
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import function_mode_depth, takes_hooks, without_torch_functions
 from graphpatch_notebook.values import ContainerSpec, Key, ValueSpec, rebuilt, replaced, take
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
-    from graphpatch_notebook.execution.context import PatchContext
+    from graphpatch_notebook.patching.context import PatchContext
 
 
 class _Frame:

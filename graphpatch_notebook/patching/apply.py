@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS
-from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem, unpacked_shape
-from graphpatch_notebook.checks.sharding import same_value
+from graphpatch_notebook.components.dimensions import CallInputs, shape_problem, unpacked_shape
 from graphpatch_notebook.components.operations import FUSED_ATTENTION
 from graphpatch_notebook.errors import GraphPatchError, PatchValueError, add_note
-from graphpatch_notebook.execution.plan import Entry, part_of
-from graphpatch_notebook.execution.positions import Indices
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, WritingPatch, problem_of_value, shown_value
+from graphpatch_notebook.patching.plan import Entry, part_of
+from graphpatch_notebook.patching.positions import Indices
+from graphpatch_notebook.patching.sharding import same_value
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 

@@ -15,14 +15,14 @@ from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import ExampleInputs, inputs_of_call
-from graphpatch_notebook.checks.comparison import compared
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError
-from graphpatch_notebook.execution.patch_map import problems_of
-from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.graphs import GraphModule
 from graphpatch_notebook.graphs.plain_fx import InputCheck, PatchedPart, listed_doubts, plain_fx_module
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch, declares
+from graphpatch_notebook.patching.comparison import compared
+from graphpatch_notebook.patching.patch_map import problems_of
+from graphpatch_notebook.patching.plan import Entry
 from graphpatch_notebook.values import TensorSpec
 
 

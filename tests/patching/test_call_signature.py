@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.capture.inputs import inputs_of_call
-from graphpatch_notebook.checks.comparison import Aspect, CallSignature
 from graphpatch_notebook.patchable_graph import captured
+from graphpatch_notebook.patching.comparison import Aspect, CallSignature
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 Y = X + 1

@@ -14,14 +14,14 @@ from torch import Tensor
 from graphpatch_notebook.capture.held_values import memory_of
 from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import ExperimentError, GraphError, UnknownPathError
-from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.context import PatchContext, innermost
-from graphpatch_notebook.execution.plan import is_part_of_splice, part_of
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
 from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.patching.captured_model import CapturedModel
+from graphpatch_notebook.patching.context import PatchContext, innermost
+from graphpatch_notebook.patching.plan import is_part_of_splice, part_of
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.torch_compat import version_of
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from graphpatch_notebook import AddPatch, GraphPatchWarning, PatchableGraph
-from graphpatch_notebook.checks.model_state import ModelSnapshot, RandomState, copied, preserved
+from graphpatch_notebook.patching.model_state import ModelSnapshot, RandomState, copied, preserved
 
 Edit = Callable[[Any], object]
 
@@ -183,7 +183,7 @@ def test_large_buffers_are_copied_if_the_capture_writes_into_them(monkeypatch: p
             self.keys[0] += x.sum()
             return x * self.keys.sum() + self.table[0]
 
-    monkeypatch.setattr("graphpatch_notebook.checks.model_state.LARGE", 100)
+    monkeypatch.setattr("graphpatch_notebook.patching.model_state.LARGE", 100)
     model = Caching()
     PatchableGraph(model, torch.ones(3))
     tensors = ModelSnapshot(model)._tensors.values()

@@ -13,16 +13,16 @@ from torch.nn import Module
 from graphpatch_notebook.capture import parameter_without_values
 from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.sharding import sharding_of
 from graphpatch_notebook.errors import GraphError, UnknownPathError
-from graphpatch_notebook.execution.patch_map import entries_of, refuse_unjoined, targets_of
-from graphpatch_notebook.execution.plan import Callers, Entry, Plan
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
 from graphpatch_notebook.graphs.build import connect_records
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patching.patch_map import entries_of, refuse_unjoined, targets_of
+from graphpatch_notebook.patching.plan import Callers, Entry, Plan
+from graphpatch_notebook.patching.sharding import sharding_of
 
 PatchLists: TypeAlias = "Mapping[Any, Sequence[Patch[Any]]]"
 

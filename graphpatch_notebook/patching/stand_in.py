@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture import Packing, held_by
-from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import PatchValueError
+from graphpatch_notebook.patching.sharding import is_distributed
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _ORIGINAL = "_graphpatch_original"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ZeroPatch
-from graphpatch_notebook.checks.dimensions import NoBatchError, batch_inputs, dimensions_of
+from graphpatch_notebook.components.dimensions import NoBatchError, batch_inputs, dimensions_of
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.values import TensorSpec
 from tests.hooks import registered

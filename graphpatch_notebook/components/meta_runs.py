@@ -36,14 +36,14 @@ from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import call_like
 from graphpatch_notebook.capture.observers import innermost_forward
 from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead
-from graphpatch_notebook.checks.model_state import owner_of
-from graphpatch_notebook.checks.sharding import (
+from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.patching.model_state import owner_of
+from graphpatch_notebook.patching.sharding import (
     communicates,
     drop_machinery,
     is_parallel_machinery,
     note_whole_tensors,
 )
-from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, leaves
 
 InputShapes: TypeAlias = "Sequence[Sequence[int]]"

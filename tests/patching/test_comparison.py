@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook.checks.comparison import compared, run_and_compare
+from graphpatch_notebook.patching.comparison import compared, run_and_compare
 from tests.zoo.values import same_state, snapshot
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)

@@ -31,15 +31,15 @@ from graphpatch_notebook.errors import (
     add_note,
     has_note,
 )
-from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.patch_map import refuse_unjoined, refuse_with_cache
-from graphpatch_notebook.execution.plan import Entry, Plan
-from graphpatch_notebook.execution.positions import GenerationSteps, StepCount, Unreached
-from graphpatch_notebook.execution.run import Run
-from graphpatch_notebook.execution.stand_in import original_of
 from graphpatch_notebook.graphs.generated_code import name_assigned_at
 from graphpatch_notebook.inspection.error_notes import arguments_at_capture, arguments_text, failure_note
 from graphpatch_notebook.patches.kinds import Patch, RunStopped
+from graphpatch_notebook.patching.captured_model import CapturedModel
+from graphpatch_notebook.patching.patch_map import refuse_unjoined, refuse_with_cache
+from graphpatch_notebook.patching.plan import Entry, Plan
+from graphpatch_notebook.patching.positions import GenerationSteps, StepCount, Unreached
+from graphpatch_notebook.patching.run import Run
+from graphpatch_notebook.patching.stand_in import original_of
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import (
     eager_code,

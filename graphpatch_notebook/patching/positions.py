@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
-from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
+from graphpatch_notebook.components.dimensions import Profile, dimensions_of
 from graphpatch_notebook.errors import GraphPatchError, PatchValueError
 from graphpatch_notebook.inspection.resolution import Target, axes_of
 from graphpatch_notebook.patches.kinds import Patch
@@ -30,7 +30,7 @@ from graphpatch_notebook.patches.selections import Selection, selection
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
 
 if TYPE_CHECKING:
-    from graphpatch_notebook.execution.plan import Entry
+    from graphpatch_notebook.patching.plan import Entry
 
 
 TOKENS = ("input_ids", "inputs_embeds")
