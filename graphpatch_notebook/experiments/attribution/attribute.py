@@ -181,10 +181,9 @@ def attribute(
     if method == "secant":
         result.attrs["conservation"] = _conservation(pg, runs)
         _warn_of_losses(pg, result, selected, runs.changes)
-    _warn_of_infinite(result)
-    if axis is not None:
-        weights = {node.path for node in wanted if node.is_state}
-        _warn_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights})
+    weights = {node.path for node in wanted if node.is_state}
+    unknown = {} if axis is None else axis.problems
+    _warn_of_missing(result, {path: why for path, why in unknown.items() if path not in weights})
     return result
 
 
@@ -278,25 +277,22 @@ def _warn_of_losses(pg: PatchableGraph, result: DataArray, selected: Selected, c
     warn_of_loss(what, loss, result.attrs["fallbacks"], is_half=is_half)
 
 
-def _warn_of_no_positions(problems: Mapping[str, str]) -> None:
-    if problems:
-        message = (
-            f"{len(problems)} values have no scores by position (NaN). The most common reasons (see the attribute "
-            "'skipped' for all):\n  " + "\n  ".join(by_problem(problems)[:3])
-        )
-        warn(message, "experiment", level_of_caller())
-
-
-def _warn_of_infinite(result: DataArray) -> None:
+def _warn_of_missing(result: DataArray, without_positions: Mapping[str, str]) -> None:
+    """Warns of scores that are NaN since they are not finite, or their positions are unknown."""
     infinite = [path for path, why in result.attrs["skipped"].items() if "not finite" in why]
     if infinite:
         ends = {name: result.attrs[name] for name in ("clean", "corrupted")}
-        warn(
+        message = (
             f"{len(infinite)} scores are not finite and left out (NaN), such as {infinite[0]!r}; the metric is {ends}: "
-            "where half precision overflows, try a smaller metric, or the model in bfloat16 or float32",
-            "experiment",
-            stacklevel=level_of_caller(),
+            "where half precision overflows, try a smaller metric, or the model in bfloat16 or float32"
         )
+        warn(message, "experiment", level_of_caller())
+    if without_positions:
+        message = (
+            f"{len(without_positions)} values have no scores by position (NaN). The most common reasons (see the "
+            "attribute 'skipped' for all):\n  " + "\n  ".join(by_problem(without_positions)[:3])
+        )
+        warn(message, "experiment", level_of_caller())
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -370,36 +366,26 @@ def ranked(
         [Rank(number=2, others=[]), Rank(number=0, others=[1])]
     """
     names = names or {}
-    sizes = np.where(np.isfinite(scores), np.abs(scores), -1.0)
-    order: list[list[int]] = []  # nearly equal scores keep their order, whatever the last digits on a machine are
-    for number in np.argsort(-sizes, kind="stable").tolist()[: int((sizes >= 0).sum())]:
-        if order and _is_close(sizes[order[-1][0]], sizes[number]):
-            order[-1].append(number)
-        else:
-            order.append([number])
+    # Scores that are equal up to rounding keep their order, whatever the last digits on a machine are.
+    order = sorted(
+        np.flatnonzero(np.isfinite(scores)).tolist(), key=lambda number: -float(f"{abs(scores[number]):.6g}")
+    )
     ranks: list[Rank] = []
     known: dict[tuple[Any, ...], list[Rank]] = {}
-    for number in (each for close in order for each in sorted(close)):
+    for number in order:
         path, *more = labels[number]
-        if path not in names:
-            ranks.append(Rank(number))
-            continue
-        same = known.setdefault((names[path], *more), [])
-        rank = next((rank for rank in same if _is_close(scores[rank.number], scores[number])), None)
+        same = known.setdefault((names.get(path, path), *more), [])
+        rank = next((rank for rank in same if math.isclose(scores[rank.number], scores[number], rel_tol=_CLOSE)), None)
         if rank is None:
             rank = Rank(number)
             ranks.append(rank)
             same.append(rank)
-        elif path == names[path]:
+        elif path == names.get(path):
             rank.others.append(rank.number)
             rank.number = number
         else:
             rank.others.append(number)
     return ranks
-
-
-def _is_close(score: float, other: float) -> bool:
-    return abs(score - other) <= _CLOSE * max(abs(score), abs(other))
 
 
 def names_in(attrs: Mapping[Any, Any]) -> Mapping[str, str]:

@@ -99,11 +99,9 @@ class Choices(TorchFunctionMode):
             return func(*args, **kwargs) if made.is_floating_point() else self._decided(made)
         numbers, at = self._decided(made[1]), 2 if name == "topk" else 1
         dim = kwargs.get("dim", args[at] if len(args) > at else -1)
-        if numbers.dim() == given.dim():
-            values = given.gather(dim, numbers)
-        else:  # without keepdim
-            values = given.gather(dim, numbers.unsqueeze(dim)).squeeze(dim)
-        return type(made)((values, numbers))
+        has_dim = numbers.dim() == given.dim()  # else without keepdim
+        values = given.gather(dim, numbers if has_dim else numbers.unsqueeze(dim))
+        return type(made)((values if has_dim else values.squeeze(dim), numbers))
 
 
 # -- all runs ----------------------------------------------------------------------------------------------------------
@@ -577,9 +575,8 @@ class GradientRun:
         if occurrence >= len(self._clean.by_path[path]):
             return None
         clean = self._clean.by_path[path][occurrence]
-        unlike = _unlike(clean.tensor, value)  # the clean value has been checked
-        if unlike is not None:
-            return node.problem(value) or unlike
+        if not isinstance(value, Tensor) or not _are_alike(clean.tensor, value):
+            return node.problem(value) or _unlike(clean.tensor, value)
         if not clean.is_current:
             return _REWRITTEN
         if key not in self._roots.clean and not self._depends_on_root(value):
@@ -611,21 +608,19 @@ class GradientRun:
         return copied
 
     def _depends_on_root(self, value: Any) -> bool:
-        """Whether a value depends on a root in the autograd graph. Visits each node once."""
+        """Whether a value depends on a root in the autograd graph. Hardly any node is visited twice."""
         if not isinstance(value, Tensor) or not value.requires_grad:
             return False
-        known = self._depends
-        waiting: list[Any] = [value.grad_fn]
-        while waiting:
-            node = waiting[-1]
-            unknown = [] if node in known else [other for other, _ in node.next_functions if other not in known]
-            if unknown and not any(known.get(other, False) for other, _ in node.next_functions):
-                waiting += unknown
-                continue
-            waiting.pop()
-            if node not in known:
-                known[node] = any(known.get(other, False) for other, _ in node.next_functions)
-        return known[value.grad_fn]
+        known, seen = self._depends, []
+        for node in walk(
+            [value.grad_fn], lambda node: () if node in known else (each for each, _ in node.next_functions)
+        ):
+            if known.get(node, False):
+                known[value.grad_fn] = True
+                return True
+            seen.append(node)
+        known.update(dict.fromkeys(seen, False))
+        return False
 
     def scores(self, metric: Tensor) -> dict[str, Scores]:
         """Returns the scores of this run by path; adds paths without a gradient to `problems`."""
@@ -654,14 +649,13 @@ def _writable_copy(value: Tensor) -> tuple[Tensor, Tensor]:
     return leaf, leaf.clone()
 
 
-def _unlike(clean: Tensor, value: Any) -> str | None:
-    """Returns a message if a value has another form in the two runs."""
-    if isinstance(value, Tensor) and clean.shape == value.shape:
-        if clean.dtype == value.dtype and clean.device == value.device:
-            return None
-        return f"{clean.dtype} on {clean.device} in the clean run, {value.dtype} on {value.device} in the corrupted run"
-    shape = tuple(getattr(value, "shape", ()))
-    return f"of shape {tuple(clean.shape)} in the clean run, of shape {shape} in the corrupted run"
+def _are_alike(clean: Tensor, value: Tensor) -> bool:
+    return clean.shape == value.shape and clean.dtype == value.dtype and clean.device == value.device
+
+
+def _unlike(clean: Tensor, value: Tensor) -> str:
+    forms = [f"of shape {tuple(each.shape)} ({each.dtype} on {each.device})" for each in (clean, value)]
+    return f"{forms[0]} in the clean run, {forms[1]} in the corrupted run"
 
 
 def _difference(clean: Tensor, value: Tensor, is_careful: bool) -> Tensor:
@@ -682,11 +676,12 @@ def _summed(difference: Tensor, gradient: Tensor, kept: KeptDims | None, is_care
 
 
 def _as_arrays(tensors: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Scores]:
-    """Returns all tensors as arrays, with one transfer for each device."""
+    """Returns all tensors as arrays, with one transfer from each device."""
     arrays: dict[tuple[str, int], Scores] = {}
     for device in {tensor.device for tensor in tensors.values()}:
-        present = {key: tensor for key, tensor in tensors.items() if tensor.device == device}
-        flat = torch.cat([tensor.reshape(-1) for tensor in present.values()]).to("cpu").double()
-        parts = flat.split([tensor.numel() for tensor in present.values()])
-        arrays |= {key: part.reshape(present[key].shape).numpy() for key, part in zip(present, parts, strict=True)}
+        present = [(key, tensor) for key, tensor in tensors.items() if tensor.device == device]
+        parts = torch.cat([tensor.reshape(-1) for _, tensor in present]).cpu().double()
+        sizes = [tensor.numel() for _, tensor in present]
+        for (key, tensor), part in zip(present, parts.split(sizes), strict=True):
+            arrays[key] = part.reshape(tensor.shape).numpy()
     return arrays
