@@ -107,16 +107,15 @@ def norm(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **given:
     dims = tuple(range(x.dim())) if dim is None else dim
     if p in (None, "fro", 2):
         return x.square().sum(dims, keepdim=keepdim).sqrt()
-    if math.isinf(p):
-        return (amax if p > 0 else amin)(x.abs(), dims, keepdim)
     return x.abs().pow(p).sum(dims, keepdim=keepdim).pow(1 / p)
 
 
-def is_norm_of_matrix(call: PairedCall) -> bool:
-    """Whether a call of `torch.linalg.norm` is that of a matrix, which is not computed entry by entry."""
-    order, dim = call.argument(1, "ord"), call.argument(2, "dim")
+def refused_norm(call: PairedCall) -> bool:
+    """Whether a norm is not computed entry by entry (of a matrix, by `torch.linalg.norm`), or that of the largest."""
+    order, dim = call.argument(1, "ord", call.argument(1, "p")), call.argument(2, "dim")
     count = call.inputs[0].dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
-    return order not in (None, "fro") and count > 1
+    is_matrix = call.signature[0] == "linalg_norm" and count > 1 and order not in (None, "fro")
+    return is_matrix or order in (math.inf, -math.inf, "nuc")
 
 
 def std(*args: Any, **kwargs: Any) -> Tensor:

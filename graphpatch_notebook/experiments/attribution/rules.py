@@ -240,7 +240,6 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "batch_norm": composites.batch_norm,
     "instance_norm": composites.instance_norm,
     "normalize": composites.normalize,
-    **dict.fromkeys(("norm", "vector_norm", "linalg_vector_norm", "linalg_norm"), composites.norm),
     "std": composites.std,
     "cosine_similarity": composites.cosine_similarity,
     "glu": composites.glu,
@@ -251,12 +250,15 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "min": composites.smallest,
 }
 _SECANT: dict[Any, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), Rule(quotient, keeps_result=True)),
+    **dict.fromkeys(_ELEMENTWISE.split(), Rule(quotient)),
     **dict.fromkeys(_MULTILINEAR.split(), Rule(multilinear, is_multilinear=True)),
     **dict.fromkeys(("var", "var_mean", "mse_loss"), Rule(multilinear)),
     **dict.fromkeys(_APPROXIMATED.split(), Rule(path_average, is_exact=False)),
     **{name: Rule(by_steps(steps)) for name, steps in _COMPOSITES.items()},
-    "linalg_norm": Rule(by_steps(composites.norm), refusal=composites.is_norm_of_matrix),
+    **dict.fromkeys(
+        ("norm", "vector_norm", "linalg_vector_norm", "linalg_norm"),
+        Rule(by_steps(composites.norm), refusal=composites.refused_norm),
+    ),
     "cross_entropy": Rule(by_steps(composites.cross_entropy), refusal=composites.refused_cross_entropy),
     **dict.fromkeys(("softmax", "_safe_softmax", "_softmax"), Rule(softmax)),
     **dict.fromkeys(("log_softmax", "_log_softmax"), Rule(log_softmax)),
@@ -410,8 +412,6 @@ class SecantRules(DerivativeRules, TorchFunctionMode):
             apply: Any = _Replaced.apply
             result = apply(replaced, lambda: func(*args, **kwargs), *replaced.inputs)
             result = result if replaced.kind is None else replaced.kind(result)
-        if replaced is not None and replaced.rule.keeps_result and isinstance(result, Tensor):
-            replaced.result = self._hold(result)
         self.after(func, every, result, has_rule=call is not None)
         return result
 
@@ -615,11 +615,8 @@ def _products(call: PairedCall, needed: Sequence[bool], given: Sequence[Tensor |
             f"the model computes derivatives itself, in which method={call.rules.method!r} would change values: use "
             'method="gradient"'
         )
-    clean = call.counterpart
-    call.clean, call.corrupted = (tuple(widened(held.tensor) for held in each.held) for each in (clean, call))
-    if clean.result is not None and call.result is not None and sum(call.differs) == 1:
-        results = clean.result.tensor, call.result.tensor
-        call.results = results if results[0].element_size() >= 4 else None  # those of half precision are too coarse
+    runs = (call.counterpart, call)
+    call.clean, call.corrupted = (tuple(widened(held.tensor) for held in run.held) for run in runs)
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_(need) for x, need in zip(call.corrupted, needed, strict=True)]
         found = call.surrogate(call, *inputs)

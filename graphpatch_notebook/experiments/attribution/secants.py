@@ -48,10 +48,9 @@ class PairedCall:
         signature: The name of the function and the shapes of the inputs, which the two runs have in common.
         corrupted: The inputs in the corrupted run.
         clean: The inputs in the clean run; those of the corrupted run for methods without one.
-        results: The results of the two runs (clean, corrupted), if they were kept.
         differs: Which inputs differ between the runs.
         surrogate: What is used in place of the rule's.
-        held, result: The inputs and the result of this call.
+        held: The inputs of this call.
         kind: The type of the result, if that is not a tensor.
         counterpart: The same call in the clean run.
     """
@@ -73,10 +72,8 @@ class PairedCall:
         self._kwargs = {key: self._template(value) for key, value in kwargs.items()}
         self.signature = (family_name(function), *(tuple(x.shape) for x in self.inputs))
         self.held: list[Held] = []
-        self.result: Held | None = None
         self.corrupted: tuple[Tensor, ...] = ()
         self.clean: tuple[Tensor, ...] = ()
-        self.results: tuple[Tensor, Tensor] | None = None
         self.differs: tuple[bool, ...] = ()
         self.surrogate: Surrogate = rule.surrogate
         self.kind: Any = None
@@ -133,14 +130,12 @@ class Rule:
             Returns a tensor of the shape of the result, whose derivative the call gets. It runs in backward.
         is_multilinear: Whether the function is linear in each input: where only one differs between the runs, torch's
             own derivative is exact, and is used.
-        keeps_result: Whether `PairedCall.results` are of use.
         is_exact: Whether the derivative explains the whole change. If not, the function is named as a fallback.
         refusal: Whether the rule does not fit a call.
     """
 
     surrogate: Surrogate
     is_multilinear: bool = False
-    keeps_result: bool = False
     is_exact: bool = True
     refusal: Callable[[PairedCall], bool] = lambda _: False
 
@@ -245,7 +240,7 @@ def _slope(call: PairedCall, number: int, inputs: list[Tensor]) -> Tensor:
     result = function(middle)
     (derivative,) = torch.autograd.grad(result, middle, torch.ones_like(result))
     with torch.no_grad():
-        clean_result, corrupted_result = call.results or (function(clean), function(corrupted))
+        clean_result, corrupted_result = function(clean), function(corrupted)
         run, rise = _gap(clean, corrupted), _gap(clean_result, corrupted_result)
         # The quotient of close values is mostly rounding error; the derivative is used instead.
         size = torch.maximum(clean_result.abs(), corrupted_result.abs()) + corrupted.abs()

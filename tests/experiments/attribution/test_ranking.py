@@ -51,50 +51,6 @@ def test_names_that_share_a_place_hold_the_same_numbers(host: Any) -> None:
             assert not is_same or scores_differ, (top.index[number], top.index[other_number])
 
 
-def test_a_value_takes_one_place_under_the_name_of_what_a_module_returns(host: Any) -> None:
-    _, scores = host
-    every = top_scores(scores, len(scores), distinct=False)
-    top = top_scores(scores, len(scores))
-    sizes = every.abs().to_numpy()
-    assert (sizes[1:] <= sizes[:-1] * (1 + 1e-5)).all()  # what differs by rounding alone keeps its order
-    assert len(every) == int(scores.notnull().sum())
-    assert len(top) < 0.62 * len(every)
-    assert (scores.sel(path=top.index.values).values == top.values).all()
-    others = top.attrs["other_names"]
-    assert len(top) + sum(map(len, others.values())) == len(every)
-    norm = "transformer.ln_f" if "transformer.ln_f.output" in every.index else "model.norm"
-    assert f"{norm}.output" in top.index
-    assert "lm_head.input" in others[f"{norm}.output"]
-    assert "lm_head.input" not in top.index
-
-
-def test_what_a_norm_is_given_of_the_stream_stays_apart_from_the_stream() -> None:
-    pg = PatchableGraph(gpt2(), CLEAN)
-    scores = attribute(pg, METRIC, CLEAN, CORRUPTED)
-    stream, given = f"transformer.h_0.{GPT2_OUTPUT}", "transformer.h_1.ln_1.input"
-    assert scores.attrs["same_values"][given] == scores.attrs["same_values"][stream]
-    top = top_scores(scores, 1000)
-    assert stream in top.index
-    assert given in top.index
-    assert top[stream] != pytest.approx(top[given])
-
-
-class Twins(nn.Module):
-    """Two branches that compute the same numbers, each for itself; and a value whose halves are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.right.load_state_dict(self.left.state_dict())
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.left(x), self.right(x)
-        c = torch.relu(self.drop(a) + b)
-        first, second = c.chunk(2, -1)
-        return first[:, [1, 0]] + second
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -113,17 +69,6 @@ def test_other_numbers_are_another_value(change: Any) -> None:
 
     scores = attribute(PatchableGraph(Model(), torch.randn(2, 3)), torch.sum, torch.randn(2, 3), torch.randn(2, 3))
     assert not {"y", "z"} & set(scores.attrs["same_values"])
-
-
-def test_equal_numbers_alone_share_no_place() -> None:
-    torch.manual_seed(0)
-    model = Twins().eval()
-    clean, corrupted = torch.randn(2, 3, 4)
-    scores = attribute(PatchableGraph(model, clean), torch.sum, clean, corrupted)
-    top = top_scores(scores, 100)
-    assert top["left.output"] == top["right.output"]
-    assert top.attrs["other_names"]["left.output"] == ["drop.dropout", "drop.input", "drop.output", "left.linear"]
-    assert {"c", "second"} <= set(top.index)  # halves are values of their own
 
 
 def test_results_without_names_are_ranked_as_they_are() -> None:

@@ -88,7 +88,7 @@ POINTWISE = {
     "group_norm": lambda x: F.group_norm(x, 2), "instance_norm": lambda x: F.instance_norm(x.transpose(1, 2)),
     "batch_norm": lambda x: F.batch_norm(x.transpose(1, 2), None, None, training=True), "normalize": F.normalize,
     "norm": lambda x: x.norm(dim=-1) + x.norm(p=1, dim=-1),
-    "vector_norm": lambda x: torch.linalg.vector_norm(x, ord=1, dim=-1) + torch.linalg.vector_norm(x, math.inf, -1),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, ord=1, dim=-1) + torch.linalg.vector_norm(x, 3, -1),
     "linalg_norm": lambda x: torch.linalg.norm(x, dim=-1) + torch.linalg.norm(x, ord=1, dim=-1) + torch.linalg.norm(x),
     "std": lambda x: x.std(-1),
     "var": lambda x: torch.var(x, -1),
@@ -112,6 +112,7 @@ ATTENTION = {
     "plain": attention_of(), "causal": attention_of(is_causal=True), "mask": attention_of(attn_mask=MASK),
     "bias": attention_of(attn_mask=torch.zeros(5, 5).double().masked_fill(~MASK, -math.inf), scale=0.3),
     "wide": attention_of(scale=30.0),
+    "groups": lambda q, k, v: attention_of(enable_gqa=True, is_causal=True)(q, k[:, :1], v[:, :1]),
 }  # fmt: skip
 
 
@@ -134,13 +135,6 @@ def test_fused_attention(name: str) -> None:
     explains(ATTENTION[name], *([numbers(2, 3, 5, 4, seed=9 * run + at) for at in range(3)] for run in (0, 1)))
 
 
-def test_attention_with_groups_of_queries() -> None:
-    clean, corrupted = (
-        [numbers(1, 4, 5, 4, seed=run), *(numbers(1, 2, 5, 4, seed=run + at) for at in (1, 2))] for run in (0, 5)
-    )
-    explains(attention_of(enable_gqa=True, is_causal=True), clean, corrupted)
-
-
 def explains(function: Callable[..., Tensor], clean: list[Tensor], corrupted: list[Tensor]) -> None:
     change = weighted(function(*clean)) - weighted(function(*corrupted))
     gradients = secant(function, clean, corrupted)
@@ -159,15 +153,6 @@ def test_where_the_runs_coincide_it_is_the_gradient(name: str) -> None:
 
 
 # -- formulas by hand --------------------------------------------------------------------------------------------------
-
-
-def test_softmax_is_its_jacobian_at_the_logarithmic_mean() -> None:
-    clean, corrupted = torch.tensor([[2.0, -1.0, 0.5]]).double(), torch.tensor([[0.0, 1.0, 0.3]]).double()
-    p, q = clean.softmax(-1)[0], corrupted.softmax(-1)[0]
-    mean = (p - q) / (p.log() - q.log())
-    jacobian = mean.diag() - torch.outer(mean, mean) / mean.sum()
-    (found,) = secant(lambda x: x.softmax(-1), [clean], [corrupted])
-    torch.testing.assert_close(found[0], torch.arange(1, 4).double().cos() @ jacobian)
 
 
 def test_large_scores_do_not_blow_derivatives_up() -> None:
@@ -189,16 +174,9 @@ def test_products_share_equally() -> None:
 def test_close_values_have_the_derivative() -> None:
     """In float32, the quotient of values that differ by one rounding is noise."""
     corrupted = torch.linspace(-3, 3, 101)
-    clean = torch.nextafter(corrupted, torch.tensor(9.0))
-    rules = rules_of("secant")
-    with torch.no_grad(), rules.recording():
-        F.gelu(clean).sum()
-    x = corrupted.clone().requires_grad_()
-    with rules.applied():
-        result = F.gelu(x).sum()
-    (found,) = torch.autograd.grad(result, x)
+    (found,) = secant(F.gelu, [torch.nextafter(corrupted, torch.tensor(9.0))], [corrupted])
     y = corrupted.double().requires_grad_()
-    (expected,) = torch.autograd.grad(F.gelu(y).sum(), y)
+    (expected,) = torch.autograd.grad(weighted(F.gelu(y)), y)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -325,19 +303,6 @@ def test_models_whose_backward_is_their_own_are_refused(name: str) -> None:
         call.run(model)
 
 
-class Odd(nn.Module):
-    """An encoder of torch, whose attention takes other ways with gradients than without, and fused products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        result: Tensor = self.layer(self.embed(ids))
-        return result
-
-
 def a_logit(output: Any) -> Tensor:
     logits = output if isinstance(output, Tensor) else output.logits
     return torch.log_softmax(logits[:, -1], -1)[:, 3].sum()
@@ -373,16 +338,6 @@ def test_values_inside_of_attention_have_scores(gpt2: Any) -> None:
     assert not scores.isnull().any()
     assert pattern + value == pytest.approx(z, rel=1e-4)  # a cut through the layer's attention
     assert before == pytest.approx(pattern, rel=1e-4)
-
-
-def test_relp_scores_the_steps_that_it_takes_for_constants(gpt2: Any) -> None:
-    """Inside an activation that is written out, only the way of its multiple counts; the other factor is constant."""
-    pg, clean, corrupted = gpt2
-    act = "transformer.h_1.mlp.act"
-    scores = attribute(pg, a_logit, clean, corrupted, method="relp")
-    assert not scores.isnull().any()
-    assert float(scores.sel(path=f"{act}.tanh")) == 0.0
-    assert float(scores.sel(path=f"{act}.mul")) != 0.0
 
 
 class Mixture(nn.Module):
@@ -441,12 +396,6 @@ def test_frozen_routing_holds_the_choices_of_the_clean_run() -> None:
     assert free.corrupted == pytest.approx(float(metric(model(corrupted)).detach()), rel=1e-6)
     with pytest.raises(ExperimentError):
         attribute(pg, metric, clean, corrupted, routing="fixed")  # type: ignore[arg-type]
-
-
-def test_torch_attention_conserves() -> None:
-    clean, corrupted = torch.arange(10).reshape(2, 5), torch.arange(10).reshape(2, 5).flip(1)
-    scores = attribute(PatchableGraph(Odd().eval(), clean), a_logit, clean, corrupted, method="secant")
-    assert scores.attrs["conservation"]["total"] < 1e-4
 
 
 def test_one_sided_scores_sum_to_exact_patching(gpt2: Any) -> None:
@@ -519,15 +468,9 @@ def test_runs_that_take_other_steps_are_an_error() -> None:
 
 
 def test_derivative_rules_of_the_user() -> None:
-    def normal(x: Tensor) -> Tensor:  # not the function of the guide, whose example may have run in this process
-        return torch.special.ndtr(x)
-
+    normal = torch.special.ndtr  # not the function of the guide, whose example may have run in this process
     clean, corrupted = numbers(5, seed=1).square() + 0.1, numbers(5, seed=2).square() + 0.1
-    rules = rules_of("secant")
-    with torch.no_grad(), rules.recording():
-        normal(clean)
-    with rules.applied():
-        normal(corrupted.requires_grad_())
-    assert "special_ndtr" in rules.fallbacks
-    register_rule(torch.special.ndtr, by_steps(lambda x: (1 + torch.erf(x / 2**0.5)) / 2))
-    explains(normal, [clean], [corrupted.detach()])
+    with pytest.raises(AssertionError, match="special_ndtr"):  # it is named as a fallback
+        secant(normal, [clean], [corrupted])
+    register_rule(normal, by_steps(lambda x: (1 + torch.erf(x / 2**0.5)) / 2))
+    explains(normal, [clean], [corrupted])
