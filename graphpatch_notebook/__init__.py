@@ -55,10 +55,10 @@ from graphpatch_notebook.patches.kinds import (
     RecordPatch,
     ReplacePatch,
     SkipPatch,
+    SplicePatch,
     StopPatch,
     ZeroPatch,
 )
-from graphpatch_notebook.patches.splices import SplicePatch
 from graphpatch_notebook.patching import Recording
 
 if _typing.TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from graphpatch_notebook.capture.inputs import inputs_of_call, passed_on
 from graphpatch_notebook.capture.records import CallNode, ElementNode, Frame, Node, Ref, at_keys, refs_in
-from graphpatch_notebook.inspection.locations import Location
+from graphpatch_notebook.inspection.node_path import Location
 from graphpatch_notebook.values import ContainerSpec, Key
 
 

@@ -2,6 +2,6 @@
 
 A patch (`kinds`) is applied to the value of a node: `op` returns the new value. A patch may be limited to a slice of
 the value (`slices` checks it against shapes), and to steps of a generation and positions of a sequence (`selections`).
-`splices` has the patch for sparse autoencoders. `problem` returns, before a run, the reason why a patch cannot be used
+`problem` returns, before a run, the reason why a patch cannot be used
 for a value.
 """

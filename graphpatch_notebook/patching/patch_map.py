@@ -16,9 +16,15 @@ from graphpatch_notebook.components import find
 from graphpatch_notebook.components.dimensions import dimensions_of, shape_problem
 from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import GraphPatchError, PatchMapError, UnknownPathError
-from graphpatch_notebook.inspection.aliases import answer_to_alias
 from graphpatch_notebook.inspection.node_map import NodeMap
-from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all
+from graphpatch_notebook.inspection.resolution import (
+    Target,
+    Unresolvable,
+    answer_to_alias,
+    fixed_sizes_of,
+    resolve,
+    resolve_all,
+)
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, declares, has_plain_fields
 from graphpatch_notebook.patching.plan import Entry, Plan, inside_splice
 from graphpatch_notebook.patching.positions import CACHES, caches_of, restriction_of

@@ -23,9 +23,8 @@ from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
 from graphpatch_notebook.errors import PatchMapError, PatchValueError
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
-from graphpatch_notebook.patches.kinds import Patch, declares
+from graphpatch_notebook.patches.kinds import Patch, SplicePatch, declares, inside_of
 from graphpatch_notebook.patches.slices import index_problem, selection_problem
-from graphpatch_notebook.patches.splices import SplicePatch, inside_of
 from graphpatch_notebook.patching.positions import Restriction
 from graphpatch_notebook.torch_compat import takes_hooks
 from graphpatch_notebook.values import TensorSpec

@@ -10,7 +10,7 @@ from typing import IO, Any
 from torch import Tensor
 
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.patches import kinds, splices
+from graphpatch_notebook.patches import kinds
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.serialization.documents import (
     PatchDocument,
@@ -22,11 +22,7 @@ from graphpatch_notebook.serialization.documents import (
 from graphpatch_notebook.serialization.values import TensorTable, decoded, encoded, made_tensors
 
 _KEY = "graphpatch_notebook_patches"
-_KINDS = {
-    name: kind
-    for name, kind in {**vars(kinds), **vars(splices)}.items()
-    if isinstance(kind, type) and issubclass(kind, Patch)
-}
+_KINDS = {name: kind for name, kind in vars(kinds).items() if isinstance(kind, type) and issubclass(kind, Patch)}
 
 
 def save_patches(

@@ -19,8 +19,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.node_map import NodeMap
+from graphpatch_notebook.inspection.node_path import Location
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton, skeleton_of
 from graphpatch_notebook.notebook.browser.static_tree import static_tree
 from graphpatch_notebook.notebook.completion.completion import PathCompleter

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find
-from graphpatch_notebook.inspection.plumbing import plumbing
 from graphpatch_notebook.inspection.resolution import resolve
+from graphpatch_notebook.inspection.tree import plumbing
 from tests.laws.captures import some_cases
 from tests.zoo.case import Case, seed_all
 

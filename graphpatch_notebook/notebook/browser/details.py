@@ -9,9 +9,8 @@ from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, R
 from graphpatch_notebook.errors import GraphError, SessionError
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection import data_flow
-from graphpatch_notebook.inspection.locations import Location
+from graphpatch_notebook.inspection.node_path import Location, signature_line
 from graphpatch_notebook.inspection.resolution import is_patchable
-from graphpatch_notebook.inspection.source_text import signature_line
 from graphpatch_notebook.notebook.browser.skeleton import PATCHABLE, Skeleton
 from graphpatch_notebook.notebook.display.labels import file_label, visible
 from graphpatch_notebook.notebook.messages import Details, Link, Source

@@ -21,11 +21,10 @@ from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name, part_shape
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
-from graphpatch_notebook.inspection.plumbing import plumbing
+from graphpatch_notebook.inspection.node_path import Location
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse, resolve
-from graphpatch_notebook.inspection.tree import is_clutter, is_shown, unused_modules, used_modules
+from graphpatch_notebook.inspection.tree import is_clutter, is_shown, plumbing, unused_modules, used_modules
 from graphpatch_notebook.notebook.display.labels import spec_label, visible
 from graphpatch_notebook.notebook.messages import KINDS, ComponentRow, RowKind
 from graphpatch_notebook.patchable_graph import PatchableGraph

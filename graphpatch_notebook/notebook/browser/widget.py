@@ -20,8 +20,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from graphpatch_notebook.errors import SessionError, UnknownPathError
-from graphpatch_notebook.inspection.locations import Location
-from graphpatch_notebook.inspection.node_path import NodePath, location_of
+from graphpatch_notebook.inspection.node_path import Location, NodePath, location_of
 from graphpatch_notebook.notebook.browser.details import details
 from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, SIZE, Skeleton, skeleton_of
 from graphpatch_notebook.notebook.browser.static_tree import static_tree

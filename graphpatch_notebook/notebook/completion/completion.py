@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
-from graphpatch_notebook.inspection.locations import Location, is_child
+from graphpatch_notebook.inspection.node_path import Location, is_child
 from graphpatch_notebook.inspection.resolution import is_patchable
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.magics.command_line import (

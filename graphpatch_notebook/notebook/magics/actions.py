@@ -26,10 +26,8 @@ from graphpatch_notebook.errors import (
     SessionFileError,
     UnknownPathError,
 )
-from graphpatch_notebook.inspection.locations import Location
-from graphpatch_notebook.inspection.node_path import NodePath, ValueShapes, location_of
+from graphpatch_notebook.inspection.node_path import CodeText, Location, NodePath, ValueShapes, location_of
 from graphpatch_notebook.inspection.resolution import Unresolvable, graph_class, resolve
-from graphpatch_notebook.inspection.source_text import CodeText
 from graphpatch_notebook.notebook.display.labels import op_label, spec_label, visible
 from graphpatch_notebook.notebook.display.progress import capture_progress
 from graphpatch_notebook.notebook.display.tables import Column, Table

@@ -20,10 +20,10 @@ from graphpatch_notebook.patches.kinds import (
     RecordPatch,
     ReplacePatch,
     SkipPatch,
+    SplicePatch,
     StopPatch,
     ZeroPatch,
 )
-from graphpatch_notebook.patches.splices import SplicePatch
 
 
 @dataclass(frozen=True, slots=True)

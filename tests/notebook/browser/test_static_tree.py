@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.inspection.locations import Location
+from graphpatch_notebook.inspection.node_path import Location
 from graphpatch_notebook.notebook.browser.static_tree import MOST_BYTES, static_tree
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.paths import format_segment

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from IPython.core.completer import CompletionContext, provisionalcompleter, rectify_completions
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.inspection.locations import Location, is_child
+from graphpatch_notebook.inspection.node_path import Location, is_child
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.notebook.completion.completion import PathCompleter, next_segments
 from graphpatch_notebook.notebook.magics.commands import commands
