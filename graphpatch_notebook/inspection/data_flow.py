@@ -7,37 +7,11 @@ the argument that its caller gave, and the value of a call is the output of its 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from graphpatch_notebook.capture.inputs import inputs_of_call, passed_on
 from graphpatch_notebook.capture.records import CallNode, ElementNode, Frame, Node, Ref, at_keys, refs_in
 from graphpatch_notebook.inspection.node_path import Location
 from graphpatch_notebook.values import ContainerSpec, Key
-
-
-@dataclass(frozen=True)
-class SourceValue:
-    """The value of a node of a frame, or the item of it at `dig`."""
-
-    node: Node
-    frame: Frame
-    dig: tuple[Key, ...] = ()
-
-    @property
-    def key(self) -> tuple[int, tuple[Key, ...]]:
-        """A key that identifies the value."""
-        return id(self.node), self.dig
-
-
-def sources_of(value: SourceValue) -> Iterator[SourceValue]:
-    """Yields the values that a value is computed from directly, if the capture recorded them."""
-    node, frame = value.node, value.frame
-    if node.kind in ("input", "call", "output"):
-        given, frame = passed_on(node, frame) or (None, frame)
-        found = refs_in(at_keys(given, value.dig))
-    else:
-        found = (ref for ref in node.whole.sources if not ref.node.is_size or ref.node.kind != "op")
-    yield from (SourceValue(ref.node, frame, ref.dig) for ref in found)
 
 
 def sources(location: Location) -> list[Ref]:
@@ -56,7 +30,8 @@ def sources(location: Location) -> list[Ref]:
         return []
     keys = keys_of(location)
     if location.graph is None and node.kind in ("input", "output"):
-        return _unique(Ref(one.node, one.dig) for one in sources_of(SourceValue(node, location.frame, keys)))
+        given = passed_on(node, location.frame)
+        return _unique(refs_in(None if given is None else at_keys(given[0], keys)))
     if isinstance(node, ElementNode):
         return [Ref(node.whole, (node.position,))]
     return _unique(node.sources)

@@ -877,15 +877,9 @@ def inside_of(path: str) -> tuple[str, str, str] | None:
         >>> inside_of("h_2.output|sub_0.sae.latents"), inside_of("output|sae.latents"), inside_of("h_2.output")
         (('h_2.output|sub_0', 'sae', 'latents'), ('output', 'sae', 'latents'), None)
     """
-    found = may_be_inside(path)
-    return found if found is not None and found[2] in PARTS else None
-
-
-def may_be_inside(path: str) -> tuple[str, str, str] | None:
-    """Returns the same for a path whose part may be misspelled."""
     start, _, part = path.rpartition(".")
     bar, dot = start.rfind("|"), start.rfind(".")
     cut = max(bar, dot)
-    if bar < 0 or cut < 1 or not start[cut + 1 :].isidentifier():
+    if bar < 0 or cut < 1 or not start[cut + 1 :].isidentifier() or part not in PARTS:
         return None
     return start[:cut], start[cut + 1 :], part
