@@ -1,10 +1,14 @@
-"""Restores state at the end of a block, also if a KeyboardInterrupt ends it."""
+"""Blocks that end well, also by a KeyboardInterrupt: state is restored, and a file is complete or unchanged."""
 
 from __future__ import annotations
 
+import os
+import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -28,3 +32,25 @@ def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
         yield
     finally:
         variable.set(before)
+
+
+@contextmanager
+def whole_file(file: Path) -> Iterator[Path]:
+    """Gives a name to write to; what is there afterwards takes the place, and the mode, of `file`.
+
+    Links stay, and lead to it. What was loaded from the old file, or reads it now, is not disturbed.
+
+    Raises:
+        OSError: It cannot be written; what was there stays.
+    """
+    target = Path(os.path.realpath(file))
+    written = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield written
+        with written.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        if target.exists():
+            shutil.copymode(target, written)
+        written.replace(target)
+    finally:
+        written.unlink(missing_ok=True)

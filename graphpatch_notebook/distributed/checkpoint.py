@@ -15,12 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patching.sharding import is_distributed, processes_of
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import digest
 from graphpatch_notebook.warning_places import warn_each_time
-from graphpatch_notebook.whole_files import whole_file
 
 _SAMPLED = 1024
 _SWEEP = "sweep.json"

@@ -18,9 +18,9 @@ from graphpatch_notebook.components.names import ComponentName, is_component_nam
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
 from graphpatch_notebook.experiments.engine.measurements import Measurement
+from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.warning_places import warn_each_time
-from graphpatch_notebook.whole_files import whole_file
 
 Scores: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Labels: TypeAlias = "list[tuple[str, tuple[Any, ...]]]"

@@ -13,6 +13,7 @@ the submodules under the same names, and reads all other attributes from its mod
 from __future__ import annotations
 
 import copy
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
@@ -23,7 +24,6 @@ from torch.nn import Module, ModuleList, Parameter
 
 from graphpatch_notebook.capture.observers import Swaps, invoke, original_forward
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.running import (
     Redirection,
@@ -36,6 +36,33 @@ from graphpatch_notebook.graphs.running import (
 )
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.paths import format_path
+
+
+def delegate(cls: type[Module], to: str, names: Iterable[str]) -> None:
+    """Makes methods of `cls`, and its `training`, those of the module that its attribute `to` holds.
+
+    A method that returns that module returns the object of `cls`. Not every version of torch has all names.
+    """
+    for name in names:
+        if hasattr(Module, name):
+            setattr(cls, name, _delegated(name, to))
+
+    def set_training(self: Module, value: bool) -> None:
+        if to in self.__dict__:
+            self.__dict__[to].training = value
+
+    cls.training = property(lambda self: bool(getattr(self, to).training), set_training)  # type: ignore[assignment]
+
+
+def _delegated(name: str, to: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(Module, name))
+    def method(self: Module, *args: Any, **kwargs: Any) -> Any:
+        module = getattr(self, to)
+        result = getattr(module, name)(*args, **kwargs)
+        return self if result is module else result
+
+    return method
+
 
 # What every module has: parameters, buffers, hooks. Plain flags among them are read off the user's module.
 _SHARED = tuple(

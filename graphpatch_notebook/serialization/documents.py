@@ -17,7 +17,7 @@ from torch import Tensor
 from graphpatch_notebook._version import __version__
 from graphpatch_notebook.capture.records import Kind
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.whole_files import whole_file
+from graphpatch_notebook.interrupts import whole_file
 
 SCHEMA = 3
 """The version of documents. Increased whenever an older reader would misread a newer document, or the reverse."""

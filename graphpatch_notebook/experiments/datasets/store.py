@@ -28,6 +28,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import Examples, RowReader, batches_of, numbered, read_batch
 from graphpatch_notebook.experiments.elsewhere import map_batches, weights_digest
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection, selection
 from graphpatch_notebook.patching import active_patches
@@ -35,7 +36,6 @@ from graphpatch_notebook.patching.sharding import processes_of
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.values import digest
 from graphpatch_notebook.warning_places import warn_each_time
-from graphpatch_notebook.whole_files import whole_file
 
 _FORMAT = "graphpatch-activations"
 _VERSION = 2

@@ -31,8 +31,8 @@ from IPython.display import display, update_display
 from ipywidgets.embed import dependency_state, embed_data
 
 from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.notebook.display.labels import escaped
-from graphpatch_notebook.whole_files import whole_file
 
 # These functions have no types.
 _display: Callable[..., Any] = display

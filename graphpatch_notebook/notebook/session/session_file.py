@@ -30,13 +30,13 @@ from IPython.paths import get_ipython_dir
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionFileError, cut
 from graphpatch_notebook.inspection.resolution import operation_of, other_operation, with_nearest
+from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.notebook.messages import Message, PatchFields
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, UntrustedFile
 from graphpatch_notebook.notebook.session.expressions import Origin, is_plain
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.warning_places import warn_each_time
-from graphpatch_notebook.whole_files import whole_file
 
 _MOST_PROBLEMS = 20
 _LONGEST_PROBLEM = 500
