@@ -182,6 +182,15 @@ def may_compile() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def own_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """Returns what calls the forward of a module with its hooks, whatever attribute of the module replaces it.
+
+    `Module._call_impl`: torch 2.0 to 2.13. Tested by: tests/patching/test_contexts.py.
+    """
+    call: Callable[..., Any] = type(module)._call_impl.__get__(module)
+    return call
+
+
 def called_attribute(module: torch.nn.Module) -> str:
     """Returns the attribute that `Module.__call__` calls, which a module may have of its own: its forward with hooks.
 

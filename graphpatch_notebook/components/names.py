@@ -368,11 +368,9 @@ def _of_result(name: ComponentName) -> str:
     """Returns how to get the output of a head, as a message: models compute only the sum over heads."""
     head = name.members if isinstance(name.members, int) else "H"
     z = replace(name, words=(name.words[0], "heads", "z"), members=name.members or 0, index=())
-    result = replace(z, words=(name.words[0], "heads", "result"))
     return (
-        "the model computes the sum of what heads write, not each head's result, which is z @ W_O: pg.record "
-        f"computes it (of one head, such as {str(result)!r}); to patch it, patch {str(z)!r}, whose rows of the output "
-        f"projection are pg.weights.W_O[{name.layers}, {head}]"
+        "the model computes the sum of what heads write, not each head's result, which is z @ W_O: record or patch "
+        f"{str(z)!r}, whose rows of the output projection are pg.weights.W_O[{name.layers}, {head}]"
     )
 
 

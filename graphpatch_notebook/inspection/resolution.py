@@ -47,7 +47,6 @@ _IN_LAYERS = {
     "attn.hook_rot_q": "attn.q_rot",
     "attn.hook_rot_k": "attn.k_rot",
     "attn.hook_attn_scores": "attn.scores",
-    "attn.hook_result": "attn.heads[*].result",
     "ln1.hook_normalized": "ln1",
     "ln2.hook_normalized": "ln2",
     # nnterp

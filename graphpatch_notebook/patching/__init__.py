@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         token_dims,
         token_inputs,
     )
-    from graphpatch_notebook.patching.recording import Recording, record, results_of
+    from graphpatch_notebook.patching.recording import Recording, record
     from graphpatch_notebook.patching.replay import (
         NEVER,
         FrameNode,
@@ -105,7 +105,6 @@ __all__ = [
     "own_tensors",
     "record",
     "restriction_of",
-    "results_of",
     "row_and_position_dims",
     "row_dimension",
     "sequence_dim",

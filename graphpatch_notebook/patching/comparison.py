@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -218,7 +218,6 @@ class CallSignature:
         inputs: The inputs by name: structure and plain values.
         sizes: The sizes of each tensor in them, in order.
         same: For each tensor which of them, the first, is the same object.
-        ranges: The smallest and the largest that a symbolic size may be.
         any_size: Whether tensors may have any sizes.
 
     Example:
@@ -232,7 +231,6 @@ class CallSignature:
     sizes: tuple[tuple[Dimension, ...], ...]
     same: tuple[int, ...]
     settings: Settings = ()
-    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     any_size: bool = False
 
     @classmethod
@@ -283,9 +281,6 @@ class CallSignature:
                 size, was = tensor.shape[position], dimension
                 if isinstance(dimension, str):
                     was = sizes.setdefault(dimension, size)
-                    least, most = self.ranges.get(dimension, (size, size))
-                    if not least <= size <= most:
-                        found.append(Difference(Aspect.SIZE, range(least, most), size, name, position))
                 if size != was:
                     found.append(Difference(Aspect.SIZE, was, size, name, position))
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.held_values import memory_of
-from graphpatch_notebook.components.names import is_component_name, parse_name
-from graphpatch_notebook.errors import ExperimentError, GraphError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.patching.captured_model import CapturedModel
-from graphpatch_notebook.patching.context import PatchContext, innermost
+from graphpatch_notebook.patching.context import PatchContext
 from graphpatch_notebook.patching.plan import is_part_of_splice, part_of
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.torch_compat import version_of
@@ -91,10 +89,7 @@ class Recording(Mapping[str, Any]):
         return value
 
     def _by_other_name(self, text: str) -> Any:
-        results = list(self._found(results_of, text))
-        if len(results) == 1 and results[0] in self._kept:
-            return self._value(results[0])
-        targets = self._found(CapturedModel.targets_of, text)
+        targets = self._found(text)
         if len(targets) > 1:
             names = ", ".join(repr(target.text) for target in targets[:3])
             raise UnknownPathError(f"{text!r} means {len(targets)} values ({names}, ...): ask for one at a time")
@@ -111,15 +106,15 @@ class Recording(Mapping[str, Any]):
     def _targets(self) -> dict[str, list[tuple[str, Target]]]:
         found: dict[str, list[tuple[str, Target]]] = {}
         for name in self._kept:
-            for target in self._found(CapturedModel.targets_of, name):
+            for target in self._found(name):
                 found.setdefault(target.path, []).append((name, target))
         return found
 
-    def _found(self, find: Callable[[CapturedModel, str], _T], text: str) -> Any:
+    def _found(self, text: str) -> list[Target]:
         captured = self._captured()
         try:
-            return [] if captured is None else find(captured, text)
-        except (UnknownPathError, GraphError):
+            return [] if captured is None else captured.targets_of(text)
+        except UnknownPathError:
             return []
 
     def __iter__(self) -> Iterator[str]:
@@ -171,37 +166,13 @@ def _tensor_text(value: Any) -> str:
     return f"Tensor({', '.join(map(str, value.shape))})" if isinstance(value, Tensor) else repr(value)
 
 
-@dataclass(frozen=True)
-class _Result:
-    """What a head writes to the stream, as it is computed: `z` of the head, times its part of `W_O`."""
-
-    z: str
-    weight: Tensor
-
-
-def results_of(captured: CapturedModel, text: str) -> dict[str, _Result]:
-    """Returns the head results in a name (`layers[*].attn.heads[*].result`), by name; empty for other texts."""
-    if not text.endswith(".result") or not is_component_name(text):
-        return {}
-    from graphpatch_notebook.components import Weights
-
-    found: dict[str, _Result] = {}
-    for z in captured.paths_of(text.removesuffix("result") + "z"):
-        name = parse_name(z)
-        if name.words[0] != "attn" or not isinstance(name.members, int):
-            return {}
-        weight = Weights(captured.root, name.stack).W_O[name.layers, name.members]
-        found[z.removesuffix("z") + "result"] = _Result(z, weight)
-    return found
-
-
-def _recorded_paths(captured: CapturedModel, pattern: str) -> Mapping[str, _Result | None]:
+def _recorded_paths(captured: CapturedModel, pattern: str) -> Sequence[str]:
     try:
-        return results_of(captured, pattern) or dict.fromkeys(captured.paths_of(pattern))
+        return captured.paths_of(pattern)
     except UnknownPathError:
         if not is_part_of_splice(captured.root, pattern):
             raise
-        return {pattern: None}
+        return [pattern]
 
 
 class _Recorder:
@@ -210,7 +181,7 @@ class _Recorder:
     def __init__(
         self,
         captured: CapturedModel,
-        paths: Mapping[str, _Result | None],
+        paths: Sequence[str],
         positions: PositionSelection | None,
         convert: Callable[[Any], Any] | None,
         *,
@@ -219,51 +190,24 @@ class _Recorder:
         self.kept: dict[str, _Kept] = {}  # the values of the recording that is being made, by path
         self.last = len(paths) if stop_at_last else 0  # the number of values after which the run ends; 0 if it does not
         self._captured, self._paths, self._is_whole = captured, paths, positions is None
-        patches: dict[str, list[_Keeping]] = {}
-        for path, result in paths.items():
-            converted = convert if result is None else functools.partial(_result, result.weight, convert)
-            patch = _Keeping(positions=positions, recorder=self, path=path, convert=converted)
-            patches.setdefault(path if result is None else result.z, []).append(patch)
+        patches = {path: _Keeping(positions=positions, recorder=self, path=path, convert=convert) for path in paths}
         entries = captured.entries_of(patches)
         self._context = PatchContext(captured, patches, entries=entries)
-        # Whether another recording may be made: not if it has weights, or must warn of doubts each time.
+        # Whether another recording may be made: not if it must warn of doubts each time.
         has_doubts = any(one.target.component is not None and one.target.component.doubt for one in entries)
-        self.is_reusable = self._is_whole and not has_doubts and not any(paths.values())
+        self.is_reusable = self._is_whole and not has_doubts
 
     def recording(self, run: Callable[[], Any]) -> Recording:
         """Returns the recording of a run."""
         with self._context:
-            if any(self._paths.values()):
-                self._check_weights()
             run()
         kept, self.kept = self.kept, {}
         in_order = {path: kept[path] for path in self._paths if path in kept}
         return Recording(in_order, self._captured, is_whole=self._is_whole)
 
-    def _check_weights(self) -> None:
-        """Raises an error if the weight that a result is computed with is patched."""
-        weights = {memory_of(result.weight): name for name, result in self._paths.items() if result is not None}
-        for target in _patched_parameters(self._captured):
-            held = functools.reduce(getattr, str(target.node.target).split("."), target.frame.module)
-            if (name := weights.get(memory_of(held))) is not None:
-                raise GraphError(
-                    f"{name} is computed with the weight {target.text}, which is patched: record "
-                    f"{name.removesuffix('result')}z, and multiply it with the patched weight"
-                )
-
-
-def _patched_parameters(captured: CapturedModel) -> list[Target]:
-    entries = () if (block := innermost(captured)) is None else block.plan.entries
-    return [e.target for e in entries if e.target.node.kind == "parameter" and not e.observes_only]
-
 
 def _converted(value: Any, dtype: torch.dtype | None, device: torch.device | str | None) -> Any:
     return value.to(device=device, dtype=dtype) if isinstance(value, Tensor) else value
-
-
-def _result(weight: Tensor, convert: Callable[[Any], Any] | None, z: Tensor) -> Any:
-    result = z @ weight.to(z.device)
-    return result if convert is None else convert(result)
 
 
 def _idle_recorders(_: NodeMap) -> dict[Any, _Recorder]:
@@ -289,9 +233,7 @@ def record(
     idle, key = kept_for(captured.nodes, _idle_recorders), (listed, dtype, device, stop_at_last)
     recorder = idle.pop(key, None) if positions is None else None
     if recorder is None:
-        paths: dict[str, _Result | None] = {}
-        for pattern in listed:
-            paths |= _recorded_paths(captured, pattern)
+        paths = list(dict.fromkeys(path for pattern in listed for path in _recorded_paths(captured, pattern)))
         if not paths:
             raise UnknownPathError("there is nothing to record: give a path, or a pattern such as 'h_*.output'")
         is_converted = dtype is not None or device is not None

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture import Packing, held_by
+from graphpatch_notebook.capture.observers import innermost_forward, is_swapped, observer, original_forward
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.patching.sharding import is_distributed
+from graphpatch_notebook.torch_compat import own_call
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _ORIGINAL = "_graphpatch_original"
@@ -63,6 +65,9 @@ class StandIn:
         self.module: Module = object.__new__(type(module))
         state = self.module.__dict__  # some models override `__setattr__`
         state.update(module.__dict__)
+        if (swapped := state.get("_call_impl")) is not None:  # calls the module itself
+            observed = swapped.func if isinstance(swapped, functools.partial) else swapped.observed
+            state["_call_impl"] = functools.partial(observed, own_call(self.module))
         for registry in _REGISTRIES:
             state[registry] = type(state[registry])(state[registry])
         state.update({**(attributes or {}), _ORIGINAL: module})
@@ -74,36 +79,63 @@ class StandIn:
                 below.setdefault(name, {})[rest] = tensor
             else:
                 new[id(tensor_at(module, path))] = tensor
-        # Wherever the module holds the old ones: under each name, and in lists (as `nn.LSTM`).
+        self._exchange(new)
+        for name, inside in below.items():
+            if (child := state["_modules"].get(name)) is not None:
+                inner = StandIn(child, inside)
+                inner._forget_in_calls(inside)
+                self._inner.append(inner)
+                state["_modules"][name] = inner.module
+        self._remember()
+
+    def _exchange(self, new: Mapping[int, Tensor]) -> None:
+        """Puts other tensors wherever the module holds some: under each name, and in lists (as `nn.LSTM`)."""
+        state = self.module.__dict__
         for holder in (state["_parameters"], state["_buffers"], state):
             for name, value in [item for item in holder.items() if item[0] not in _REGISTRIES]:
                 if id(value) in new:
                     holder[name] = new[id(value)]
                 elif type(value) in (list, tuple) and any(id(item) in new for item in value):
                     holder[name] = type(value)(new.get(id(item), item) for item in value)
-        for name, inside in below.items():
-            if (child := state["_modules"].get(name)) is not None:
-                inner = StandIn(child, inside)
-                # Calls are separate frames, with separate nodes: they see the module's own tensors.
-                inner.module.__dict__.update({"_call_impl": child.__call__, "forward": child.forward})
-                inner.remember()
-                self._inner.append(inner)
-                state["_modules"][name] = inner.module
-        self.remember()
 
-    def remember(self) -> None:
+    def _remember(self) -> None:
         """Notes the state after which changes are the forward's own."""
         state = self.module.__dict__
         self._before = [dict(state), *(dict(state[name]) for name in _REGISTRIES)]
 
-    def bind(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `forward` of the module, bound to the stand-in.
+    def _forget_in_calls(self, replacements: dict[str, Tensor]) -> None:
+        """Makes calls of the stand-in see the module's own tensors: calls are separate frames, with separate nodes.
+
+        What the module's hooks did to the stand-in before the call (as pruning does) is kept.
+        """
+        original = self._original
+        own = {id(new): tensor_at(original, path) for path, new in replacements.items()}
+        forward = original_forward(original)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            restored = StandIn(self.module, {})
+            restored._exchange(own)
+            restored._remember()
+            bound, watching = restored.bind(forward, original), observer.get()
+            try:
+                if watching is None or not is_swapped(original):
+                    return bound(*args, **kwargs)
+                return watching.on_forward(original, bound, args, kwargs)
+            finally:
+                restored.copy_changes_back()
+
+        self.module.__dict__[innermost_forward(original)] = call
+        self._remember()
+
+    def bind(self, forward: Callable[..., Any], original: Module | None = None) -> Callable[..., Any]:
+        """Returns `forward` of the module (of `original`, if the module is a stand-in itself), bound to the stand-in.
 
         A function that cannot be bound to another module is a `PatchValueError`.
         """
-        if getattr(forward, "__self__", None) is self._original and hasattr(forward, "__func__"):
+        original = original or self._original
+        if getattr(forward, "__self__", None) is original and hasattr(forward, "__func__"):
             return forward.__func__.__get__(self.module)  # type: ignore[no-any-return]
-        if isinstance(forward, functools.partial) and forward.args and forward.args[0] is self._original:
+        if isinstance(forward, functools.partial) and forward.args and forward.args[0] is original:
             return functools.partial(forward.func, self.module, *forward.args[1:], **forward.keywords)
         raise PatchValueError(
             f"the parameters of this {type(self._original).__name__} cannot be patched: its forward was replaced by "

@@ -205,7 +205,7 @@ def test_look_up(model, text, expected):
         ("@embed", "unknown component '@embed'"),
         ("layers[0]", "say which part"),
         ("layers[1].attn.heads[3].result", r"patch 'layers\[1\]\.attn\.heads\[3\]\.z'.*W_O\[1, 3\]"),
-        ("layers[0].attn.result", r"heads\[0\]\.result'\); to patch it, patch .*W_O\[0, H\]"),
+        ("layers[0].attn.result", r"heads\[0\]\.z'.*W_O\[0, H\]"),
         ("**.attn.heads[4].z", "4 is out of range: there are 4 heads"),
         ("**.attn.heads[0].pattern", "unknown component"),
         ("*.layers[*].resid_pre", "in this model are 'layers'; nearest: 'layers\\[\\*\\].resid_pre'$"),

@@ -33,7 +33,6 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> PatchableGraph:
         (([x()],), {}, "'x'"),
         ((x(), 0.0, None, 1), {}, "forward"),
         ((), {"y": 1}, "forward"),
-        ((x().to("meta"),), {}, "'x'"),
     ],
 )
 def test_calls_of_another_form(loaded: PatchableGraph, args: Any, kwargs: Any, name: str) -> None:

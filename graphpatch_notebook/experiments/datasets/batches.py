@@ -25,7 +25,6 @@ from graphpatch_notebook.patches.selections import PositionSelection, Selection,
 from graphpatch_notebook.patching import (
     DECODER_TOKENS,
     CapturedModel,
-    results_of,
     row_and_position_dims,
     token_inputs,
 )
@@ -116,10 +115,7 @@ class RowReader:
         listed = [patterns] if isinstance(patterns, str) or not isinstance(patterns, Iterable) else patterns
         targets: dict[str, Target] = {}
         for pattern in map(str, listed):
-            results = results_of(model, pattern)  # they have the dimensions of `z`
-            targets |= {name: model.targets_of(result.z)[0] for name, result in results.items()} or {
-                target.text: target for target in model.targets_of(pattern)
-            }
+            targets |= {target.text: target for target in model.targets_of(pattern)}
         if not targets:
             raise ExperimentError(
                 "there is nothing to record: give a path, or a pattern such as 'layers[*].resid_post'"
