@@ -7,7 +7,7 @@ import itertools
 import linecache
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch.nn import Module
@@ -18,9 +18,9 @@ from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import UnknownChildError
 from graphpatch_notebook.inspection import tree
 from graphpatch_notebook.inspection.resolution import Unresolvable, graph_class, hint_on, parse, resolve
-from graphpatch_notebook.inspection.tree import LabelOf, TreeEntry, frame_entry, is_shown, spec_entry
+from graphpatch_notebook.inspection.tree import TreeEntry, frame_entry, is_shown, spec_entry
 from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, python_path
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -208,15 +208,12 @@ class Location:
             return f"pg.graph[{self.component!r}]"
         return python_path("pg.graph", (*self.names, *self.dig))
 
-    def entry(self, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
+    def entry(self, *, show_all: bool = False) -> TreeEntry:
         """Returns the entry of this location in the tree."""
         if self.graph is not None:
-            return frame_entry(self.graph, self.last_name, show_all=show_all, label_of=label_of)
+            return frame_entry(self.graph, self.last_name, show_all=show_all)
         assert self.spec is not None  # anything but a graph has a value
-        return spec_entry(self.spec, self.last_name, show_all=show_all, label_of=label_of)
-
-
-ValueShapes: TypeAlias = "torch.Size | tuple[Any, ...] | dict[str, Any] | GraphShapes | None"
+        return spec_entry(self.spec, self.last_name, show_all=show_all)
 
 
 class CodeSource(Protocol):
@@ -333,12 +330,13 @@ class NodePath:
         return code_text(self.__location, self.__code_of)
 
     @property
-    def _shape(self) -> ValueShapes:
+    def _shape(self) -> torch.Size | tuple[Any, ...] | dict[str, Any] | None:
         """The recorded `torch.Size`; for a container a tuple or dict of these; `None` if it is not a tensor.
 
-        Of a graph a `GraphShapes`, which has the same children as the graph.
+        For a graph, a dict of the shapes of its children.
         """
-        return _shapes(self.__location)
+        shapes: torch.Size | tuple[Any, ...] | dict[str, Any] | None = _shapes(self.__location)
+        return shapes
 
     def _tree(
         self, *, show_all: bool = False, max_lines: int | None = tree.MAX_LINES, depth: int | None = None
@@ -395,42 +393,10 @@ def _attribute(location: Location, name: str) -> Location:
 # Shapes
 
 
-class GraphShapes:
-    """The shapes in a graph: it has the same children as the graph, and in the end they are a `torch.Size`."""
-
-    __slots__ = ("__location",)
-    __location: Location
-
-    def __init__(self, location: Location) -> None:
-        self.__location = location
-
-    def __getattr__(self, name: str) -> ValueShapes:
-        return _shapes(_attribute(self.__location, name))
-
-    def __getitem__(self, key: str) -> ValueShapes:
-        return _shapes(self.__location.at(key))
-
-    def __dir__(self) -> list[str]:
-        return self.__location.children()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("the shapes of a graph cannot be copied or pickled; store those of single nodes")
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return self.__location.children()
-
-    def __repr__(self) -> str:
-        entry = self.__location.entry(label_of=_shape_label)
-        return tree.plain(tree.tree_lines(entry, path=python_shape(self.__location)))
-
-
-def python_shape(location: Location) -> str:
-    """Returns the Python expression for the shapes at `location`."""
-    return location.python().replace("pg.graph", "pg.graph._shape", 1)
-
-
-def _shapes(location: Location) -> ValueShapes:
-    return GraphShapes(location) if location.graph is not None else _value_shapes(location.spec)
+def _shapes(location: Location) -> Any:
+    if location.graph is None:
+        return _value_shapes(location.spec)
+    return {name: _shapes(location.below(name)) for name in location.children()}
 
 
 def _value_shapes(spec: ValueSpec | None) -> torch.Size | tuple[Any, ...] | dict[str, Any] | None:
@@ -441,9 +407,3 @@ def _value_shapes(spec: ValueSpec | None) -> torch.Size | tuple[Any, ...] | dict
     if all(type(key) is int for _, key, _ in spec.children) and issubclass(spec.type, (tuple, list)):
         return tuple(_value_shapes(child) for _, _, child in spec.children)
     return {text: _value_shapes(child) for text, _, child in spec.children}
-
-
-def _shape_label(spec: ValueSpec) -> str:
-    if isinstance(spec, TensorSpec):
-        return str(tuple(spec.shape))
-    return "" if isinstance(spec, ContainerSpec) else ("number" if isinstance(spec, ScalarSpec) else str(spec))

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -173,7 +173,6 @@ _LONGEST_PERIOD = 24
 _LONG_GRAPH, _MANY_TIMES = 40, 4
 
 Style: TypeAlias = Literal["name", "graph", "tensor", "container", "number", "object", "note", "line"]
-LabelOf: TypeAlias = Callable[[ValueSpec], str]
 
 
 @dataclass(slots=True)  # not frozen: setting its fields would take longer, and there is one for each node
@@ -224,13 +223,12 @@ class Line:
 # What is shown
 
 
-def frame_entry(frame: Frame, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
+def frame_entry(frame: Frame, name: str, *, show_all: bool = False) -> TreeEntry:
     """Returns the entry of a frame with everything that the tree shows of it.
 
     With `show_all`, these are also values that only carry sizes, constants, and inputs that the example did not have.
-    `label_of` returns the label of a value; with it, graphs have no label.
     """
-    return _FrameEntries(plumbing(frame.root), show_all, label_of).of_frame(frame, name)
+    return _FrameEntries(plumbing(frame.root), show_all).of_frame(frame, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,32 +237,31 @@ class _FrameEntries:
 
     plumbing: Set[int]
     show_all: bool
-    label_of: LabelOf | None
 
     def of_frame(self, frame: Frame | None, name: str, is_plumbing: bool = False) -> TreeEntry:
         nodes = () if frame is None else (node for node in frame.nodes if self.show_all or is_shown(node))
-        label = "" if self.label_of else graph_class(frame)
+        label = graph_class(frame)
         return TreeEntry(name, label, "graph", tuple(map(self.of_node, nodes)), is_plumbing)
 
     def of_node(self, node: Node) -> TreeEntry:
         name, is_plumbing = format_segment(node.name), id(node) in self.plumbing
         if node.kind == "call":
             return self.of_frame(node.frame if isinstance(node, CallNode) else None, name, is_plumbing)
-        entry = spec_entry(node.spec, name, show_all=self.show_all, label_of=self.label_of)
+        entry = spec_entry(node.spec, name, show_all=self.show_all)
         entry.is_plumbing = is_plumbing
         return entry
 
 
-def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
+def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False) -> TreeEntry:
     """Returns the entry of a value: containers are opened, and without `show_all`, `None` and strings are left out."""
     inside: Iterable[TreeEntry] = ()
     if isinstance(spec, ContainerSpec):
         inside = (
-            spec_entry(child, format_segment(text), show_all=show_all, label_of=label_of)
+            spec_entry(child, format_segment(text), show_all=show_all)
             for text, _, child in spec.children
             if show_all or not is_clutter(child)
         )
-    return TreeEntry(name, (label_of or str)(spec), _style_of(spec), tuple(inside))
+    return TreeEntry(name, str(spec), _style_of(spec), tuple(inside))
 
 
 def is_shown(node: Node) -> bool:

@@ -131,36 +131,19 @@ def test_paths_cannot_be_changed_or_pickled(graph):
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def test_shape_works_anywhere(graph):
-    expected = torch.Size([3, 2])
-    assert graph.linear_0.weight._shape == graph.linear_0._shape.weight == graph._shape.linear_0.weight == expected
-    assert graph._shape["linear_0.weight"] == expected
-    assert isinstance(graph.linear_0.weight._shape, torch.Size)
+def test_shapes_of_values_containers_and_graphs(graph):
+    assert graph.linear_0.weight._shape == torch.Size([3, 2])
     assert graph.output._shape == (torch.Size([3, 3]), torch.Size([3, 3]))
-    assert graph._shape.output[1] == graph.output._shape[1] == graph.output.sub_1._shape == torch.Size([3, 3])
-    assert dir(graph._shape) == sorted(["x", "linear_0", "add", "linear_1", "output"])
-    assert graph._shape._ipython_key_completions_() == ["x", "linear_0", "add", "linear_1", "output"]
+    assert graph.output.sub_1._shape == torch.Size([3, 3])
+    assert graph.linear_0._shape["weight"] == graph._shape["linear_0"]["weight"] == torch.Size([3, 2])
 
 
 def test_nested_shapes():
     root = FrameBuilder()
     root.op("n", 3)
     root.output({"a": [torch.ones(1), (torch.ones(2), 5)], "b": None})
-    shapes = path_of(root.frame)._shape
-    assert shapes.n is None
-    assert shapes.output == {"a": (torch.Size([1]), (torch.Size([2]), None)), "b": None}
-
-
-def test_shapes_of_a_graph_show_as_a_tree(graph):
-    assert repr(graph.linear_0._shape) == textwrap.dedent("""\
-        linear_0
-        ├─input: (3, 2)
-        ├─weight: (3, 2)
-        ├─bias: (3,)
-        ├─linear: (3, 3)
-        └─output: (3, 3)""")
-    with pytest.raises(AttributeError, match="nearest"):
-        _ = graph._shape.foo
+    nested = {"a": (torch.Size([1]), (torch.Size([2]), None)), "b": None}
+    assert path_of(root.frame)._shape == {"n": None, "output": nested}
 
 
 # --- code -------------------------------------------------------------------------------------------------------------

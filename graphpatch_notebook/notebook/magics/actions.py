@@ -26,7 +26,7 @@ from graphpatch_notebook.errors import (
     SessionFileError,
     UnknownPathError,
 )
-from graphpatch_notebook.inspection.node_path import CodeText, Location, NodePath, ValueShapes, location_of
+from graphpatch_notebook.inspection.node_path import CodeText, Location, NodePath, location_of
 from graphpatch_notebook.inspection.resolution import Unresolvable, graph_class, resolve
 from graphpatch_notebook.notebook.display.labels import op_label, spec_label, visible
 from graphpatch_notebook.notebook.display.progress import capture_progress
@@ -405,7 +405,7 @@ def code(workspace: Workspace, args: Namespace) -> CodeText:
     return _place(workspace, args.path)._code
 
 
-def shape(workspace: Workspace, args: Namespace) -> ValueShapes | tuple[int, ...] | None:
+def shape(workspace: Workspace, args: Namespace) -> tuple[Any, ...] | dict[str, Any] | None:
     """Returns the recorded shape at a path, or the shape of its slice."""
     session = workspace.current().session
     place = TypedPath.parse(args.path or "", captured(session.graph).root)

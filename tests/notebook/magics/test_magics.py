@@ -399,7 +399,7 @@ def test_show_code_and_shape(pg: Shell) -> None:
     assert "linear" in str(pg.ok("%graphpatch code up").value)
     assert pg.ok("%graphpatch shape hidden").value == torch.Size([3, 8])
     assert pg.ok("%graphpatch shape hidden[:, 0:3]").value == (3, 3)
-    assert pg.ok("%graphpatch shape up").value.weight == torch.Size([8, 4])
+    assert pg.ok("%graphpatch shape up").value["weight"] == torch.Size([8, 4])
     assert pg.ok("%graphpatch show <root>").value.selected_path == ""
 
 
