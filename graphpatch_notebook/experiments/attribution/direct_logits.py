@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.rules import rules_of
@@ -91,11 +92,11 @@ def direct_logit_attribution(
     xarray = extra("xarray", "a dataset of contributions")
     for tokens in (target, minus):
         checked_tokens(tokens, component(pg, "@logits"))
-        if tokens is not None and not isinstance(tokens, Tensor) and type(tokens) is not int:
+        if isinstance(tokens, Sequence):  # for other functions, several tokens for all rows
             raise ExperimentError(f"give one token, or a tensor with one for each row, not {tokens!r}")
     with torch.inference_mode(False), torch.enable_grad():
         run = _Run(pg, Inputs(inputs, input_kwargs), stack, by)
-        logit, bias, gradient = run.direction(target, minus, position)
+        logit, bias, gradient = run.direction([each for each in (target, minus) if each is not None], position)
         found: dict[str, tuple[list[str], Tensor]] = {"embed": (["batch"], run.share(run.embed, gradient))}
         for kind in dict.fromkeys(kind for kind, _ in run.writes):
             names = [run.writes.get((kind, layer)) for layer in range(run.layers)]
@@ -103,10 +104,7 @@ def direct_logit_attribution(
             found[kind] = (["layer", "batch"], whole)
             if kind == _DIVIDED[by][0]:
                 shares = [logit[None] * 0 if name is None else run.inner_shares(name, gradient) for name in names]
-                most = max(map(len, shares))
-                divided = torch.stack(
-                    [torch.cat([each, each.new_zeros(most - len(each), len(logit))]) for each in shares]
-                )
+                divided = pad_sequence(shares, batch_first=True)
                 found[kind] = (["layer", by, "batch"], divided)
                 found[f"{kind}_bias"] = (["layer", "batch"], whole - divided.sum(1))
         found["bias"] = (["batch"], bias)
@@ -161,31 +159,28 @@ class _Run:
                 "is normalized or scaled on the way), so a logit does not have direct contributions"
             )
 
-    def direction(self, target: Any, minus: Any, position: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def direction(self, tokens: Sequence[Any], position: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the logit of each row, its bias, and its derivative by the last state, (batch, position, channel)."""
         rows, length = self._end.shape[:2]
-        chosen = torch.as_tensor(position, device=self._end.device)
-        is_inside = bool(((chosen >= -length) & (chosen < length)).all())
-        if chosen.is_floating_point() or chosen.shape not in ((), (rows,)) or not is_inside:
-            raise ExperimentError(f"position must be one of {length}, or one for each of {rows} rows, not {position!r}")
-        self.positions = (chosen % length).expand(rows)
-        tokens = [self._of_rows(each, rows) for each in (target, minus) if each is not None]
+        self.positions = self._for_rows(position, "position", length) % length
+        numbers = torch.stack([self._for_rows(each, "the token", self._logits.shape[-1]) for each in tokens], -1)
         logits = self._logits.reshape(rows, -1, self._logits.shape[-1])
-        picked = [of_rows(logits, numbers) for numbers in tokens]
-        logit = picked[0] - picked[1] if minus is not None else picked[0]
+        picked = [of_rows(logits, each) for each in numbers.unbind(-1)]
+        logit = picked[0] - picked[1] if len(picked) > 1 else picked[0]
         gradient = _gradient(logit.sum(), self._end)
-        parts = (self._end.detach().double() * gradient.double()).sum(-1)
-        at = torch.arange(rows, device=chosen.device), self.positions
+        at = torch.arange(rows, device=numbers.device), self.positions
         here = torch.zeros_like(gradient)
         here[at] = gradient[at]
+        logit, parts, is_linear = (
+            logit.detach().double(),
+            (self._end.detach().double() * gradient.double()).sum(-1),
+            True,
+        )
         if logit.shape[1] != length:  # computed for one position only
-            parts = parts[at][:, None]
-            is_linear = bool((here == gradient).all())
-        else:
-            is_linear = True
-        bias = logit.detach().double() - parts
-        for pair in torch.stack(tokens, -1).unique(dim=0):
-            same = bias[(torch.stack(tokens, -1) == pair).all(-1)]
+            parts, is_linear = parts[at][:, None], bool((here == gradient).all())
+        bias = logit - parts
+        for pair in numbers.unique(dim=0):
+            same = bias[(numbers == pair).all(-1)]
             is_linear &= self._is_small(same - same.flatten()[0], logits)
         if not is_linear:
             raise ExperimentError(
@@ -193,8 +188,8 @@ class _Run:
                 f"{self.positions.tolist()[0]}: there is something else in between, so the logit is not a sum of "
                 "contributions; or it reads another position (position=0 is that of a class token)"
             )
-        found = logit.detach().double()
-        return (found[at], bias[at], here) if logit.shape[1] == length else (found[:, 0], bias[:, 0], here)
+        at = at if logit.shape[1] == length else (at[0], 0 * at[0])
+        return logit[at], bias[at], here
 
     def share(self, name: str, gradient: Tensor) -> Tensor:
         """Returns what a value of the stream adds to the logit of each row."""
@@ -228,12 +223,12 @@ class _Run:
         product = arranged(product, axes, self._wanted)
         return product.sum(-1) if product.ndim > 3 else product
 
-    def _of_rows(self, tokens: Any, rows: int) -> Tensor:
-        numbers = torch.as_tensor(tokens, device=self._end.device)
-        if numbers.shape not in ((), (rows,)):
-            raise ExperimentError(
-                f"there are {rows} rows, and tokens of shape {tuple(numbers.shape)}: give one for each"
-            )
+    def _for_rows(self, given: Any, what: str, count: int) -> Tensor:
+        """Returns a number for each row; a single one is that of all rows."""
+        numbers, rows = torch.as_tensor(given, device=self._end.device), len(self._end)
+        is_inside = bool(((numbers >= -count) & (numbers < count)).all())
+        if numbers.is_floating_point() or numbers.shape not in ((), (rows,)) or not is_inside:
+            raise ExperimentError(f"{what} must be one of {count}, or one for each of {rows} rows, not {given!r}")
         return numbers.expand(rows)
 
     def _is_small(self, difference: Tensor, like: Tensor) -> bool:

@@ -446,18 +446,16 @@ _UNREACHED = (
 
 
 class Roots:
-    """The first values that differ between the runs, and the values that depend on them.
+    """The first values that differ between the runs.
 
     Attributes:
         clean: The clean values of the roots, by path and occurrence.
-        tracked: The nodes that autograd traces back to a root.
-        untracked: The nodes whose values differ, but were computed without gradients.
+        followed: The nodes whose values depend on a root, also where the model detaches them.
     """
 
     def __init__(self, flow: Flow) -> None:
         self.clean: dict[tuple[str, int], Tensor] = {}
-        self.tracked: set[Node] = set()
-        self.untracked: set[Node] = set()
+        self.followed: set[Node] = set()
         self._flow = flow
 
     def computed(self, node: ScoredNode) -> Node:
@@ -468,14 +466,13 @@ class Roots:
     def may_begin_at(self, node: ScoredNode) -> bool:
         """Whether a value that differs, but has no gradient, becomes a root.
 
-        It does not if it was computed from tracked values: what a model detaches, counts or sorts must stay without
-        gradients, since such code does not expect them. But the result of a part that runs under `torch.no_grad` is a
-        root for the parts after it.
+        It does not if it was computed from values that are followed: what a model detaches must stay without gradients,
+        since such code does not expect them. But the result of a part that runs under `torch.no_grad` is a root for the
+        parts after it.
         """
         own = self.computed(node)
-        sources = {own, *(value.node for value in self._flow.reads(own))}
-        before = walk([own], lambda made: (value.node for value in self._flow.reads(made)))
-        return node.can_be_cut and (not sources.isdisjoint(self.untracked) or self.tracked.isdisjoint(before))
+        before = {own, *(value.node for value in self._flow.reads(own))}
+        return node.can_be_cut and self.followed.isdisjoint(before)
 
     def is_only_name(self, node: ScoredNode, first: ScoredNode) -> bool:
         """Whether all operations that use a tensor, whose first name was `first`, are known to get it from a node."""
@@ -488,6 +485,12 @@ class Roots:
             return all(user > end for user in users)
         is_returned = any(place.value.node is own for place in flow.outputs(flow.root))
         return not is_returned and all(start <= user <= end for user in users)
+
+
+class _Products(dict[tuple[str, int], Tensor]):
+    """Differences times gradients, by path and occurrence: only those of the metric, for which it is open."""
+
+    is_open = False
 
 
 class GradientRun:
@@ -518,7 +521,7 @@ class GradientRun:
         self._is_first = not fraction
         self.counts: Counter[str] = Counter()
         self.leaves: list[Tensor] = []
-        self._products: dict[tuple[str, int], Tensor] = {}
+        self._products = _Products()
         self._depends: dict[Any, bool] = {None: False}
         self._named: dict[tuple[Any, int], ScoredNode] = {}
 
@@ -542,7 +545,8 @@ class GradientRun:
             products, kept, is_careful = self._products, self._kept.get(path), self._is_careful
 
             def multiply(gradient: Tensor | None) -> None:
-                if gradient is not None:  # of several outputs of one function, some may not have one
+                # Of several outputs of one function, some may not have one. A model may differentiate parts of itself.
+                if gradient is not None and products.is_open:
                     products[key] = _summed(difference, gradient, kept, is_careful)
 
             value.register_hook(multiply)
@@ -584,12 +588,12 @@ class GradientRun:
                 self.differences[key] = None
                 return None
             if not torch.is_grad_enabled():
-                self._roots.untracked.add(self._roots.computed(node))
                 return _NO_GRADIENT
-            if not self._roots.may_begin_at(node):
-                return _NO_GRADIENT
-            self._roots.clean[key] = clean.tensor.detach()
-        self._roots.tracked.add(self._roots.computed(node))
+            if self._roots.may_begin_at(node):
+                self._roots.clean[key] = clean.tensor.detach()
+        self._roots.followed.add(self._roots.computed(node))
+        if key not in self._roots.clean and not value.requires_grad:
+            return _NO_GRADIENT
         same = (id(clean), value.data_ptr(), value.stride(), version_of(value))  # of all names of these two
         if same not in self._known:
             self._known[same] = _difference(clean.tensor.detach(), value.detach(), self._is_careful)
@@ -624,6 +628,7 @@ class GradientRun:
 
     def scores(self, metric: Tensor) -> dict[str, Scores]:
         """Returns the scores of this run by path; adds paths without a gradient to `problems`."""
+        self._products.is_open = True
         if self.leaves and metric.requires_grad:
             gradients_of(metric, self.leaves)
         self.leaves, self._depends, self._named, self._known = [], {}, {}, {}  # they keep the graph alive

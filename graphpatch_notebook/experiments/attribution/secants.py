@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from itertools import permutations
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
+from graphpatch_notebook.capture.records import map_leaves
 from graphpatch_notebook.torch_compat import base_of, is_overload, overload_path
 
 if TYPE_CHECKING:
@@ -68,8 +70,7 @@ class PairedCall:
         self.function, self.rule, self.rules = function, rule, rules
         self.is_in_place = is_in_place(function, args, kwargs)
         self.inputs: list[Tensor] = []
-        self._args = tuple(self._template(value) for value in args)
-        self._kwargs = {key: self._template(value) for key, value in kwargs.items()}
+        self._args, self._kwargs = map_leaves((args, dict(kwargs)), self._template)
         self.signature = (family_name(function), *(tuple(x.shape) for x in self.inputs))
         self.held: list[Held] = []
         self.corrupted: tuple[Tensor, ...] = ()
@@ -90,8 +91,9 @@ class PairedCall:
         """Returns the result of another function for the arguments of this call, with other inputs."""
         if self.is_in_place and function is self.function:
             inputs = (inputs[0].clone(), *inputs[1:])
-        args = tuple(_filled(value, inputs) for value in self._args)
-        return function(*args, **{key: _filled(value, inputs) for key, value in self._kwargs.items()})
+        given = (self._args, self._kwargs)
+        args, kwargs = map_leaves(given, lambda value: inputs[value.number] if type(value) is _Input else value)
+        return function(*args, **kwargs)
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """Returns an argument that is not a tensor, by its position or its name."""
@@ -101,7 +103,7 @@ class PairedCall:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             self.inputs.append(value)
             return _Input(len(self.inputs) - 1)
-        return type(value)(map(self._template, value)) if type(value) in (tuple, list) else value
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,6 @@ class _Input:
     """Marks where the arguments of a call have an input."""
 
     number: int
-
-
-def _filled(value: Any, inputs: Sequence[Tensor]) -> Any:
-    if isinstance(value, _Input):
-        return inputs[value.number]
-    return type(value)(_filled(item, inputs) for item in value) if type(value) in (tuple, list) else value
 
 
 Surrogate: TypeAlias = Callable[..., Any]
@@ -212,21 +208,18 @@ def multilinear(call: PairedCall, *inputs: Tensor) -> Any:
 def quotient(call: PairedCall, *inputs: Tensor) -> Tensor:
     """The difference quotient of an elementwise function, and its derivative where the two runs coincide.
 
-    For several inputs that differ, the change is shared as by Shapley: an input changes before the others, or after.
+    For several inputs that differ, the change is shared as by Shapley: the mean over the orders in which they change.
     """
     different = [number for number, differs in enumerate(call.differs) if differs]
     corrupted, clean = torch.broadcast_tensors(*call.corrupted), torch.broadcast_tensors(*call.clean)
-    terms = []
-    for number in different:
-        slopes = [
-            _slope(
-                call, number, [clean[other] if other in changed else corrupted[other] for other in range(len(clean))]
-            )
-            * weight
-            for changed, weight in _orders(different, number)
-        ]
-        terms.append(inputs[number] * torch.stack(slopes).sum(0) if len(slopes) > 1 else inputs[number] * slopes[0])
-    return sum(terms[1:], terms[0])
+    orders = list(permutations(different))
+    total: Any = 0
+    for order in orders:
+        values = list(corrupted)
+        for number in order:
+            total = total + inputs[number] * (_slope(call, number, values) / len(orders))
+            values[number] = clean[number]
+    return cast("Tensor", total)
 
 
 def _slope(call: PairedCall, number: int, inputs: list[Tensor]) -> Tensor:
@@ -247,15 +240,6 @@ def _slope(call: PairedCall, number: int, inputs: list[Tensor]) -> Tensor:
         error = (derivative * run - rise).abs()
         is_close = (error <= 4 * torch.finfo(rise.dtype).eps * size).logical_or_(run.bool().logical_not_())
         return torch.where(is_close, derivative, rise / run)
-
-
-def _orders(different: Sequence[int], number: int) -> Iterator[tuple[set[int], float]]:
-    """Yields which other inputs have changed before this one, and the share of such orders."""
-    others = [other for other in different if other != number]
-    for mask in range(2 ** len(others)):
-        changed = {other for bit, other in enumerate(others) if mask >> bit & 1}
-        count = len(changed)
-        yield changed, math.factorial(count) * math.factorial(len(others) - count) / math.factorial(len(different))
 
 
 def softmax(call: PairedCall, scores: Tensor) -> Tensor:
