@@ -62,8 +62,8 @@ from graphpatch_notebook.patches.kinds import (
 from graphpatch_notebook.patching import Recording
 
 if _typing.TYPE_CHECKING:
+    from graphpatch_notebook.files import load_patches, save_patches
     from graphpatch_notebook.patching import CompiledModel
-    from graphpatch_notebook.serialization import load_patches, save_patches
 
 __all__ = [
     "AddPatch",
@@ -102,7 +102,7 @@ __all__ = [
 ]
 
 
-_lazy_name = _lazy_names(__name__, __all__, ("patching", "serialization"))  # few programs wait for all of these
+_lazy_name = _lazy_names(__name__, __all__, ("patching", "files"))  # few programs wait for all of these
 
 
 def __dir__() -> list[str]:

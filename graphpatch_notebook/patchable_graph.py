@@ -594,7 +594,7 @@ class PatchableGraph(_LikeItsModel):
             >>> torch.equal(loaded(torch.ones(4, 2)), pg(torch.ones(4, 2)))
             True
         """
-        from graphpatch_notebook import serialization
+        from graphpatch_notebook import files
 
         self._refuse_elsewhere()
         self._captured.check_weights()
@@ -609,7 +609,7 @@ class PatchableGraph(_LikeItsModel):
             # A context belongs to the object that it was entered with, not to its copies.
             return copy.copy(self)(*args, **kwargs)
 
-        serialization.save(self._captured.root, edited, file, check, unpatched, self._of)
+        files.save(self._captured.root, edited, file, check, unpatched, self._of)
 
     @classmethod
     def load(
@@ -647,9 +647,9 @@ class PatchableGraph(_LikeItsModel):
             >>> list(loaded.nodes) == list(pg.nodes)
             True
         """
-        from graphpatch_notebook import serialization
+        from graphpatch_notebook import files
 
-        module, root, unstored = serialization.load(file, model, allow)
+        module, root, unstored = files.load(file, model, allow)
         return cls._around(CapturedModel(module, root, ExtractionOptions(), unstored=unstored))
 
     @property

@@ -484,7 +484,7 @@ def native_namespaces() -> dict[str, object]:
     """Returns the namespaces that hold torch's own operators: nothing else is in them. By names for them.
 
     `torch._C._VariableFunctions`, `torch._C._nn`, ...: torch 2.0 to 2.13. Tested by:
-    tests/serialization/test_functions.py.
+    tests/files/test_functions.py.
     """
     names = ("_nn", "_linalg", "_fft", "_special", "_sparse", "_nested")
     found: dict[str, object] = {"torch": torch._C._VariableFunctions}
@@ -494,14 +494,14 @@ def native_namespaces() -> dict[str, object]:
 set_grad_enabled = torch._C._set_grad_enabled
 """The functions that `torch.no_grad()` and similar contexts call, and that function modes see.
 
-`torch._C._set_grad_enabled`: torch 2.0 to 2.13. Tested by: tests/serialization/test_functions.py.
+`torch._C._set_grad_enabled`: torch 2.0 to 2.13. Tested by: tests/files/test_functions.py.
 """
 
 
 assert_that = torch._assert
 """What code that is to be traced calls in place of `assert`.
 
-`torch._assert`: torch 2.0 to 2.13. Tested by: tests/serialization/test_functions.py.
+`torch._assert`: torch 2.0 to 2.13. Tested by: tests/files/test_functions.py.
 """
 
 
@@ -509,7 +509,7 @@ def overload_path(func: object) -> str | None:
     """Returns the path in `torch.ops` of an operator (`aten.add.Tensor`); `None` for other functions.
 
     `torch._ops.OpOverload`, `OpOverloadPacket`, whose `str` is that path: torch 2.4 to 2.13. Tested by:
-    tests/serialization/test_functions.py.
+    tests/files/test_functions.py.
     """
     return str(func) if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else None
 

@@ -39,7 +39,7 @@ LAYERS = [
     "distributed/placements",
     "distributed/sharding",
     "graphs",
-    "serialization",  # knows records and graphs only: `PatchableGraph.save` and `load` call it
+    "files",  # knows records and graphs only: `PatchableGraph.save` and `load` call it
     "patching",
     "patchable_graph",
     "distributed/checkpoint",
@@ -285,7 +285,7 @@ ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_chan
 SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
 COMPARE_TENSORS = {
     "notebook/run/model_calls.py",
-    "serialization/saving.py",
+    "files/saving.py",
 }
 
 

@@ -31,7 +31,7 @@ LATER = (
     "graphs.plain_fx",
     "graphs.verification",
     "notebook",
-    "serialization",
+    "files",
 )
 
 

@@ -51,8 +51,8 @@ SELECTION = """
     patching/test_opened_calls.py integrations/test_transformers_calls.py patching/test_shapes.py
     patching/test_contexts.py integrations/test_positions.py integrations/test_steps.py
     integrations/test_generation.py integrations/test_attention_patterns.py integrations/test_exported.py
-    integrations/test_torch_compile.py integrations/test_old_torch.py serialization/test_own_graphs.py
-    patching/test_values.py serialization/test_round_trip.py patches/test_kinds.py test_patchable_graph.py
+    integrations/test_torch_compile.py integrations/test_old_torch.py files/test_own_graphs.py
+    patching/test_values.py files/test_round_trip.py patches/test_kinds.py test_patchable_graph.py
     notebook/export/test_patch_code.py notebook/session/test_recipes.py notebook/session/test_session.py
     notebook/session/test_session_file.py experiments/test_metrics.py experiments/methods/test_sweeps.py
     experiments/engine/test_sweep_metrics.py experiments/methods/test_causal_tracing.py

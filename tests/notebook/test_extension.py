@@ -112,7 +112,7 @@ def test_loading_imports_little_and_the_rest_at_its_first_use() -> None:
     imported = set(done.stdout.split("\n")[0].split())
     assert not imported & heavy
     package = "graphpatch_notebook"
-    later = (f"{package}.serialization", f"{package}.experiments")
+    later = (f"{package}.files", f"{package}.experiments")
     assert not [module for module in imported if module.startswith(later)]
     components = {module for module in imported if module.startswith(f"{package}.components.")}
     assert components == {f"{package}.components.names", f"{package}.components.operations"}

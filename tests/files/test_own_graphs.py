@@ -20,7 +20,7 @@ from graphpatch_notebook import (
     ProbePatch,
     ZeroPatch,
 )
-from tests.serialization.files import Mlp, Numpy, Outer, reloaded, x
+from tests.files.files import Mlp, Numpy, Outer, reloaded, x
 
 Edit = Callable[[Any, nn.Module], None]
 

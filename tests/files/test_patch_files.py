@@ -26,7 +26,7 @@ from graphpatch_notebook import (
     save_patches,
 )
 from graphpatch_notebook.patching.model_state import difference
-from tests.serialization.files import Mlp, x
+from tests.files.files import Mlp, x
 
 SHARED = torch.arange(12.0).view(3, 4)
 PATCHES: dict[str, Any] = {

@@ -31,8 +31,8 @@ from torch.nn.parameter import is_lazy
 
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.files.documents import FunctionPart, TensorPart
 from graphpatch_notebook.graphs.build import Container, NamedFunction
-from graphpatch_notebook.serialization.documents import FunctionPart, TensorPart
 from graphpatch_notebook.torch_compat import assert_that, native_namespaces, overload_path, set_grad_enabled
 from graphpatch_notebook.values import (
     ContainerSpec,

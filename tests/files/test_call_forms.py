@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import GraphError, PatchableGraph, ZeroPatch
 from graphpatch_notebook.patching.model_state import difference
-from tests.serialization.files import Mlp, reloaded, x
+from tests.files.files import Mlp, reloaded, x
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from graphpatch_notebook import GraphError, PatchableGraph
-from tests.serialization.files import Mlp, read, rewritten, write, x
+from tests.files.files import Mlp, read, rewritten, write, x
 
 
 @pytest.fixture(scope="module")

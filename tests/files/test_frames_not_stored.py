@@ -17,7 +17,7 @@ from graphpatch_notebook import (
     ProbePatch,
     ZeroPatch,
 )
-from tests.serialization.files import Mlp, Numpy, Outer, x
+from tests.files.files import Mlp, Numpy, Outer, x
 
 
 def saved(model: nn.Module, folder: Path, *options: Any, match: str = "") -> tuple[PatchableGraph, Path]:

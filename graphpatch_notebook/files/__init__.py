@@ -7,8 +7,8 @@ name. `patch_files` saves patch maps.
 
 from __future__ import annotations
 
-from graphpatch_notebook.serialization.loading import load
-from graphpatch_notebook.serialization.patch_files import load_patches, save_patches
-from graphpatch_notebook.serialization.saving import save
+from graphpatch_notebook.files.loading import load
+from graphpatch_notebook.files.patch_files import load_patches, save_patches
+from graphpatch_notebook.files.saving import save
 
 __all__ = ["load", "load_patches", "save", "save_patches"]

@@ -26,13 +26,7 @@ from graphpatch_notebook.capture import listed_doubts
 from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, Site, SizeGuard
 from graphpatch_notebook.errors import GraphError, GraphPatchWarning
-from graphpatch_notebook.graphs import CompiledGraphModule
-from graphpatch_notebook.graphs.build import Targets, build
-from graphpatch_notebook.graphs.edits import guards_of, unguarded_doubts
-from graphpatch_notebook.options import ExtractionOptions
-from graphpatch_notebook.patching.model_state import copied, copied_output, difference, preserved
-from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.serialization.documents import (
+from graphpatch_notebook.files.documents import (
     FramePart,
     GraphDocument,
     ModulePart,
@@ -42,7 +36,7 @@ from graphpatch_notebook.serialization.documents import (
     name_of,
     write_document,
 )
-from graphpatch_notebook.serialization.loading import (
+from graphpatch_notebook.files.loading import (
     ALIAS,
     METADATA_KEY,
     LoadedRoot,
@@ -51,7 +45,7 @@ from graphpatch_notebook.serialization.loading import (
     load,
     tensor_at,
 )
-from graphpatch_notebook.serialization.values import (
+from graphpatch_notebook.files.values import (
     TensorTable,
     check_attribute,
     check_method,
@@ -60,6 +54,12 @@ from graphpatch_notebook.serialization.values import (
     refused,
     unchanged,
 )
+from graphpatch_notebook.graphs import CompiledGraphModule
+from graphpatch_notebook.graphs.build import Targets, build
+from graphpatch_notebook.graphs.edits import guards_of, unguarded_doubts
+from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.patching.model_state import copied, copied_output, difference, preserved
+from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import set_grad_enabled
 from graphpatch_notebook.values import (
     ObjectSpec,

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from graphpatch_notebook import GraphError, PatchableGraph
+from graphpatch_notebook.files.values import TensorTable, made_tensors
 from graphpatch_notebook.patching.model_state import difference
-from graphpatch_notebook.serialization.values import TensorTable, made_tensors
-from tests.serialization.files import Mlp, reloaded, x
+from tests.files.files import Mlp, reloaded, x
 
 
 def through_a_file(*tensors: Tensor) -> list[Tensor]:

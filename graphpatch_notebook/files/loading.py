@@ -39,12 +39,7 @@ from graphpatch_notebook.capture.records import (
     SourceLine,
 )
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graphs.build import ForwardCodeGen
-from graphpatch_notebook.graphs.generated_code import generate
-from graphpatch_notebook.interrupts import holding
-from graphpatch_notebook.patching.comparison import Aspect, CallSignature, Settings
-from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.serialization.documents import (
+from graphpatch_notebook.files.documents import (
     FramePart,
     FunctionPart,
     GraphDocument,
@@ -53,7 +48,7 @@ from graphpatch_notebook.serialization.documents import (
     StepPart,
     read_document,
 )
-from graphpatch_notebook.serialization.values import (
+from graphpatch_notebook.files.values import (
     Names,
     RefusedCall,
     check_attribute,
@@ -63,6 +58,11 @@ from graphpatch_notebook.serialization.values import (
     is_name,
     made_tensors,
 )
+from graphpatch_notebook.graphs.build import ForwardCodeGen
+from graphpatch_notebook.graphs.generated_code import generate
+from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.patching.comparison import Aspect, CallSignature, Settings
+from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import set_grad_enabled
 from graphpatch_notebook.values import (
     TensorSpec,

@@ -10,16 +10,16 @@ from typing import IO, Any
 from torch import Tensor
 
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.patches import kinds
-from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.serialization.documents import (
+from graphpatch_notebook.files.documents import (
     PatchDocument,
     PatchPart,
     checked_file,
     read_document,
     write_document,
 )
-from graphpatch_notebook.serialization.values import TensorTable, decoded, encoded, made_tensors
+from graphpatch_notebook.files.values import TensorTable, decoded, encoded, made_tensors
+from graphpatch_notebook.patches import kinds
+from graphpatch_notebook.patches.kinds import Patch
 
 _KEY = "graphpatch_notebook_patches"
 _KINDS = {name: kind for name, kind in vars(kinds).items() if isinstance(kind, type) and issubclass(kind, Patch)}

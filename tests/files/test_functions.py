@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graphs.build import Container, NamedFunction
-from graphpatch_notebook.serialization.documents import FunctionPart
-from graphpatch_notebook.serialization.values import (
+from graphpatch_notebook.files.documents import FunctionPart
+from graphpatch_notebook.files.values import (
     Names,
     check_method,
     decoded,
@@ -26,6 +25,7 @@ from graphpatch_notebook.serialization.values import (
     functions,
     unchanged,
 )
+from graphpatch_notebook.graphs.build import Container, NamedFunction
 from graphpatch_notebook.torch_compat import native_namespaces, overload_path, set_grad_enabled
 from graphpatch_notebook.values import take
 

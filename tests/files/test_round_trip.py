@@ -23,7 +23,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.patching.model_state import difference
-from tests.serialization.files import Mlp, read, reloaded, x
+from tests.files.files import Mlp, read, reloaded, x
 from tests.zoo import Call, case_by_name, installed, seed_all
 
 TRANSFORMERS = """
