@@ -254,18 +254,14 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
             feeds = {str(name): tuple(map(str, senders)) for name, senders in given.pop("feeds").items()}
             given |= {name: tuple(map(str, given.get(name, ()))) for name in ("tokens", "ahead")}
             circuit = cls(edges, feeds, **given)
-            circuit.check()
+            places = [(edge.sender, edge.receiver, edge.position) for edge in edges]
+            if unknown := {edge.receiver for edge in edges}.difference(feeds):
+                raise ValueError(f"the receivers {sorted(unknown)} are not among its receivers")
+            if len({edge.position is None for edge in edges}) > 1 or len(set(places)) < len(edges):
+                raise ValueError("it has an edge twice, or some of its edges have positions, and others have none")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ExperimentError(f"the text is not a circuit: {error}") from None
         return circuit
-
-    def check(self) -> None:
-        """Raises a `ValueError` if an edge has a receiver that is not among `feeds`, or is there twice."""
-        pairs = [(edge.sender, edge.receiver, edge.position) for edge in self.edges]
-        if unknown := {edge.receiver for edge in self.edges}.difference(self.feeds):
-            raise ValueError(f"the receivers {sorted(unknown)} are not among its receivers")
-        if len({position is None for _, _, position in pairs}) > 1 or len(set(pairs)) < len(pairs):
-            raise ValueError("it has an edge twice, or some of its edges have positions, and others have none")
 
 
 def place_of(edge: Edge) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -358,11 +358,6 @@ class WrittenPositions:
     def of(self, writer: Writer) -> Tensor:
         """Returns for each row of a sender's value the number of its position in `labels`, or -1."""
         return self._numbers[writer.stream]
-
-    def are_kept(self, writer: Writer, positions: Collection[int]) -> Tensor:
-        """Returns which rows of a sender's value are at some positions, as booleans."""
-        numbers = [number for number, label in enumerate(self.labels) if label in positions]
-        return torch.isin(self.of(writer), torch.tensor(numbers, dtype=torch.long))
 
 
 def _position_dim(root: Frame, stream: str, dims: int) -> int:

@@ -136,12 +136,10 @@ def nodes_like(pg: PatchableGraph, feeds: Mapping[str, Sequence[str]]) -> Nodes:
         ExperimentError: The model has other nodes.
     """
     wanted = {receiver: tuple(senders) for receiver, senders in feeds.items()}
-    for heads in (True, False):
-        nodes = nodes_of(pg.nodes.root, heads=heads)
-        if nodes.feeds == wanted:
-            return nodes
-    other = next(iter(set(wanted.items()) ^ set(nodes.feeds.items())), ("", ""))[0]
-    raise ExperimentError(f"the nodes are not those of this model: they differ in {other!r}")
+    nodes = nodes_of(pg.nodes.root, heads=".heads[" in str(wanted))
+    if other := set(wanted.items()) ^ set(nodes.feeds.items()):
+        raise ExperimentError(f"the nodes are not those of this model: they differ in {min(other)[0]!r}")
+    return nodes
 
 
 def kept_edges(nodes: Nodes, circuit: Circuit) -> Kept:
@@ -183,16 +181,16 @@ class KeptEdges:
     def of(cls, reader: Reader, kept: Kept, positions: WrittenPositions | None) -> KeptEdges:
         """Returns those of the edges of a circuit that lead to a reader."""
         names = [name for name in reader.names if kept.get(name)]
+        labels = [] if positions is None else positions.labels
         masks = {}
         for writer in reader.source.writers.values():
-            reads = torch.tensor([[name in kept[receiver] for name in writer.names] for receiver in names])
-            if reads.any() and positions is not None:
-                reads = reads[..., None].repeat(1, 1, len(positions.of(writer)))
-                for row, receiver in enumerate(names):
-                    for column, name in enumerate(writer.names):
-                        reads[row, column] &= positions.are_kept(writer, kept[receiver].get(name) or ())
-            if reads.any():
-                masks[writer] = reads
+            every = itertools.product(enumerate(names), enumerate(writer.names))
+            own = {(row, column): kept[name][sender] for (row, name), (column, sender) in every if sender in kept[name]}
+            is_read = torch.zeros(len(names), len(writer.names), len(labels) + 1, dtype=torch.bool)
+            for at, chosen in own.items():
+                is_read[at][-1 if chosen is None else [labels.index(each) for each in chosen]] = True
+            if own:
+                masks[writer] = is_read[..., -1] if positions is None else is_read[..., positions.of(writer)]
         return cls(reader, names, masks)
 
     def changes(
