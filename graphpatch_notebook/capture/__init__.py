@@ -194,21 +194,14 @@ def _check_unused(root: Frame, options: ExtractionOptions) -> None:
 
 def _replace_sizes(root: Module, recorder: Recorder) -> None:
     """Puts plain integers in place of sizes that the model kept for itself, and its own tensors in place of aliases."""
-    held = [container for module in reachable_modules(root) for _, container in mutable_containers(module)]
-    for container in held:
-        if not isinstance(container, dict):
-            values = [_plain(value, recorder) for value in container]
-            if any(map(operator.is_not, values, container)):
-                container.clear()
-                (container.update if isinstance(container, set) else container.extend)(values)
-        elif any(type(name) is Size for name in container):
-            items = [(_plain(name, recorder), _plain(value, recorder)) for name, value in container.items()]
-            container.clear()
-            container.update(items)
-        else:
-            for name, value in list(container.items()):
-                if type(value) not in PLAIN_VALUES and (plain := _plain(value, recorder)) is not value:
-                    container[name] = plain
+    for module in reachable_modules(root):
+        for _, container in mutable_containers(module):
+            if isinstance(container, list):
+                container[:] = [_plain(value, recorder) for value in container]
+            elif isinstance(container, dict):
+                for key, value in list(container.items()):
+                    if type(value) not in PLAIN_VALUES and (plain := _plain(value, recorder)) is not value:
+                        container[key] = plain
 
 
 def _plain(value: Any, recorder: Recorder) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import enum
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,6 @@ from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.values import describe
 
 _ABSENT = object()
-MODULE_GETS_TENSOR = "the module: module.register_buffer({!r}, tensor)"
-"""How a module gets a tensor for its custom graph, by name."""
-
 _WRITABLE = frozenset({*dir(builtins), "inf", "nan", "torch", "device"})
 
 
@@ -60,9 +57,7 @@ def extracted_graph(
     if not isinstance(graph, fx.Graph):
         raise CaptureError(f"{who} must return a torch.fx.Graph, not {type(graph).__name__}{_hint(graph)}")
     _check_placeholders(graph, parameters, who)
-    problems = [output_problem(graph, is_wrapped=True)]
-    problems += [reference_problem(node, module, module, MODULE_GETS_TENSOR) for node in graph.nodes]
-    for problem in filter(None, problems):
+    for problem in problems_in(graph, module, module, is_wrapped=True, is_known=lambda _: False):
         raise CaptureError(f"{who} {problem}")
     try:
         graph.lint()
@@ -90,61 +85,47 @@ def _check_placeholders(graph: fx.Graph, parameters: Sequence[InputParameter], w
             node.args = (parameter.default,)
 
 
-def output_problem(graph: fx.Graph, *, is_wrapped: bool) -> str | None:
-    """Returns what is wrong with the output node; `None` if nothing is. `is_wrapped`: it is to be in a tuple."""
-    outputs = [node for node in graph.nodes if node.op == "output"]
-    if len(outputs) == 1 and not is_wrapped:
-        return None
-    value = outputs[0].args[0] if len(outputs) == 1 and outputs[0].args else None
-    if len(outputs) == 1 and isinstance(value, tuple) and len(value) == 1:
-        return None
-    found = "no output" if not outputs else f"{len(outputs)} outputs" if len(outputs) > 1 else f"an output of {value!r}"
-    if is_wrapped:
-        return f"must wrap the output in a one-element tuple; it has {found}; write graph.output((value,))"
-    return f"must have one output; it has {found}; write graph.output(value)"
-
-
-def reference_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
-    """Returns why a node cannot have its target or its arguments; `None` if it can.
+def problems_in(
+    graph: fx.Graph, owner: Module, module: Module, *, is_wrapped: bool, is_known: Callable[[fx.Node], bool]
+) -> Iterator[str]:
+    """Yields what code cannot hold, or what is not there, in a graph that replaces the user's `module`.
 
     Args:
-        node: The node.
-        owner: What the graph runs with: the user's `module`, or a replacement of it.
+        graph: The graph.
+        owner: What it runs with: the module, or a graph module in place of it.
         module: The user's module.
-        put: How the owner gets a tensor, with a place for its name.
+        is_wrapped: Whether the output is to be in a tuple.
+        is_known: Whether a node reads what the module itself read, which may exist only during calls.
     """
-    return _target_problem(node, owner, module, put) or _literal_problem(node, put)
-
-
-def _target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
-    if node.op not in ("get_attr", "call_module"):
-        return None
-    found = _attribute(owner, str(node.target))
-    is_read = node.op == "get_attr"
-    if found is _ABSENT:
-        hint = f"; a tensor that you want there, put on {put.format(str(node.target))}" if is_read else ""
-        return (
-            f"has a node {node.name!r} that {'reads' if is_read else 'calls'} self.{node.target}, but "
-            f"{type(module).__name__} has no such attribute; it has "
-            f"{', '.join(_names(owner)) or 'no tensors and submodules'}{hint}"
-        )
-    if not is_read and not callable(found):
-        return f"has a node {node.name!r} that calls self.{node.target}, which cannot be called"
-    return None
-
-
-def _literal_problem(node: fx.Node, put: str) -> str | None:
-    """Returns why the arguments of a node cannot be written as code."""
-    found: list[Any] = []
-    if node.op != "placeholder":
-        map_arguments((node.args, node.kwargs), lambda leaf: None if _is_writable(leaf) else found.append(leaf))
-    if not found:
-        return None
-    what = describe(found[0]) if isinstance(found[0], Tensor) else type(found[0]).__name__
-    return (
-        f"has a node {node.name!r} with an object ({what}) among its arguments, which code cannot hold; put it on "
-        f"{put.format('NAME')}, and read it with graph.get_attr('NAME')"
-    )
+    put = "the module: module.register_buffer({!r}, tensor)" if owner is module else "the graph module: {} = tensor"
+    outputs = [node for node in graph.nodes if node.op == "output"]
+    value = outputs[0].args[0] if len(outputs) == 1 and outputs[0].args else None
+    if len(outputs) != 1 or (is_wrapped and not (isinstance(value, tuple) and len(value) == 1)):
+        found = f"an output of {value!r}" if len(outputs) == 1 else f"{len(outputs) or 'no'} outputs"
+        written = "graph.output((value,)), in a one-element tuple" if is_wrapped else "graph.output(value)"
+        yield f"must have one output; it has {found}; write {written}"
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module") and not is_known(node):
+            target = str(node.target)
+            held = _attribute(owner, target)
+            if held is _ABSENT or (node.op == "call_module" and not callable(held)):
+                registries = (owner._parameters, owner._buffers, owner._modules)
+                names = ", ".join(name for registry in registries for name in registry)
+                name = target if owner is module else f"graph_module.{target}"
+                yield (
+                    f"has a node {node.name!r} that {'reads' if node.op == 'get_attr' else 'calls'} self.{target}, "
+                    f"which {type(module).__name__} does not have, or which cannot be called; it has {names}; a tensor "
+                    f"that you want there, put on {put.format(name)}"
+                )
+        literals: list[Any] = []
+        if node.op != "placeholder":
+            map_arguments((node.args, node.kwargs), literals.append)
+        for literal in literals:
+            if not _is_writable(literal):
+                yield (
+                    f"has a node {node.name!r} with an object ({type(literal).__name__}) among its arguments, which "
+                    f"code cannot hold; put it on {put.format('NAME')}, and read it with graph.get_attr('NAME')"
+                )
 
 
 def _is_writable(value: Any) -> bool:
@@ -160,10 +141,6 @@ def _is_writable(value: Any) -> bool:
     return _WRITABLE.issuperset(code.co_names)
 
 
-def _names(module: Module) -> list[str]:
-    return [name for registry in (module._parameters, module._buffers, module._modules) for name in registry]
-
-
 def _attribute(module: Module, path: str) -> Any:
     found: Any = module
     for name in path.split("."):
@@ -174,52 +151,29 @@ def _attribute(module: Module, path: str) -> Any:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def run_custom(
-    graph: fx.Graph, module: Module, bound_inputs: dict[str, Any], on_value: Callable[[fx.Node, Any], Any]
-) -> Any:
-    """Runs a custom graph node by node on `module`, and returns the output of the module.
+class GraphRun(fx.Interpreter):
+    """Runs a graph node by node on a module, with `inputs` by parameter of `forward`; values are freed on the way."""
 
-    `bound_inputs` are the inputs by parameter of `forward`. `on_value` is called with each node except the output and
-    its value, and returns the value to use.
-    """
-    values: dict[fx.Node, Any] = {}
-    last_uses = _last_uses(graph)
+    def __init__(self, module: Module, graph: fx.Graph, inputs: dict[str, Any]) -> None:
+        super().__init__(module, graph=graph)
+        self.extra_traceback = False  # it would change the error's arguments
+        self._inputs = inputs
+        for node in graph.nodes:
+            if not node.users and node.op != "output":
+                self.user_to_last_uses.setdefault(node, []).append(node)
 
-    def lookup(leaf: Any) -> Any:
-        return values[leaf] if isinstance(leaf, fx.Node) else leaf
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the value of an input."""
+        name = target.lstrip("*")
+        return self._inputs[name] if name in self._inputs else next(iter(args), None)
 
-    for node in graph.nodes:
-        if node.op == "output":
-            return map_arguments(node.args[0], lookup)[0]
-        values[node] = on_value(node, _value(node, module, bound_inputs, lookup))
-        for dead in last_uses.get(node, ()):
-            del values[dead]
-    raise CaptureError("the graph has no output")
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of a node, in plain containers: those of fx cannot be changed."""
 
+        def lookup(leaf: Any) -> Any:
+            return self.env[leaf] if isinstance(leaf, fx.Node) else leaf
 
-def _value(node: fx.Node, module: Module, bound_inputs: dict[str, Any], lookup: Callable[[Any], Any]) -> Any:
-    if node.op == "placeholder":
-        name = record_name(node)
-        return bound_inputs[name] if name in bound_inputs else (node.args[0] if node.args else None)
-    if node.op == "get_attr":
-        return _attribute(module, str(node.target))
-    args, kwargs = map_arguments(node.args, lookup), map_arguments(node.kwargs, lookup)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    target: Any = _attribute(module, str(node.target)) if node.op == "call_module" else node.target
-    return target(*args, **kwargs)
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Returns, for each node, the nodes whose values are not needed after it."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        for used in (*node.all_input_nodes, node):
-            if used not in seen:
-                seen.add(used)
-                found.setdefault(node, []).append(used)
-    return found
+        return map_arguments(n.args, lookup), map_arguments(n.kwargs, lookup)
 
 
 map_arguments = partial(map_leaves, with_subclasses=True)
@@ -229,28 +183,34 @@ map_arguments = partial(map_leaves, with_subclasses=True)
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-def custom_frame_nodes(graph: fx.Graph, frame: Frame, bound_inputs: dict[str, Any]) -> Any:
-    """Runs a custom graph, records its nodes in `frame`, and returns the output of the module.
+class CustomRun(GraphRun):
+    """Runs a custom graph in place of its module, and records its nodes in a frame, with their names in the graph.
 
-    The nodes have the names that they have in the graph. The output node is left to the caller, and so are calls of
-    submodules: what the caller has added to `frame` by the time that such a call returns gets the name of its node.
+    The output node is left to the caller, and so are calls of submodules: what the caller has added to the frame by
+    the time that such a call returns gets the name of its node.
     """
-    frame.custom_graph = graph
-    taken = {node.name for node in frame.nodes if node.name}
 
-    def record(fx_node: fx.Node, value: Any) -> Any:
-        node = _call_added_for(fx_node, frame)
+    def __init__(self, graph: fx.Graph, frame: Frame, inputs: dict[str, Any]) -> None:
+        super().__init__(frame.module, graph, inputs)
+        self._frame = frame
+        frame.custom_graph = graph
+        self._taken = {node.name for node in frame.nodes if node.name}
+        frame.nodes = [node for node in frame.nodes if node.kind != "input"]
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs and records one node. The output is in a tuple."""
+        value = super().run_node(n)
+        if n.op == "output":
+            return value[0]
+        node = _call_added_for(n, self._frame)
         if node is None:
-            node = custom_record(fx_node, frame.module)
-            frame.nodes.append(node)
-        node.name = unique_name(record_name(fx_node), taken)
-        taken.add(node.name)
+            node = custom_record(n, self._frame.module)
+            self._frame.nodes.append(node)
+        node.name = unique_name(record_name(n), self._taken)
+        self._taken.add(node.name)
         node.spec = describe(value)
-        fx_node.meta[RECORD] = node
+        n.meta[RECORD] = node
         return value
-
-    frame.nodes = [node for node in frame.nodes if node.kind != "input"]
-    return run_custom(graph, frame.module, bound_inputs, record)
 
 
 def _call_added_for(fx_node: fx.Node, frame: Frame) -> Node | None:

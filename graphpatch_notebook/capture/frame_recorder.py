@@ -225,17 +225,19 @@ class FrameRecorder:
     # -- inputs and output ---------------------------------------------------------------------------------------------
 
     def add_inputs(self, bound: dict[str, Any]) -> dict[str, Any]:
-        """Adds a node for each parameter of `forward`; returns the values to pass to `forward`."""
-        given = dict(bound)
+        """Adds a node for each parameter of `forward`; returns the values that `forward` gets in place of others."""
+        others: dict[str, Any] = {}
         for parameter in self.record.parameters:
             default = None if parameter.default is _EMPTY else parameter.default
             value = bound.get(parameter.name, default)
             node = Node.named("input", parameter.name, describe(value))
             self.record.nodes.append(node)
             if parameter.name in bound:
-                given[parameter.name] = self._own_sizes(value, node, ())
-                self.register(given[parameter.name], node)
-        return given
+                own = self._own_sizes(value, node, ())
+                if own is not value:
+                    others[parameter.name] = own
+                self.register(own, node)
+        return others
 
     def _own_sizes(self, value: Any, node: Node, dig: tuple[Key, ...]) -> Any:
         """Returns `value` with sizes that belong to this frame in place of those of the calling frame."""

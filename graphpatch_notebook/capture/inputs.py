@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,6 @@ from graphpatch_notebook.values import (
     TensorSpec,
     ValueSpec,
     is_same_plain,
-    key_text,
     readable_children,
     rebuilt,
 )
@@ -77,27 +76,6 @@ def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, 
         if parameter.kind in _VARIADIC and parameter.name not in bound:
             bound[parameter.name] = () if parameter.kind is inspect.Parameter.VAR_POSITIONAL else {}
     return bound
-
-
-def unbind(
-    signature: inspect.Signature, bound: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call with the values of `bound`, each by position or by keyword as in the call `args`, `kwargs`."""
-    new_args: list[Any] = []
-    new_kwargs: dict[str, Any] = {}
-    for name, parameter in signature.parameters.items():
-        if name not in bound:
-            continue
-        value = bound[name]
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            new_args.extend(value)
-        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            new_kwargs.update(value)
-        elif parameter.kind is inspect.Parameter.KEYWORD_ONLY or name in kwargs or not _fits(new_args, args, parameter):
-            new_kwargs[name] = value
-        else:
-            new_args.append(value)
-    return tuple(new_args), new_kwargs
 
 
 def given_input(parameters: list[InputParameter], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,10 +149,6 @@ def _named(parameters: list[InputParameter]) -> set[str]:
     return {p.name for p in parameters if p.kind not in _VARIADIC and p.kind is not positional_only}
 
 
-def _fits(new_args: list[Any], args: tuple[Any, ...], parameter: inspect.Parameter) -> bool:
-    return parameter.kind is inspect.Parameter.POSITIONAL_ONLY or len(new_args) < len(args)
-
-
 class UnknownInputError(Exception):
     """An input of the example was an object, which was not kept (caught inside the package)."""
 
@@ -233,9 +207,6 @@ def value_like(
 # -- example inputs ----------------------------------------------------------------------------------------------------
 
 
-_MOST_SEEN = 10_000
-
-
 class ExampleInputs:
     """References to the inputs of a call, such as the example inputs of a graph. Nothing is copied.
 
@@ -245,16 +216,10 @@ class ExampleInputs:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args = args
         self.kwargs = kwargs
-        # With the values, so that no other value gets the id of one of them.
-        self._before = self._look()
-
-    @property
-    def values(self) -> list[Any]:
-        """What they were made of: the arguments, and what containers and objects in them held."""
-        return [value for value, _ in self._before.values()]
+        self._before = self._contents()
 
     def change(self) -> str | None:
-        """Returns a description of what has changed since this object was made, or `None`.
+        """Returns what has changed since this object was made, or `None`.
 
         Seen are writes into tensors that torch counts (not those through `.data`, numpy, or into inference tensors),
         and what containers, and objects such as caches, hold.
@@ -266,62 +231,38 @@ class ExampleInputs:
             >>> inputs.change()
             >>> _ = x.add_(1)
             >>> inputs.change()
-            'argument 0 was written into'
+            'argument 0'
         """
-        now = self._look()
-        for where, (value, mark) in self._before.items():
-            if where not in now:
-                return f"{_text_of(where)} is gone"
-            value_now, mark_now = now[where]
-            if value is not value_now and isinstance(value, IMMUTABLE) and isinstance(value_now, IMMUTABLE):
-                if not is_same_plain(value, value_now):
-                    return f"{_text_of(where)} was {value!r}, and is {value_now!r}"
-            elif value is not value_now:
-                return f"{_text_of(where)} is another object"
-            elif mark != mark_now:
-                return f"{_text_of(where)} {_difference(mark, mark_now)}"
-        more = next((where for where in now if where not in self._before), None)
-        return None if more is None else f"{_text_of(more)} is new"
+        now = self._contents()
+        given = (*enumerate(self.args), *self.kwargs.items())
+        changed = (
+            name for (name, _), one, other in zip(given, self._before, now, strict=True) if not _is_same(one, other)
+        )
+        name = next(changed, None)
+        return f"argument {name}" if isinstance(name, int) else name
 
-    def _look(self) -> _Seen:
-        found: _Seen = {}
-        containers: set[int] = set()
+    def _contents(self) -> list[list[Any]]:
         with without_torch_functions():  # some subclasses have no shape otherwise: see `describe`
-            for name, value in (*enumerate(self.args), *self.kwargs.items()):
-                _add(found, (name,), value, containers)
-        return found
+            return [[*_contents(value, set())] for value in (*self.args, *self.kwargs.values())]
 
 
-_InputPlace: TypeAlias = "tuple[Any, ...]"
-"""The number or the name of an argument, and the keys into it."""
-
-_Seen: TypeAlias = "dict[_InputPlace, tuple[Any, Any]]"
-"""Values, and what a write into one of them changes, by place."""
-
-
-def _text_of(where: _InputPlace) -> str:
-    first = f"argument {where[0]}" if isinstance(where[0], int) else where[0]
-    return ".".join([first, *map(key_text, where[1:])])
-
-
-def _add(found: _Seen, where: _InputPlace, value: Any, containers: set[int]) -> None:
-    if len(found) == _MOST_SEEN:
-        return
+def _contents(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields the plain values, tensors and versions of tensors in a value, each container and object once."""
+    yield value
     if isinstance(value, Tensor):
-        found[where] = value, (version_of(value), value.shape, value.requires_grad)
-        return
-    found[where] = value, None
-    if isinstance(value, IMMUTABLE) or id(value) in containers:
-        return
-    containers.add(id(value))
-    inside = readable_children(value)
-    if inside is None and not callable(value):
-        inside = list(getattr(value, "__dict__", {}).items())
-    for key, child in inside or ():
-        _add(found, (*where, key), child, containers)
+        yield from (version_of(value), *value.shape, value.requires_grad)
+    elif not isinstance(value, IMMUTABLE) and id(value) not in seen:
+        seen.add(id(value))
+        inside = readable_children(value)
+        if inside is None and not callable(value):
+            inside = list(getattr(value, "__dict__", {}).items())
+        for key, child in inside or ():
+            yield key
+            yield from _contents(child, seen)
 
 
-def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
-    if before[1] != after[1]:
-        return f"had the shape {tuple(before[1])}, and has {tuple(after[1])}"
-    return "was written into" if before[0] != after[0] else "has another requires_grad than before"
+def _is_same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(
+        one is other or (isinstance(one, IMMUTABLE) and isinstance(other, IMMUTABLE) and is_same_plain(one, other))
+        for one, other in zip(before, now, strict=True)
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph
+from graphpatch_notebook.capture.custom_graphs import CustomRun, extracted_graph
 from graphpatch_notebook.capture.decompositions import (
     INNER_NODES,
     Decomposition,
@@ -23,7 +23,7 @@ from graphpatch_notebook.capture.decompositions import (
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
 from graphpatch_notebook.capture.held_values import AttributePaths, looking_at, still_used
-from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
+from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, with_input
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.bytecode import Assigned
 from graphpatch_notebook.capture.naming.call_sites import SiteTable, invoke
@@ -337,7 +337,7 @@ class Recorder(TorchFunctionMode):
             return invoke(forward, args, kwargs)  # the call itself is wrong: let `forward` say so
         frame.wants_ops = False
         record.opaque_reason = None  # the options may say to skip modules of this class: this one has a graph
-        return custom_frame_nodes(graph, record, bound)
+        return CustomRun(graph, record, bound).run(enable_io_processing=False)
 
     def _enter(
         self,
@@ -366,8 +366,8 @@ class Recorder(TorchFunctionMode):
         record.parameters = input_parameters(signature)
         bound = bind(signature, args, kwargs)
         if bound is not None:
-            bound = frame.add_inputs(bound)
-            args, kwargs = unbind(signature, bound, args, kwargs)
+            for name, value in frame.add_inputs(bound).items():
+                args, kwargs = with_input(record.parameters, name, value, args, kwargs)
         record.opaque_reason = self._reason_to_skip(module) or record.opaque_reason
         if record.opaque_reason is not None:
             frame.wants_ops = False

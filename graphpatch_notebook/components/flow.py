@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from graphpatch_notebook.capture.custom_graphs import run_custom
+from graphpatch_notebook.capture.custom_graphs import GraphRun
 from graphpatch_notebook.capture.inputs import inputs_of_call, passed_on
 from graphpatch_notebook.capture.records import (
     HELD_KINDS,
@@ -314,7 +314,7 @@ def called(frame: Frame, forward: Callable[..., Any], args: tuple[Any, ...], kwa
     if frame.custom_graph is None:
         return forward(*args, **kwargs)
     given = inputs_of_call(frame, args, kwargs)
-    return run_custom(frame.custom_graph, frame.module, given, lambda _, value: value)
+    return GraphRun(frame.module, frame.custom_graph, given).run(enable_io_processing=False)[0]
 
 
 def _references(value: Any, at: tuple[Key, ...]) -> Iterator[tuple[tuple[Key, ...], Ref]]:

@@ -18,12 +18,10 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import Doubt, Reason, listed_doubts
 from graphpatch_notebook.capture.custom_graphs import (
-    MODULE_GETS_TENSOR,
     custom_record,
     map_arguments,
-    output_problem,
+    problems_in,
     record_name,
-    reference_problem,
 )
 from graphpatch_notebook.capture.functions import SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.inputs import inputs_of_call, value_like
@@ -223,29 +221,22 @@ def _invalid(frame: Frame, why: str) -> GraphError:
 
 # -- whether it can run -----------------------------------------------------------------------------------------------
 
-_GRAPH_MODULE_GETS_TENSOR = "the graph module: graph_module.{} = tensor"
-
 
 def check_edited(graph: fx.Graph, frame: Frame, owner: Module, original_path: Callable[[str], str]) -> None:
     """Raises a `GraphError` if an edited graph cannot be written as code, or refers to something that does not exist.
 
     `owner` is its graph module, and `original_path` returns the path in the user's module for one in the graph.
     """
+
+    def is_known(node: fx.Node) -> bool:
+        record = node.meta.get(RECORD)
+        return node.op == "get_attr" and isinstance(record, Node) and original_path(str(node.target)) == record.target
+
     # Custom graphs run with the user's module, which must have the attributes that they refer to.
     is_custom = frame.custom_graph is not None
-    owner, put = (frame.module, MODULE_GETS_TENSOR) if is_custom else (owner, _GRAPH_MODULE_GETS_TENSOR)
-    nodes = [node for node in graph.nodes if not _reads_as_recorded(node, original_path)]
-    problems = [output_problem(graph, is_wrapped=is_custom)]
-    problems += [reference_problem(node, owner, frame.module, put) for node in nodes]
-    for problem in filter(None, problems):
-        where = format_path(frame.path) or "<root>"
-        raise GraphError(f"the graph of {where!r} ({type(frame.module).__name__}) {problem}")
-
-
-def _reads_as_recorded(node: fx.Node, original_path: Callable[[str], str]) -> bool:
-    """Whether a node reads what the module read, which may exist only during calls."""
-    record = node.meta.get(RECORD)
-    return node.op == "get_attr" and isinstance(record, Node) and original_path(str(node.target)) == record.target
+    owner = frame.module if is_custom else owner
+    for problem in problems_in(graph, owner, frame.module, is_wrapped=is_custom, is_known=is_known):
+        raise GraphError(f"the graph of {where(frame)} {problem}")
 
 
 # -- records of edited graphs ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture.custom_graphs import map_arguments
+from graphpatch_notebook.capture.custom_graphs import GraphRun
 from graphpatch_notebook.capture.inputs import signature_with
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, OpNode
 from graphpatch_notebook.errors import add_note, has_note
@@ -77,26 +77,17 @@ class GraphInterpreter:
             return snapshot.separated(self._graph_module(*args, **kwargs))
 
 
-class _FrameInterpreter(fx.Interpreter):
+class _FrameInterpreter(GraphRun):
     """Runs the graph of one frame."""
 
     def __init__(
         self, graph_module: CompiledGraphModule, bound: dict[str, Any], on_node: Callable[[str, Any], object] | None
     ) -> None:
-        super().__init__(graph_module, graph=graph_module.graph)
-        self.extra_traceback = False  # it would change the error's arguments
+        super().__init__(graph_module, graph_module.graph, bound)
         self._graph_module = graph_module
         self._node: fx.Node | None = None
         self._frame: Frame = graph_module.frame
-        self._bound = bound
         self._on_node = on_node
-        for node in self.graph.nodes:
-            if not node.users and node.op != "output":
-                self.user_to_last_uses.setdefault(node, []).append(node)
-
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Returns the value of an input."""
-        return self._bound[target.lstrip("*")]
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Calls a graph module. Graphs of files refer to some modules by names that only the user's module has."""
@@ -105,14 +96,6 @@ class _FrameInterpreter(fx.Interpreter):
         if isinstance(record, CallNode) and module is record.frame.module:
             module = self._graph_module.callee_of(record) or module
         return module(*args, **kwargs)
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of a node, in plain containers: those of fx cannot be changed."""
-
-        def lookup(leaf: Any) -> Any:
-            return self.env[leaf] if isinstance(leaf, fx.Node) else leaf
-
-        return map_arguments(n.args, lookup), map_arguments(n.kwargs, lookup)
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node; adds a note about it to an error that it raises."""

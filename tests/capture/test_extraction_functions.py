@@ -185,7 +185,7 @@ def unwrapped(module: nn.Module) -> fx.Graph:
         (renamed, r"for Scale \('0.scale'\) must have .* in their order: x, factor; it has y; write graph.placeholder"),
         (
             unwrapped,
-            r"for Scale \('0.scale'\) must wrap the output in a one-element tuple; it has an output of x; write",
+            r"for Scale \('0.scale'\) must have one output; it has an output of x",
         ),
         (lambda module: 3, r"for Scale \('0.scale'\) must return a torch.fx.Graph, not int"),
     ],

