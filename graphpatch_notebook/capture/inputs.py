@@ -233,13 +233,9 @@ class ExampleInputs:
             >>> inputs.change()
             'argument 0'
         """
-        now = self._contents()
-        given = (*enumerate(self.args), *self.kwargs.items())
-        changed = (
-            name for (name, _), one, other in zip(given, self._before, now, strict=True) if not _is_same(one, other)
-        )
-        name = next(changed, None)
-        return f"argument {name}" if isinstance(name, int) else name
+        names: list[str] = [*(f"argument {position}" for position in range(len(self.args))), *self.kwargs]
+        pairs = zip(names, self._before, self._contents(), strict=True)
+        return next((name for name, before, now in pairs if not _is_same(before, now)), None)
 
     def _contents(self) -> list[list[Any]]:
         with without_torch_functions():  # some subclasses have no shape otherwise: see `describe`
