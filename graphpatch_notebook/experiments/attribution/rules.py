@@ -152,12 +152,15 @@ class ElementwiseRoots:
 
     def of(self, value: Tensor) -> Root:
         """Returns the root of a value: the value itself, unless it was computed elementwise from a single one."""
-        known = self._by_id.get(id(value))
-        if known is not None and known.value is value:
+        known, of_base = self._known(value), self._known(base_of(value))
+        if known is not None:
             return known
-        base = base_of(value)
-        is_constant = not value.requires_grad or is_weight(value) or (base is not None and self.of(base).root is None)
+        is_constant = not value.requires_grad or is_weight(value) or (of_base is not None and of_base.root is None)
         return Root(value, None if is_constant else value, True)
+
+    def _known(self, value: Tensor | None) -> Root | None:
+        known = self._by_id.get(id(value))
+        return known if known is not None and known.value is value else None
 
     def pass_on(self, value: Tensor, result: Tensor) -> None:
         """Notes that a result is the same value in another form."""
@@ -171,7 +174,8 @@ class ElementwiseRoots:
         name = family_name(function)
         given = [part for arg in args for part in (arg if isinstance(arg, (tuple, list)) else [arg])]
         roots = [self.of(part) for part in given if isinstance(part, Tensor)]
-        self._by_id.pop(id(result), None)  # an operation in place returns what it is given
+        if is_in_place(function, args, {}):  # not for one that returns what it is given, unchanged
+            self._by_id.pop(id(result), None)
         varying = [root for root in roots if root.root is not None]
         is_constant = not varying and any(root.value.requires_grad for root in roots)
         is_power = name == "pow" and len(args) > 1 and _is_root(_exponent(function, args[1]))
@@ -365,6 +369,7 @@ class SecantRules(DerivativeRules, TorchFunctionMode):
         self._at = self._decided = 0
         self._seen: set[Any] = set()
         self._held: dict[int, list[Held]] = {}
+        self._weights: dict[int, Tensor] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -424,7 +429,7 @@ class SecantRules(DerivativeRules, TorchFunctionMode):
 
     def _is_replaced(self, call: PairedCall) -> bool:
         """Whether a call gets the derivative of its rule: it is kept in the clean run, and replaced in the other."""
-        if call.rule.is_multilinear and sum(not is_weight(x) for x in call.inputs) < 2:
+        if call.rule.is_multilinear and sum(not self._is_weight(x) for x in call.inputs) < 2:
             return False
         if self._is_recording:
             self._tape.append(call)
@@ -475,8 +480,14 @@ class SecantRules(DerivativeRules, TorchFunctionMode):
             self.fallbacks.setdefault(name, "it has no rule here, and the derivative of torch")
 
     def same_value(self, value: Tensor, result: Tensor) -> Tensor:
-        """Is given a value, and the same in another form."""
+        """Is given a value, and the same in another form: all of it, or what this process holds of it."""
+        if self._is_weight(value):
+            self._weights[id(result)] = result
         return result
+
+    def _is_weight(self, value: Tensor) -> bool:
+        known = (self._weights.get(id(each)) is each for each in (value, base_of(value)) if each is not None)
+        return is_weight(value) or any(known)
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
@@ -549,7 +560,7 @@ class RelPRules(SecantRules):
 
     def same_value(self, value: Tensor, result: Tensor) -> Tensor:
         self._roots.pass_on(value, result)
-        return result
+        return super().same_value(value, result)
 
 
 def _decisions(function: Callable[..., Any], args: Sequence[Any], result: Any) -> list[Tensor]:
