@@ -333,7 +333,7 @@ class NodePath:
     def _shape(self) -> torch.Size | tuple[Any, ...] | dict[str, Any] | None:
         """The recorded `torch.Size`; for a container a tuple or dict of these; `None` if it is not a tensor.
 
-        For a graph, a dict of the shapes of its children.
+        For a graph, a dict of the shapes of its children, which are also attributes.
         """
         shapes: torch.Size | tuple[Any, ...] | dict[str, Any] | None = _shapes(self.__location)
         return shapes
@@ -393,10 +393,19 @@ def _attribute(location: Location, name: str) -> Location:
 # Shapes
 
 
+class GraphShapes(dict[str, Any]):
+    """The shapes of the children of a graph, by their names; also as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"no {name!r}; there are {', '.join(self) or 'none'}")
+
+
 def _shapes(location: Location) -> Any:
     if location.graph is None:
         return _value_shapes(location.spec)
-    return {name: _shapes(location.below(name)) for name in location.children()}
+    return GraphShapes({name: _shapes(location.below(name)) for name in location.children()})
 
 
 def _value_shapes(spec: ValueSpec | None) -> torch.Size | tuple[Any, ...] | dict[str, Any] | None:

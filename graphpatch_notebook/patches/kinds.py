@@ -736,10 +736,22 @@ def problem_of_value(patch: Patch[Any], where: str, value: Any, error: Exception
     index, new = getattr(patch, "slice", None), getattr(patch, "value", None)
     part = "" if index is None else f", slice [{index_text(index)}]"
     given = "" if new is None else f", the patch's value is {shown_value(new)}"
-    hint = " (the patch's value must broadcast to it)" if isinstance(new, Tensor) else ""
+    why = str(error)
     if isinstance(new, Tensor) and new.device != value.device:
-        hint = f" (move the patch's value there: value.to({str(value.device)!r}))"
-    return f"{type(patch).__name__} on {where}: the value here is {shown_value(value)}{part}{given}: {error}{hint}"
+        why += f" (move the patch's value there: value.to({str(value.device)!r}))"
+    elif isinstance(new, Tensor) and not _broadcasts(new, value, index):
+        why = "the patch's value must broadcast to it"
+    return f"{type(patch).__name__} on {where}: the value here is {shown_value(value)}{part}{given}: {why}"
+
+
+def _broadcasts(new: Tensor, value: Tensor, index: TensorIndex) -> bool:
+    try:
+        torch.broadcast_shapes(new.shape, (value if index is None else value[index]).shape)
+    except RuntimeError:
+        return False
+    except (IndexError, TypeError, ValueError):  # the index is wrong, not the value
+        return True
+    return True
 
 
 def shown_value(value: Any) -> str:

@@ -135,7 +135,9 @@ def test_shapes_of_values_containers_and_graphs(graph):
     assert graph.linear_0.weight._shape == torch.Size([3, 2])
     assert graph.output._shape == (torch.Size([3, 3]), torch.Size([3, 3]))
     assert graph.output.sub_1._shape == torch.Size([3, 3])
-    assert graph.linear_0._shape["weight"] == graph._shape["linear_0"]["weight"] == torch.Size([3, 2])
+    assert graph.linear_0._shape["weight"] == graph._shape.linear_0.weight == torch.Size([3, 2])
+    with pytest.raises(AttributeError, match="no 'foo'"):
+        _ = graph._shape.foo
 
 
 def test_nested_shapes():
