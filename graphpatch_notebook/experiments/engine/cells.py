@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import PLAIN_VALUES
 from graphpatch_notebook.errors import ExperimentError, add_note
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, declares
@@ -194,12 +195,14 @@ class PatchCopies:
         return replace(cell, patches={str(path): self._copied(patches) for path, patches in cell.patches.items()})
 
     def _copied(self, value: Any) -> Any:
+        if type(value) in PLAIN_VALUES:
+            return value
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, Patch):
             if not _is_pure(value):  # such as a probe, which the user reads
                 return value
-            copied = copy.copy(value)
+            copied = object.__new__(type(value))
             vars(copied).update({name: self._copied(each) for name, each in vars(value).items()})
             return copied
         if type(value) in (list, tuple):

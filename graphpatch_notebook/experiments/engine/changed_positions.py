@@ -24,7 +24,7 @@ from graphpatch_notebook.patching import TensorCall
 _WHOLE = 0.8
 """If a larger fraction of positions has changed, all are computed: selecting them would cost more."""
 
-LEAST_OPERATIONS = {"cpu": 1e7, "other": 4e9}
+LEAST_OPERATIONS = {"cpu": 5e7, "other": 4e9}
 """A module that needs fewer operations for a forward computes all positions: to find those that changed costs more."""
 
 _FEWEST = 4
@@ -50,11 +50,14 @@ class ChangedPositions:
 
     Attributes:
         is_position_wise: Whether vectors do not meet in it; `None` before that is known.
+        only_last: Whether it is known that of its result only the last position is read; `None` if others may be. While
+            it is `False`, the last rows, which must come out as without patches, have wild numbers at others.
     """
 
     def __init__(self, module: Module, call: TensorCall) -> None:
         self._given, self._returned, self._keyword = call
         self._least = least_vectors(module, call.given)
+        self.only_last: bool | None = None
         self.is_position_wise = None if self._given.numel() >= _FEWEST * self._given.shape[-1] else False
 
     def __call__(self, forward: Callable[..., Any], apart: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +68,10 @@ class ChangedPositions:
         if self.is_position_wise is False or not self._is_like_given(value):
             return forward(*args, **kwargs)
         count = value.shape[0] // given.shape[0]
-        places = differing(value.view(count, *given.shape), given).flatten().nonzero().squeeze(1)
+        differs = differing(value.view(count, *given.shape), given)
+        if self.only_last is not None:
+            differs[..., :-1] = False
+        places = differs.flatten().nonzero().squeeze(1)
         changed = places.shape[0]
         if changed > _WHOLE * (value.numel() // value.shape[-1]):
             return forward(*args, **kwargs)
@@ -77,7 +83,15 @@ class ChangedPositions:
             if computed is None or computed.dtype != result.dtype:  # under another autocast
                 return forward(*args, **kwargs)
             result.flatten(0, -2).index_copy_(0, places, computed)
+        if self.only_last is False:
+            spoiled = result[-given.shape[0] :, ..., :-1, :]
+            spoiled.copy_(wild(spoiled))
         return result
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether there are several positions, along the last dimension but one."""
+        return self._given.dim() > 2 and self._given.shape[-2] > 1
 
     def _is_like_given(self, value: Any) -> bool:
         given = self._given

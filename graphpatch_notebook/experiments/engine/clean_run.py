@@ -32,7 +32,7 @@ from graphpatch_notebook.patching import (
 )
 from graphpatch_notebook.values import mapped
 
-_LOGITS, _CACHE = "logits_to_keep", "use_cache"
+LOGITS, _CACHE = "logits_to_keep", "use_cache"
 _EARLY = ("input", "parameter", "buffer", "attribute")
 
 
@@ -134,8 +134,8 @@ def trimmed_inputs(root: Frame, inputs: Inputs, targets: Iterable[Target]) -> li
     has_cache = any("past" in name or "cache" in name for name in given)
     without_cache: dict[str, Any] = {_CACHE: False} if _CACHE in free and not has_cache else {}
     found: list[dict[str, Any]] = [without_cache, {}] if without_cache else [{}]
-    if _LOGITS in free and "labels" not in given and not any(_is_late(root, target) for target in targets):
-        found.insert(0, {**without_cache, _LOGITS: 1})
+    if LOGITS in free and "labels" not in given and not any(_is_late(root, target) for target in targets):
+        found.insert(0, {**without_cache, LOGITS: 1})
     return [replace(inputs, kwargs={**inputs.kwargs, **extra}) for extra in found]
 
 
@@ -162,7 +162,7 @@ def reads_no_more(metric: Callable[[Any], Any], clean: CleanRun, is_same: Callab
     logits = getattr(output, "logits", None)
     try:
         value = metric(own_tensors(output))
-        if _LOGITS not in clean.inputs.kwargs:
+        if LOGITS not in clean.inputs.kwargs:
             return True
         if not isinstance(logits, Tensor) or logits.dim() != 3:
             return False

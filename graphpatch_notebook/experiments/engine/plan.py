@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.capture.records import HELD_KINDS
 from graphpatch_notebook.experiments.engine.changed_positions import ChangedPositions
-from graphpatch_notebook.experiments.engine.clean_run import CleanRun
+from graphpatch_notebook.experiments.engine.clean_run import LOGITS, CleanRun
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.rows import (
     BatchRows,
@@ -49,6 +50,9 @@ from graphpatch_notebook.patching import (
 from graphpatch_notebook.patching.sharding import sharding_of
 from graphpatch_notebook.torch_compat import has_global_hooks, is_any_compiled, may_compile
 from graphpatch_notebook.values import ABSENT, IMMUTABLE
+
+_LAST = 3
+"""Behind the last mixing of positions there are the projection of the attention, the MLP and the head."""
 
 _TOKENS = {"cpu": 512, "other": 8192}
 _MOST_ROWS = 64
@@ -80,17 +84,28 @@ class SharedPlan:
         clean: The run without patches.
         targets: The values that cells patch, by path.
         batch: The number of cells in one forward, at most, or `"auto"`.
+        count: The number of cells.
+        is_by_entry: Whether patches change each entry of a value by itself: then no patch reads other positions.
 
     Raises:
         CannotShareError: Cells cannot share forwards.
     """
 
-    def __init__(self, pg: PatchableGraph, clean: CleanRun, targets: Mapping[str, Target], batch: int | str) -> None:
+    def __init__(
+        self,
+        pg: PatchableGraph,
+        clean: CleanRun,
+        targets: Mapping[str, Target],
+        batch: int | str,
+        count: int,
+        *,
+        is_by_entry: bool,
+    ) -> None:
         if any(target.node.kind == "op" for target in targets.values()) and any(
             isinstance(module, FUSED_MODULES) for module in all_modules(captured(pg).module)
         ):
             raise CannotShareError("torch computes the model by other kernels where operations are patched")
-        self._pg, self._clean = pg, clean
+        self._pg, self._clean, self._count = pg, clean, count
         self._input_rows = input_rows(clean.inputs)
         self._batch = next(rows.size for rows in self._input_rows if rows is not None and rows.dim is not None)
         nodes = clean.tree.root.walk()
@@ -101,9 +116,19 @@ class SharedPlan:
         self._most = most_rows(clean.inputs, batch)
         if self._instead and batch == "auto":
             self._most = min(2 * self._most, _MOST_ROWS)
+        # Of the last modules of a language model, usually only the last position is read, if the metric reads no other.
+        self._last: list[ChangedPositions] = []
+        if is_by_entry and clean.inputs.kwargs.get(LOGITS) == 1:
+            inner = {below for node in self._instead for below in node.walk()[1:]}
+            outer = [node for node in nodes if node not in inner and (node in self._instead or _is_matrix(node.module))]
+            last = sorted(outer, key=lambda node: node.ended)[-_LAST:]
+            self._last = [own for node in last if (own := self._instead.get(node)) and own.has_positions]
+        for own in self._last:
+            own.only_last = False
         # What the first forward finds: where the rows are in the output, in patched values (without those that have
         # none), and in what frames return that need not be computed again.
-        self._output_rows: Layout | None = None
+        self._is_first = True
+        self._output_rows: Layout = ()
         self._rows: dict[str, BatchRows] = {}
         self._frames: dict[FrameNode, Layout] = {}
 
@@ -161,62 +186,84 @@ class SharedPlan:
         Raises:
             CannotShareError: It did not, or outputs have no rows.
         """
-        clean, is_first = self._clean, self._output_rows is None
-        count, tree = len(cells) + 2 * is_first, clean.tree
-        fresh = clean.inputs.fresh()
+        count = len(cells) + 2 * self._is_first
+        patches = self._patches(cells)
+        with self._pg.patch(patches).quiet() if self._is_first else self._pg.patch(patches):
+            output = self._forward(cells, count)
+            if self._is_first:
+                try:
+                    self._learn(output, count, patches)
+                except CannotShareError:
+                    if not self._last:
+                        raise
+                    for own in self._last:
+                        own.only_last = None
+                    self._last = []
+                    output = self._forward(cells, count)
+                    self._learn(output, count, patches)
+            yield parted(output, self._output_rows, count)[: len(cells)]
+
+    def _forward(self, cells: Sequence[Sequence[Entry]], count: int) -> Any:
+        tree, fresh = self._clean.tree, self._clean.inputs.fresh()
         args, kwargs = repeated((fresh.args, fresh.kwargs), self._input_rows, count)
-        replayable = () if is_first else tree.replayable(min(map(self._occurred, cells)), self._frames)
+        compared: set[FrameNode] = set()
+        if self._is_first and len(cells) < self._count:
+            compared = {node for node in tree.root.walk() if node.value is not ABSENT}
+        replayable = () if self._is_first else tree.replayable(min(map(self._occurred, cells)), self._frames)
         values = {frame: repeated(frame.value, self._frames[frame], count) for frame in replayable}
-        compared = [node for node in tree.root.walk() if node.value is not ABSENT] if is_first else []
-        replay = FrameReplay(
-            tree, values, self._instead, {*compared}, lambda node, output: self._compare(node, output, count)
-        )
-        patches = self._patches(cells, is_first=is_first)
-        with self._pg.patch(patches).quiet() if is_first else self._pg.patch(patches):
-            with frames_seen(replay, tree.modules_around((*values, *self._instead, *compared))):
-                output = self._pg(*args, **kwargs)
-            layout = self._output_rows
-            if layout is None:
-                layout = self._output_rows = layout_of_output(clean.output, output, count, self._batch)
-                self._rows = {path: patch.rows for path, patch in patches.items() if patch.rows}
-                self._instead = self._used()
-            yield parted(output, layout, count)[: len(cells)]
 
-    def _patches(self, cells: Sequence[Sequence[Entry]], *, is_first: bool) -> dict[Any, RowsPatch]:
-        """Returns one patch map for cells, each in its rows; for all paths in the first forward."""
-        marks = self._clean.marks
-        paths = dict.fromkeys(entry.target.path for entries in cells for entry in entries)
-        if is_first:
-            paths = dict.fromkeys(path for path, mark in marks.items() if mark.occurred < NEVER)
-        return {
-            path: RowsPatch(
-                [[entry for entry in entries if entry.target.path == path] for entries in cells],
-                marks[path].value,
-                None if is_first else self._rows[path],
-                self._batch,
-            )
-            for path in paths
-        }
+        def compare(node: FrameNode, output: Any) -> None:
+            with suppress(CannotShareError):  # else it is computed in each run
+                self._frames[node] = layout_of(node.value, output, count, self._batch)
 
-    def _compare(self, node: FrameNode, output: Any, count: int) -> None:
-        with suppress(CannotShareError):  # else it is computed in each run
-            self._frames[node] = layout_of(node.value, output, count, self._batch)
+        replay = FrameReplay(tree, values, self._instead, compared, compare)
+        with frames_seen(replay, tree.modules_around((*values, *self._instead, *compared))):
+            return self._pg(*args, **kwargs)
 
-    def _used(self) -> dict[FrameNode, ChangedPositions]:
-        """Returns the outermost position-wise frames, and those of which this is not known yet."""
+    def _learn(self, output: Any, count: int, patches: Mapping[str, RowsPatch]) -> None:
+        """Finds the rows in what the first forward returned.
+
+        Raises:
+            CannotShareError: There are none, or those without patches are not as they were.
+        """
+        self._output_rows = layout_of_output(self._clean.output, output, count, self._batch)
+        self._is_first = False
+        self._rows = {path: patch.rows for path, patch in patches.items() if patch.rows}
+        for own in self._last:
+            own.only_last = True
         found: dict[FrameNode, ChangedPositions] = {}
         frames = list(self._clean.tree.root.children.values())
-        while frames:
+        while frames:  # the outermost position-wise frames, and those of which this is not known yet
             node = frames.pop()
             own = self._instead.get(node)
             if own is not None and own.is_position_wise is not False:
                 found[node] = own
             if own is None or not own.is_position_wise:
                 frames += node.children.values()
-        return found
+        self._instead = found
+
+    def _patches(self, cells: Sequence[Sequence[Entry]]) -> dict[Any, RowsPatch]:
+        """Returns one patch map for cells, each in its rows; for all paths in the first forward."""
+        marks = self._clean.marks
+        paths = dict.fromkeys(entry.target.path for entries in cells for entry in entries)
+        if self._is_first:
+            paths = dict.fromkeys(path for path, mark in marks.items() if mark.occurred < NEVER)
+        return {
+            path: RowsPatch(
+                [[entry for entry in entries if entry.target.path == path] for entries in cells],
+                marks[path].value,
+                None if self._is_first else self._rows[path],
+                self._batch,
+            )
+            for path in paths
+        }
 
     def _occurred(self, entries: Sequence[Entry]) -> float:
         return min((self._clean.marks[entry.target.path].occurred for entry in entries), default=NEVER)
+
+
+def _is_matrix(module: Module | None) -> bool:
+    return module is not None and any(p is not None and p.dim() > 1 for p in module._parameters.values())
 
 
 def most_rows(inputs: Inputs, batch: int | str) -> int:

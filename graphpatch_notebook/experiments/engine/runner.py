@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.held_values import plain_tensors
+from graphpatch_notebook.capture.held_values import all_modules, plain_tensors
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, PatchCopies, is_pure, patches_in
 from graphpatch_notebook.experiments.engine.changed_positions import least_vectors
@@ -30,6 +30,7 @@ from graphpatch_notebook.experiments.engine.plan import SharedPlan, check_may_sh
 from graphpatch_notebook.experiments.engine.rows import CannotShareError
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import AddPatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.patching import Entry, FrameNode, own_tensors
 from graphpatch_notebook.patching.model_state import ModelSnapshot
 from graphpatch_notebook.warning_places import warn_each_time
@@ -41,6 +42,9 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 _COARSE = 3e-2
 
 _MOST_SHOWN = 10
+
+_BY_ENTRY = (ZeroPatch, AddPatch, ReplacePatch)
+"""These change each entry of a value by itself."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,10 @@ def _rounding_of(pg: PatchableGraph, output: Any) -> tuple[float, float]:
         for each in plain_tensors((output,))
         if each.layout is torch.strided and each.is_floating_point() and each.numel()
     ]
-    kinds = {each.dtype for each in (*tensors, *pg.parameters()) if each.is_floating_point()}
+    weights = [
+        each for one in all_modules(captured(pg).module) for each in one._parameters.values() if each is not None
+    ]
+    kinds = {each.dtype for each in (*tensors, *weights) if each.is_floating_point()}
     relative = max((_ROUNDING.get(kind, _COARSE) for kind in kinds), default=1e-9)
     largest = [number for each in tensors if math.isfinite(number := each.abs().max().item())]
     return relative, relative * max(largest, default=0.0)
@@ -290,7 +297,8 @@ class CellRunner:
             yield from ([self._alone(cell)] for cell in cells)
             return
         with self._request.modes():
-            plan = SharedPlan(self._pg, self.baseline.clean, self._targets, batch)
+            is_by_entry = all(type(patch) in _BY_ENTRY for cell in cells for patch in patches_in(cell.patches))
+            plan = SharedPlan(self._pg, self.baseline.clean, self._targets, batch, len(cells), is_by_entry=is_by_entry)
         # Rows that are only for checks must not have gradients, which may be infinite.
         first = [] if self._request.backward else plan.first(entries)
         try:
