@@ -235,10 +235,10 @@ class SharedPlan:
         frames = list(self._clean.tree.root.children.values())
         while frames:  # the outermost position-wise frames, and those of which this is not known yet
             node = frames.pop()
-            own = self._instead.get(node)
-            if own is not None and own.is_position_wise is not False:
-                found[node] = own
-            if own is None or not own.is_position_wise:
+            known = self._instead.get(node)
+            if known is not None and known.is_position_wise is not False:
+                found[node] = known
+            if known is None or not known.is_position_wise:
                 frames += node.children.values()
         self._instead = found
 
