@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
-    from graphpatch_notebook.notebook.display.circuit import CircuitView
-    from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
     from graphpatch_notebook.notebook.session.workspace import Workspace
     from graphpatch_notebook.notebook.views.attention import AttentionView
     from graphpatch_notebook.notebook.views.generation import GenerationView
     from graphpatch_notebook.notebook.views.lens import LensView
+    from graphpatch_notebook.notebook.views.results import CircuitView, ResultHeatmap
     from graphpatch_notebook.patchable_graph import PatchableGraph
 
 
@@ -289,12 +288,12 @@ def show_heatmap(
         >>> heatmap.selected = ("h_0", 1)  # what a click does
         selected ('h_0', 1)
     """
-    from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
+    from graphpatch_notebook.notebook.views.results import ResultHeatmap
 
     grid = grid_of(result, order=(rows, ...), tokens=tokens, **options)
     if pg is None:
         return ResultHeatmap(grid, title, is_upward=grid.is_upward(origin))
-    from graphpatch_notebook.notebook.views.result_view import LinkedHeatmap
+    from graphpatch_notebook.notebook.views.results import LinkedHeatmap
 
     workspace, _ = _for_view((), {})
     return LinkedHeatmap(result, grid, title, is_upward=grid.is_upward(origin), graph=pg, workspace=workspace)
@@ -368,7 +367,7 @@ def show_circuit(circuit: Circuit) -> CircuitView:
         >>> view.selected = "@embed"  # what a click does
         pinned @embed
     """
-    from graphpatch_notebook.notebook.display.circuit import CircuitView
+    from graphpatch_notebook.notebook.views.results import CircuitView
 
     return CircuitView(circuit)
 

@@ -20,7 +20,7 @@ from graphpatch_notebook.notebook.magics import cells
 from graphpatch_notebook.notebook.magics.cells import CellResults, CellTransformer, begin_cell, mark_cell
 
 if TYPE_CHECKING:
-    from graphpatch_notebook.notebook.completion.completion import PathCompleter
+    from graphpatch_notebook.notebook.completion import PathCompleter
     from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
 
 _NAME = "graphpatch"
@@ -51,7 +51,7 @@ class Extension:
 
     @functools.cached_property
     def _completer(self) -> PathCompleter:
-        from graphpatch_notebook.notebook.completion.completion import PathCompleter
+        from graphpatch_notebook.notebook.completion import PathCompleter
 
         proxy = weakref.proxy(self._reference())
         return PathCompleter(proxy, self._active, taken=self.magic.workspace.results.names_of_others)

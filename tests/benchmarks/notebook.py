@@ -22,9 +22,9 @@ from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import Location
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton, skeleton_of
-from graphpatch_notebook.notebook.browser.static_tree import static_tree
-from graphpatch_notebook.notebook.completion.completion import PathCompleter
-from graphpatch_notebook.notebook.search.search import NodeIndex, find, index_of
+from graphpatch_notebook.notebook.browser.widget import static_tree
+from graphpatch_notebook.notebook.completion import PathCompleter
+from graphpatch_notebook.notebook.search import NodeIndex, find, index_of
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph
 from graphpatch_notebook.patchable_graph import captured

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from graphpatch_notebook import GraphPatchWarning, PatchableGraph
 from graphpatch_notebook.errors import ChosenPatchError, ExportError, SessionError
-from graphpatch_notebook.notebook.export.patch_code import export
+from graphpatch_notebook.notebook.export import export
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session

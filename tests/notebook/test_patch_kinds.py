@@ -17,7 +17,7 @@ from torch import Tensor
 from graphpatch_notebook import Patch, ZeroPatch
 from graphpatch_notebook.errors import ChosenPatchError
 from graphpatch_notebook.notebook import PATCH_KINDS, PatchKind, PatchValue, register_patch_kind
-from graphpatch_notebook.notebook.export.patch_code import export
+from graphpatch_notebook.notebook.export import export
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch

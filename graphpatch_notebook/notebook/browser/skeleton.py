@@ -25,7 +25,7 @@ from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import Location
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse, resolve
 from graphpatch_notebook.inspection.tree import is_clutter, is_shown, plumbing, unused_modules, used_modules
-from graphpatch_notebook.notebook.display.labels import spec_label, visible
+from graphpatch_notebook.notebook.display.tables import spec_label, visible
 from graphpatch_notebook.notebook.messages import KINDS, ComponentRow, RowKind
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, parse_path

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -19,21 +20,37 @@ import traitlets
 from msgspec import Meta
 from torch import Tensor
 
-from graphpatch_notebook.errors import SessionError, UnknownPathError
-from graphpatch_notebook.inspection.node_path import Location, NodePath, location_of
-from graphpatch_notebook.notebook.browser.details import details
-from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, SIZE, Skeleton, skeleton_of
-from graphpatch_notebook.notebook.browser.static_tree import static_tree
-from graphpatch_notebook.notebook.display.circuit import picture_of, static_circuit
-from graphpatch_notebook.notebook.messages import ActivationRequest, Empty, JobRef, Natural
+from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, SourceLine
+from graphpatch_notebook.errors import GraphError, SessionError, UnknownPathError
+from graphpatch_notebook.graphs import CompiledGraphModule
+from graphpatch_notebook.inspection import data_flow
+from graphpatch_notebook.inspection.node_path import Location, NodePath, location_of, signature_line
+from graphpatch_notebook.inspection.resolution import is_patchable
+from graphpatch_notebook.inspection.tree import Row, TreeEntry, opened
+from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, PATCHABLE, SIZE, Skeleton, skeleton_of
+from graphpatch_notebook.notebook.display.tables import escaped, file_label, visible
+from graphpatch_notebook.notebook.messages import ActivationRequest, Details, Empty, JobRef, Link, Natural, Source
 from graphpatch_notebook.notebook.run.runs import RunResult
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.session.workspace import Workspace, counted
 from graphpatch_notebook.notebook.views.linked import LinkedView, session_for_view
 from graphpatch_notebook.notebook.views.requests import Answer, Handlers, RequestContext, interrupt_job, job_status
+from graphpatch_notebook.notebook.views.results import picture_of, static_circuit
 from graphpatch_notebook.notebook.views.selection import item_of
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    ScalarSpec,
+    TensorSpec,
+    UnknownSpec,
+    ValueSpec,
+    dtype_name,
+    key_text,
+    leaves,
+)
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -425,3 +442,282 @@ def packed_scores(scores: Mapping[str, float], skeleton: Skeleton) -> bytes:
         if (row := skeleton.find(path)) is not None:
             column[row] = number
     return struct.pack(f"<{len(column)}f", *column)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The tree as static HTML, which a saved notebook, nbconvert or GitHub shows in place of the browser
+
+
+MOST_BYTES = 30_000
+_MOST_LINES = 160
+_MOST_PATCHES = 100
+
+
+def static_tree(title: str, entry: TreeEntry, patches: Sequence[ChosenPatch] = ()) -> str:
+    """Returns the HTML, of at most about `MOST_BYTES`; all text is escaped.
+
+    Example:
+        >>> print(static_tree("pg: ReLU", TreeEntry("<root>", "", "graph")))
+        <p><strong>pg: ReLU</strong> (a picture of the tree; to browse it, run the cell)</p>
+        <p>No patch is chosen.</p>
+        <ul>
+        <li><code>&lt;root&gt;</code></li>
+        </ul>
+    """
+    most = _MOST_LINES
+    while True:
+        lines = [
+            f"<p><strong>{escaped(title)}</strong> (a picture of the tree; to browse it, run the cell)</p>",
+            *_patch_lines(patches, min(most, _MOST_PATCHES)),
+            *("<ul>", *_tree_lines(opened(entry, most), is_open=True), "</ul>"),
+        ]
+        text = "\n".join(lines)
+        if len(text.encode()) <= MOST_BYTES or most < 4:
+            return text
+        most = most * 2 // 3
+
+
+def _patch_lines(patches: Sequence[ChosenPatch], most: int) -> Iterator[str]:
+    if not patches:
+        yield "<p>No patch is chosen.</p>"
+        return
+    yield f"<p>{counted(len(patches))} chosen:</p>\n<ul>"
+    for patch in patches[:most]:
+        yield f"<li><code>{escaped(f'#{patch.number} {patch}')}</code>{'' if patch.is_enabled else ' (off)'}</li>"
+    if len(patches) > most:
+        yield f"<li>… {len(patches) - most} more</li>"
+    yield "</ul>"
+
+
+def _tree_lines(row: Row, *, is_open: bool = False) -> Iterator[str]:
+    if row.run:
+        yield f"<li><em>{escaped(row.note)}</em></li>"
+        return
+    text = f"<code>{escaped(row.entry.name)}</code>"
+    label = f": {escaped(row.entry.label)}" if row.entry.label else ""
+    if not row.rows:
+        yield f"<li>{text}{label}{escaped(row.note)}</li>"
+        return
+    yield f"<li><details{' open' * is_open}><summary>{text}{label}{escaped(row.note)}</summary>\n<ul>"
+    for child in row.rows:
+        yield from _tree_lines(child)
+    yield "</ul>\n</details></li>"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The details of a row for the popup: notes, code, source lines, and the inputs and users of the value
+
+
+_MOST_CODE_LINES = 2_000
+
+
+def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> Details:
+    """Returns the details of a row. Does not run the model.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
+        >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
+        >>> found = details(pg, skeleton_of(pg), 2)
+        >>> found.path, found.code, found.users
+        ('relu', 'relu = torch.nn.functional.relu(input_1, inplace = False)', [Link(row=3, text='output')])
+    """
+    if not 0 <= row < len(skeleton):
+        raise SessionError(f"unknown row {row}: the tree has {len(skeleton):,}; show the graph again")
+    place = skeleton.place(row)
+    if place is None:
+        return _of_unused(skeleton, row)
+    spec = place.spec if isinstance(place.spec, TensorSpec) else None
+    return Details(
+        row,
+        place.path,
+        skeleton.kind(row),
+        list(_notes(place, skeleton, row)),
+        None if spec is None else list(spec.shape),
+        None if spec is None else dtype_name(spec.dtype),
+        None if spec is None else str(spec.device),
+        _code(pg, place),
+        [_source(line) for line in _source_lines(place)],
+        list(_links(data_flow.sources(place), place, skeleton)),
+        list(_links(data_flow.users(place), place, skeleton)),
+    )
+
+
+def _of_unused(skeleton: Skeleton, row: int) -> Details:
+    above = skeleton.path(skeleton.parent(row) or 0)
+    note = (
+        f"{skeleton.op(row)}: the run on the example inputs did not call this module of {above or 'the model'}, so it "
+        "does not have a graph; if its parameters were used, they are nodes of the graph that used them"
+    )
+    return Details(row, ".".join(filter(None, (above, skeleton.name(row)))), "unused", [note])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Notes
+
+
+def _notes(place: Location, skeleton: Skeleton, row: int) -> Iterator[str]:
+    notes: list[str | None] = []
+    if place.graph is not None:
+        notes = _notes_of_graph(place.graph)
+    elif place.node is not None:
+        notes = [_what(place, place.node), skeleton.note(row), *_notes_of_value(place, place.node, skeleton, row)]
+    yield from (visible(note) for note in notes if note)
+
+
+def _notes_of_graph(frame: Frame) -> list[str | None]:
+    call, reason = frame.call, frame.opaque_reason
+    is_repeated = call is not None and call.call_count > 1
+    times = f", called {call.call_count} times; this is call {call.call_index + 1}" if call and is_repeated else ""
+    runs = "this graph was edited: it runs" if frame.is_edited else "this graph runs"
+    return [
+        f"the graph of {type(frame.module).__name__}{times}",
+        None if reason is None else f"opaque: {reason}; its inputs, its output and what it calls can be patched",
+        frame.custom_failure,
+        f"{runs} in place of the module" if frame.is_edited or frame.custom_graph is not None else None,
+        "captured in train mode" if frame.conditions.training else None,
+        *map(str, frame.doubts),
+    ]
+
+
+def _what(place: Location, node: Node) -> str:
+    owner = type(place.frame.module).__name__
+    if place.dig:
+        words = node.spec.type.__name__ if isinstance(node.spec, ContainerSpec) else str(node.spec)
+        return f"a value in the {words} that {format_path(place.names)} holds"
+    match node.kind:
+        case "op":
+            call = node.composite
+            opened = "" if call is None else f", a step of {call.name}" + ", which it opens" * call.is_fused
+            return f"what {node.op} returned{opened}" if node.whole is node else f"a part of what {node.op} returned"
+        case "output":
+            return f"what {owner} returned"
+        case "constant":
+            return f"a constant in the code of {owner}"
+        case "input" | "parameter" | "buffer" | "attribute":
+            return f"the {node.kind} {node.target} of {owner}"
+    return f"the {node.kind} {node.op} of {owner}"
+
+
+def _notes_of_value(place: Location, node: Node, skeleton: Skeleton, row: int) -> list[str | None]:
+    spec = place.spec
+    has_tensors = any(isinstance(leaf, TensorSpec) for _, leaf in leaves(node.spec))
+    why = "the code unpacks it" if has_tensors else "it only carries sizes"
+    is_number = isinstance(spec, ScalarSpec) and spec.is_number
+    placement = spec.placement if isinstance(spec, TensorSpec) else ""
+    return [
+        f"its value was {spec.value!r}" if isinstance(spec, ScalarSpec) and is_number else None,
+        f"{why}: hidden from the tree, unless it is asked for" if node.is_size else None,
+        _why_not_patchable(spec, node, bool(skeleton.flags(row) & PATCHABLE)),
+        f"over the processes of the model: {placement}; its shape is that of the whole value" if placement else None,
+        "the model writes into this tensor later, which overwrites the changes of a patch there"
+        if node.is_mutated_later
+        else None,
+        "it is a view that the model writes into later: a patch detaches it from its base tensor"
+        if node.is_view_filled_later
+        else None,
+    ]
+
+
+def _why_not_patchable(spec: ValueSpec | None, node: Node, can_be_patched: bool) -> str | None:
+    if not is_patchable(node) and node.kind != "constant":
+        return "it cannot be patched: arithmetic on sizes happens in plain Python, where a patch cannot see it"
+    if isinstance(spec, ContainerSpec):
+        return f"a container ({spec}): patch the values in it"
+    if not can_be_patched:
+        what = "None" if str(spec) == "NoneType" else f"an object ({spec})"
+        what = "a constant" if node.kind == "constant" else f"neither a tensor nor a number but {what}"
+        return f"it cannot be patched: it is {what}"
+    is_new = isinstance(spec, UnknownSpec)
+    return "its value is not known yet: it was added to the graph and has not run" if is_new else None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Code
+
+
+def _code(pg: PatchableGraph, place: Location) -> str:
+    modules, frame = captured(pg).hierarchy.modules(), place.graph or place.frame
+    for module in modules:
+        if isinstance(module, CompiledGraphModule) and module.frame is frame:
+            try:
+                return _beginning(module) if place.graph is not None else _line_of(module, place)
+            except GraphError as error:
+                return f"# {error}"
+    return ""
+
+
+def _beginning(module: CompiledGraphModule) -> str:
+    """Returns the code of a graph, cut off after `_MOST_CODE_LINES` lines, since long code is slow to display."""
+    lines = module.code.strip("\n").splitlines()
+    more = len(lines) - _MOST_CODE_LINES
+    if more <= 0:
+        return "\n".join(lines)
+    where = ".".join(filter(None, ("pg.graph", module.path, "_code")))
+    return "\n".join([*lines[:_MOST_CODE_LINES], f"# ... {more:,} more lines: {where}"])
+
+
+def _line_of(module: CompiledGraphModule, place: Location) -> str:
+    """Returns the line of the code of a graph that computes the value of a node."""
+    node, lines = place.node, module.code.strip("\n").splitlines()
+    assert node is not None  # only the root graph does not have a node
+    if node.kind == "input":
+        return lines[0].strip()
+    if node.kind == "output":
+        return next((line.strip() for line in reversed(lines) if line.strip().startswith("return")), "")
+    names = {n.name for n in module.graph.nodes if n.meta.get(RECORD) is node} or {node.name}
+    makes = re.compile(rf"\s*(?:.*;  )?({'|'.join(map(re.escape, names))})(?: : [^=]+)? = ")
+    # After two spaces, fx deletes values.
+    return next((re.sub(r";  [\w\s=]+ = None$", "", line).strip() for line in lines if makes.match(line)), "")
+
+
+def _source_lines(place: Location) -> list[SourceLine]:
+    node = place.node
+    if node is None:
+        return []
+    if node.site is not None:
+        return node.site.source_lines()
+    line = signature_line(place.frame.module) if node.kind in ("input", "output") else None
+    return [line] if line is not None else []
+
+
+def _source(line: SourceLine) -> Source:
+    label = file_label(line.file)
+    is_cell = label == "cell" or label.startswith("In[")
+    return Source(visible(label if is_cell else line.file), line.line, visible(line.function), line.text)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Links
+
+
+def _links(refs: list[Ref], place: Location, skeleton: Skeleton) -> Iterator[Link]:
+    """Yields a link for each value with a row, without duplicates."""
+    here = format_path(place.frame.path)
+    seen: set[int] = set()
+    for ref in refs:
+        row = _row(ref, skeleton)
+        if row is not None and row not in seen:
+            seen.add(row)
+            path = skeleton.path(row)
+            # As seen from the graph; the whole path if it is outside of the graph.
+            yield Link(row, path.removeprefix(f"{here}.") if here else path)
+
+
+def _row(ref: Ref, skeleton: Skeleton) -> int | None:
+    """Returns the row of a value; for the result of a call, the output of its graph."""
+    node = ref.node
+    if isinstance(node, CallNode):
+        node = node.frame.output_node
+    row = skeleton.row_of_node(node)
+    spec = node.spec
+    for key in ref.dig:
+        if row is None or not isinstance(spec, ContainerSpec):
+            break
+        found = next((child for _, other, child in spec.children if other == key), None)
+        text = format_path([key_text(key)])
+        inside = next((child for child in skeleton.children(row) if skeleton.name(child) == text), None)
+        if found is None or inside is None:
+            break
+        row, spec = inside, found
+    return row

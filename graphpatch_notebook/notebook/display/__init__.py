@@ -1,8 +1,6 @@
-"""What notebooks display, except for the tree: each kind of output as a module.
+"""What notebooks display, except for the tree and the views.
 
-`labels` returns short texts for values, ops and source lines, which `tables` arranges as text or HTML. `progress` shows
-a progress bar during long operations. `statistics` and `tokens` compute what is shown for an activation: summary
-statistics, token labels, and the most probable next tokens. `displayed_widget` is the base class of all widgets and
-sends the bundled front end, which also draws what a notebook has saved, without a kernel; where no script may run, its
-HTML is shown. `heatmap` is the widget for results of experiments, and `circuit` the one for circuits.
+`tables` as text or HTML, with short labels of values, ops and source lines; a line of `progress`;
+`tokens` as text. `displayed_widget` is the base class of all widgets and sends the bundled front end, which also draws
+what a notebook has saved, without a kernel; elsewhere, its HTML is shown.
 """

@@ -32,7 +32,7 @@ from ipywidgets.embed import dependency_state, embed_data
 
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.interrupts import whole_file
-from graphpatch_notebook.notebook.display.labels import escaped
+from graphpatch_notebook.notebook.display.tables import escaped
 
 # These functions have no types.
 _display: Callable[..., Any] = display

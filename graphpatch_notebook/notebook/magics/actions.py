@@ -28,9 +28,8 @@ from graphpatch_notebook.errors import (
 )
 from graphpatch_notebook.inspection.node_path import CodeText, Location, NodePath, location_of
 from graphpatch_notebook.inspection.resolution import Unresolvable, graph_class, resolve
-from graphpatch_notebook.notebook.display.labels import op_label, spec_label, visible
 from graphpatch_notebook.notebook.display.progress import capture_progress
-from graphpatch_notebook.notebook.display.tables import Column, Table
+from graphpatch_notebook.notebook.display.tables import Column, Table, op_label, spec_label, visible
 from graphpatch_notebook.notebook.magics.command_line import TypedPath, one_line, unquoted
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, unknown_names
@@ -43,8 +42,8 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.paths import nearest, parse_path
 
 if TYPE_CHECKING:
-    from graphpatch_notebook.notebook.export.patch_code import SourceCode
-    from graphpatch_notebook.notebook.search.search import FoundNodes
+    from graphpatch_notebook.notebook.export import SourceCode
+    from graphpatch_notebook.notebook.search import FoundNodes
 
 # --------------------------------------------------------------------------------------------------------------------
 # Graphs
@@ -224,7 +223,7 @@ MARK = "# Written by %graphpatch export, sha256 "
 
 def export(workspace: Workspace, args: Namespace) -> SourceCode | None:
     """Returns the chosen patches as Python code. With a target, writes the code there instead, and returns `None`."""
-    from graphpatch_notebook.notebook.export import patch_code
+    from graphpatch_notebook.notebook import export as patch_code
 
     session, target, namespace = workspace.current().session, args.o, workspace.namespace
     is_variable = target is not None and target.isidentifier()
@@ -387,7 +386,7 @@ def _opened(
 
 def find(workspace: Workspace, args: Namespace) -> FoundNodes:
     """Returns a table of the nodes that match a query."""
-    from graphpatch_notebook.notebook.search import search
+    from graphpatch_notebook.notebook import search
 
     active = workspace.current()
     try:

@@ -23,7 +23,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchWarning, SessionError, StaleEditError
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve
-from graphpatch_notebook.notebook.display.labels import visible
+from graphpatch_notebook.notebook.display.tables import visible
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
 from graphpatch_notebook.notebook.session.expressions import Origin, sliced_shape
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.notebook.search.search import index_of
+from graphpatch_notebook.notebook.search import index_of
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import written_arguments
 from graphpatch_notebook.notebook.session.session import Session, session_of

@@ -19,13 +19,12 @@ from graphpatch_notebook.errors import ExperimentError, SessionError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.grids import tick_text
-from graphpatch_notebook.notebook.display.labels import escaped
+from graphpatch_notebook.notebook.display.tables import escaped
 from graphpatch_notebook.notebook.display.tokens import token_text
 from graphpatch_notebook.notebook.messages import GenerationRequest
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.computed import ComputedView, Patches
-from graphpatch_notebook.notebook.views.linked import inputs_of_view, session_for_view
+from graphpatch_notebook.notebook.views.linked import ComputedView, Patches, inputs_of_view, session_for_view
 from graphpatch_notebook.notebook.views.requests import Answer, Handlers, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch

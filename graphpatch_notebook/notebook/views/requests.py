@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, StaleEditError
-from graphpatch_notebook.notebook.export.patch_code import export
+from graphpatch_notebook.notebook.export import export
 from graphpatch_notebook.notebook.messages import (
     REQUESTS,
     ActEdit,

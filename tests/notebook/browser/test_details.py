@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from graphpatch_notebook import ExtractionOptions, PatchableGraph
 from graphpatch_notebook.distributed.sharding import note_placements
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.notebook.browser.details import details
 from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
+from graphpatch_notebook.notebook.browser.widget import details
 from tests.laws.captures import some_cases
 from tests.notebook.hostile import hostile_graph
 from tests.zoo.case import Case, seed_all

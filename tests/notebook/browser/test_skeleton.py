@@ -27,7 +27,7 @@ from graphpatch_notebook.notebook.browser.skeleton import (
     Skeleton,
     skeleton_of,
 )
-from graphpatch_notebook.notebook.display.labels import spec_label
+from graphpatch_notebook.notebook.display.tables import spec_label
 from graphpatch_notebook.patchable_graph import captured
 from tests.frames import layered_frame
 from tests.laws.captures import some_cases

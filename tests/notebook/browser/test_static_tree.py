@@ -11,7 +11,7 @@ from torch import nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.inspection.node_path import Location
-from graphpatch_notebook.notebook.browser.static_tree import MOST_BYTES, static_tree
+from graphpatch_notebook.notebook.browser.widget import MOST_BYTES, static_tree
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.paths import format_segment
 from tests.frames import layered_frame

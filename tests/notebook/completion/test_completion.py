@@ -19,7 +19,7 @@ from IPython.core.completer import CompletionContext, provisionalcompleter, rect
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.inspection.node_path import Location, is_child
 from graphpatch_notebook.inspection.resolution import resolve
-from graphpatch_notebook.notebook.completion.completion import PathCompleter, next_segments
+from graphpatch_notebook.notebook.completion import PathCompleter, next_segments
 from graphpatch_notebook.notebook.magics.commands import commands
 from tests.notebook.hostile import KEYS, hostile_graph
 from tests.notebook.shells import Shell

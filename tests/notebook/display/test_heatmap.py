@@ -18,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import show_heatmap
-from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
+from graphpatch_notebook.notebook.views.results import MOST_BYTES
 from tests.notebook.browser.test_static_tree import read
 from tests.notebook.browser.test_widget import WIDGET_VIEW, Line, outputs_and_saved_widget
 

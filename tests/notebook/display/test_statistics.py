@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphpatch_notebook.notebook.display import statistics
-from graphpatch_notebook.notebook.display.statistics import finite_pieces, norm, readable, statistics_of
+from graphpatch_notebook.notebook.run import run_report as statistics
+from graphpatch_notebook.notebook.run.run_report import finite_pieces, norm, readable, statistics_of
 
 # Of all sizes, whole ones, NaN and infinite ones among them.
 

@@ -12,9 +12,8 @@ import pytest
 from IPython.lib.pretty import pretty
 
 from graphpatch_notebook.inspection.tree import CSS_STYLES
-from graphpatch_notebook.notebook.display.labels import visible
-from graphpatch_notebook.notebook.display.tables import Column, Table
-from graphpatch_notebook.notebook.export.patch_code import SourceCode
+from graphpatch_notebook.notebook.display.tables import Column, Table, visible
+from graphpatch_notebook.notebook.export import SourceCode
 from tests.notebook.hostile import KEYS
 
 pytestmark = pytest.mark.hosts

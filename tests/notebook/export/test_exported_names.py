@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.export.patch_code import export
+from graphpatch_notebook.notebook.export import export
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session

@@ -11,14 +11,14 @@ import sys
 
 import pytest
 
-from graphpatch_notebook.notebook.export.patch_code import SourceCode
+from graphpatch_notebook.notebook.export import SourceCode
 from tests.notebook.shells import Shell
 
 pytestmark = pytest.mark.hosts
 
 TEXT = 'from graphpatch import ZeroPatch\n\n# <script>alert("&")</script>\nx = {"a": 1.5}\nif x:\n    print(f\'{x}\')\n'
 CODE = SourceCode(TEXT)
-SHOW = f"from graphpatch_notebook.notebook.export.patch_code import SourceCode as S; display(S({TEXT!r}))"
+SHOW = f"from graphpatch_notebook.notebook.export import SourceCode as S; display(S({TEXT!r}))"
 
 
 def test_it_is_a_text() -> None:

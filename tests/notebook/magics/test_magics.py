@@ -12,7 +12,7 @@ import torch
 from graphpatch_notebook import AddPatch, PatchableGraph, ZeroPatch
 from graphpatch_notebook.notebook.magics.actions import parsed_assignment
 from graphpatch_notebook.notebook.magics.commands import commands
-from graphpatch_notebook.notebook.search.search import KEYS, STATES, parse_query
+from graphpatch_notebook.notebook.search import KEYS, STATES, parse_query
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import session_of

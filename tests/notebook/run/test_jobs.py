@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
+from graphpatch_notebook.notebook.run.model_calls import Job, ThreadSettings
 
 
 def words(error: BaseException) -> str:
@@ -117,7 +117,7 @@ def test_interrupts_at_any_moment_leave_no_other_trace(delay: float) -> None:
 
 PROFILED = """
 import cProfile, time
-from graphpatch_notebook.notebook.run.jobs import Job
+from graphpatch_notebook.notebook.run.model_calls import Job
 
 def work(job):
     return job.interruptibly(lambda: [time.sleep(0.001) for _ in range(1000)] and 1)

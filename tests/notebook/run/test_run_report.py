@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphpatch_notebook.notebook.display import statistics
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, next_tokens, token_text
+from graphpatch_notebook.notebook.run import run_report as statistics
 from graphpatch_notebook.notebook.run.run_report import changes
 from graphpatch_notebook.notebook.session.expressions import parse_slice
 from graphpatch_notebook.patching import TokenDims

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError
-from graphpatch_notebook.notebook.display.statistics import readable
-from graphpatch_notebook.notebook.run import value_plots
-from graphpatch_notebook.notebook.run.value_plots import Plane, picture
+from graphpatch_notebook.notebook.run import run_report as value_plots
+from graphpatch_notebook.notebook.run.run_report import Plane, picture, readable
 
 SIDE = 10
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphpatch_notebook import ExtractionOptions, NodeMeta, PatchableGraph
-from graphpatch_notebook.notebook.search.search import find, index_of
+from graphpatch_notebook.notebook.search import find, index_of
 from tests.notebook.hostile import hostile_graph
 
 graph = cache(hostile_graph)

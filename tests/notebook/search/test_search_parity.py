@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
-from graphpatch_notebook.notebook.search.search import find
+from graphpatch_notebook.notebook.search import find
 from tests.notebook.hostile import hostile_graph
 
 FIXTURE = Path(__file__).parents[3] / "js" / "tests" / "fixtures" / "queries.json"

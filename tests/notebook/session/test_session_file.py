@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError, UntrustedValueError
-from graphpatch_notebook.notebook.export.patch_code import export
+from graphpatch_notebook.notebook.export import export
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import Origin

@@ -9,18 +9,30 @@ a plain table without script, style sheet or style attribute; the live widget hi
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import traitlets
 
+from graphpatch_notebook.components import Components
+from graphpatch_notebook.components.names import is_component_name, parse_name
+from graphpatch_notebook.experiments.circuits.circuit import NODE_HEIGHT, READABLE, Circuit, lay_out, summary_of
 from graphpatch_notebook.experiments.grids import FloatArray, Grid, Scale, Side, shown_labels, tick_text
+from graphpatch_notebook.experiments.results import component_of
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
-from graphpatch_notebook.notebook.display.labels import escaped
-from graphpatch_notebook.notebook.messages import Natural
+from graphpatch_notebook.notebook.display.tables import escaped
+from graphpatch_notebook.notebook.messages import Item, Natural
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.linked import LinkedView, session_for_view
+from graphpatch_notebook.notebook.views.selection import item_of
+from graphpatch_notebook.patchable_graph import PatchableGraph
+
+if TYPE_CHECKING:
+    from xarray import DataArray
 
 
 class ResultHeatmap(DisplayedWidget):
@@ -294,3 +306,248 @@ def _list(grid: Grid) -> Iterator[str]:
 def _place(side: Side, index: int) -> str:
     value = f"{side.name} {side.values[index]}"
     return f"{value} ({tick_text(side.labels[index], is_token=True)})" if side.is_tokens else value
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The heatmap of a result that takes part in the selection of a graph: a cell is a layer, a head, a position
+
+
+_NUMBERS = ("layer", "head", "position", "key")
+
+
+class LinkedHeatmap(ResultHeatmap, LinkedView):
+    """A heatmap whose cells are items of the selection of a graph, with the actions of its views."""
+
+    cell_items = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+
+    VIEW: ClassVar[str] = "result"
+    FRONT_END: ClassVar[Mapping[str, Any]] = {**LinkedView.FRONT_END, **ResultHeatmap.FRONT_END}
+
+    def __init__(
+        self,
+        result: DataArray,
+        grid: Grid,
+        title: str | None = None,
+        *,
+        is_upward: bool = True,
+        graph: PatchableGraph,
+        workspace: Workspace,
+    ) -> None:
+        self._keep(grid, title, is_upward=is_upward)
+        session, _ = session_for_view(graph, workspace)
+        components = graph.components
+        paths = {component.path: name for name, component in components.items() if not component.index}
+        rows, columns = (_items(side, paths, result, components) for side in self._sides)
+        block = self._cells.block
+        shown = {
+            "rows": rows[:: -1 if is_upward else 1] if rows and block[0] == 1 else None,
+            "columns": columns if block[1] == 1 else None,
+            "all": _of_all_cells(result, components),
+        }
+        self.set_trait("cell_items", shown)
+        LinkedView.__init__(self, graph, session, workspace)
+
+
+def _of_all_cells(result: DataArray, components: Components) -> Item:
+    """Returns what all cells select: the component, with `*` for numbers, and the numbers that were chosen before."""
+    chosen = {name: _chosen(result, name) for name in _NUMBERS}
+    numbers = {name: value for name, value in chosen.items() if _is_number(value)}
+    name = None if "component" in result.dims else _component(result, components, _chosen(result, "component"))
+    return item_of(name, **numbers)
+
+
+def _chosen(result: DataArray, name: str) -> Any:
+    """Returns what was chosen along a dimension that the result had: `result.sel(component="mlp_out")`."""
+    return result.coords[name].item() if name in result.coords and result.coords[name].ndim == 0 else None
+
+
+def _component(result: DataArray, components: Components, label: Any) -> str | None:
+    """Returns the component that cells are of, with `*` for numbers; `None` if that is not known."""
+    found = component_of(result, label)
+    if found is None:
+        # Users name their axes so, too: a cell of a layer and a head is that head's output.
+        is_of_heads = {*result.dims} == {"layer", "head"} and "layers[0].attn.z" in components
+        return "layers[*].attn.heads[*].z" if is_of_heads else None
+    name = parse_name(found)
+    if name.axis is None and "head" in {*result.dims, *result.coords} and "attn" in name.words:
+        name = replace(name, words=(*name.words[:-1], "heads", name.words[-1]), members=slice(None))
+    expert = _chosen(result, "expert")
+    return str(name if expert is None else replace(name, members=expert))
+
+
+def _items(side: Side, paths: Mapping[str, str], result: DataArray, components: Components) -> list[Item] | None:
+    """Returns what each row or column selects; `None` if that is nothing."""
+    if side.name in _NUMBERS and all(map(_is_number, side.values)):
+        return [item_of(None, **{side.name: int(value)}) for value in side.values]
+    if side.name == "component":
+        return [item_of(_component(result, components, value)) for value in side.values]
+    if side.name == "expert" and (name := _component(result, components, _chosen(result, "component"))) is not None:
+        return [item_of(str(replace(parse_name(name), members=value))) for value in side.values]
+    if side.name == "receiver" or not all(isinstance(value, str) for value in side.values):
+        return None  # of an edge, the sender is selected
+    found = [item_of(paths.get(value, value)) for value in side.values]
+    is_known = [value in paths or is_component_name(value) for value in side.values]
+    return found if all(is_known) or side.name in ("path", "node") else None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The picture of a circuit: the widget, what the front end draws, and static HTML
+
+
+_MOST_EDGES = 300
+"""No more edges than this are sent, the strongest."""
+_LISTED = 20
+
+
+class CircuitView(DisplayedWidget):
+    """An interactive picture of a circuit, which `show_circuit` returns.
+
+    In a notebook, it displays as a widget, with a picture that replaces it without a kernel. Elsewhere, it is one line.
+
+    Args:
+        circuit: The circuit.
+
+    Attributes:
+        selected: What is pinned: the name of a component, such as `"layers[1].attn.heads[2].z"`, or the sender and
+            receiver of an edge, as a tuple; `None` if nothing is. In circuits with positions, a tuple that ends with
+            the position. Set it to pin something, and use `observe` to react to clicks.
+
+    Example:
+        >>> from graphpatch_notebook.experiments import Circuit, Edge, show_circuit
+        >>> feeds = {"layers[0].mlp": ("layers[0].mlp_out",), "@logits": ()}
+        >>> edges = (Edge("@embed", "layers[0].mlp", 2.0), Edge("layers[0].mlp_out", "@logits", 1.5))
+        >>> view = show_circuit(Circuit(edges, feeds, candidates=3, clean=2.0, corrupted=0.0))
+        >>> view
+        <CircuitView of 2 of 3 edges>
+        >>> view.selected = "layers[0].mlp_out"
+        >>> view.close()
+    """
+
+    circuit = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+    model_id = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
+    pinned: Any = traitlets.List(default_value=None, allow_none=True).tag(sync=True)
+    selected: Any = traitlets.Any(default_value=None)
+
+    FRONT_END: ClassVar[Mapping[str, Any]] = {"pinned": tuple[str, Natural] | None}
+
+    def __init__(self, circuit: Circuit) -> None:
+        self._circuit = circuit
+        state = picture_of(circuit)
+        self.set_trait("circuit", state)
+        self.set_trait("model_id", self._own_id)
+        self._places: dict[Any, list[Any]] = {
+            **{_key(node, "name"): ["node", number] for number, node in enumerate(state["nodes"])},
+            **{_key(edge, "sender", "receiver"): ["edge", number] for number, edge in enumerate(state["edges"])},
+        }
+        super().__init__()
+
+    # -- what is pinned ------------------------------------------------------------------------------------------------
+
+    def _check(self, name: str, value: Any) -> None:
+        super()._check(name, value)
+        if value is not None and [*value] not in self._places.values():
+            raise traitlets.TraitError(f"{value!r} is not in the picture")
+
+    @traitlets.validate("pinned")
+    def _checked_pinned(self, proposal: Any) -> Any:
+        return self._checked(proposal)
+
+    @traitlets.validate("selected")
+    def _checked_selection(self, proposal: Any) -> Any:
+        chosen = proposal["value"]
+        if chosen is not None and chosen not in self._places:
+            raise traitlets.TraitError(
+                f"{chosen!r} is not in the picture; it shows {len(self._places)} components and edges, such as "
+                + ", ".join(map(repr, list(self._places)[:3]))
+            )
+        return chosen
+
+    @traitlets.observe("pinned")
+    def _follow_pinned(self, change: Any) -> None:
+        self.selected = next((name for name, place in self._places.items() if place == change["new"]), None)
+
+    @traitlets.observe("selected")
+    def _follow_selection(self, change: Any) -> None:
+        self.pinned = None if change["new"] is None else self._places[change["new"]]
+
+    # -- display -------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"<CircuitView of {self._circuit.summary}>"
+
+    def _static_html(self) -> str:
+        return static_circuit(self._circuit)
+
+
+def _key(item: dict[str, Any], *names: str) -> Any:
+    """Returns what selects a node or an edge: a name, or a tuple."""
+    words = tuple(item[name] for name in names)
+    if item["position"] is not None:
+        return (*words, item["position"])
+    return words if len(words) > 1 else words[0]
+
+
+def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _: None) -> dict[str, Any]:
+    """Returns the `CircuitPicture` of the front end."""
+    shown = circuit.strongest(_MOST_EDGES)
+    picture = lay_out(shown)
+    number = {node: index for index, node in enumerate(picture.nodes)}
+    rows = [row_of(node.name) for node in picture.nodes]
+    return {
+        "width": picture.width,
+        "height": picture.height,
+        "bands": [{"label": label, "y": y, "height": height} for label, y, height in picture.bands],
+        "nodes": [
+            {
+                "name": node.name,
+                "label": node.label,
+                "x": node.x,
+                "y": node.y,
+                "width": node.width,
+                "height": NODE_HEIGHT,
+                "ports": [[port, round(x, 1)] for port, x in node.ports.items()],
+                "row": -1 if row is None else row,
+                "position": node.position,
+            }
+            for node, row in zip(picture.nodes, rows, strict=True)
+        ],
+        "edges": [
+            {
+                "sender": drawn.edge.sender,
+                "receiver": drawn.edge.receiver,
+                "score": drawn.edge.score,
+                "position": drawn.edge.position,
+                "from": number[drawn.sender],
+                "to": [number[node] for node in drawn.receivers],
+                "thickness": drawn.width,
+                "line": drawn.line,
+            }
+            for drawn in picture.edges
+        ],
+        "columns": [{"label": label, "x": x} for label, x in picture.columns],
+        "links": [{"ends": [number[one], number[other]], "line": line} for one, other, line in picture.links],
+        "first": min(READABLE, len(shown.edges)),
+        "summary": summary_of(circuit, len(shown.edges)),
+        "python": circuit.to_python(),
+        "json": circuit.to_json(),
+    }
+
+
+def static_circuit(circuit: Circuit) -> str:
+    """Returns HTML with the picture of a circuit, and a list of its strongest edges, which pages may show instead."""
+    picture = base64.b64encode(circuit.to_svg(edges=READABLE).encode()).decode()
+    edges = circuit.strongest(_LISTED).edges
+    rows = "".join(
+        f"<li><code>{escaped(edge.sender)}</code> → <code>{escaped(edge.receiver)}</code>"
+        f"{'' if edge.position is None else f' at {edge.position}'}: {edge.score:+.3g}</li>\n"
+        for edge in edges
+    )
+    return (
+        f"<p><strong>Circuit: {escaped(circuit.summary)}</strong> (a picture; for the live one, run the cell)</p>\n"
+        f'<img alt="The circuit as a graph" src="data:image/svg+xml;base64,{picture}">\n'
+        f"<details><summary>The strongest {len(edges)} edges</summary>\n<ol>\n{rows}</ol>\n</details>"
+    )

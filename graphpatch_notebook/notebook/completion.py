@@ -25,7 +25,7 @@ from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.inspection.node_path import Location, is_child
 from graphpatch_notebook.inspection.resolution import is_patchable
-from graphpatch_notebook.notebook.display.labels import visible
+from graphpatch_notebook.notebook.display.tables import visible
 from graphpatch_notebook.notebook.magics.command_line import (
     COMPONENT,
     OPEN_STRING,
@@ -35,7 +35,7 @@ from graphpatch_notebook.notebook.magics.command_line import (
     words,
 )
 from graphpatch_notebook.notebook.magics.commands import CELL, commands
-from graphpatch_notebook.notebook.search.search import KEYS, STATES, index_of
+from graphpatch_notebook.notebook.search import KEYS, STATES, index_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, is_a
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import NAMED_STEPS

@@ -1,1 +1,0 @@
-"""The chosen patches as Python code. Nothing here runs a model or evaluates an expression."""
