@@ -65,7 +65,7 @@ def data_array(
     from xarray import DataArray
 
     data = np.full([len(cells), *baseline.values.shape], np.nan)
-    errors = []
+    errors, failed = [], []
     for cell in cells:
         result = results.get(cell.number)
         if result is not None and result.measurement is not None:
@@ -73,8 +73,15 @@ def data_array(
         elif result is not None:
             labels = {name: plain_label(value) for name, value in cell.labels.items()}
             errors.append({"cell": labels, "error": result.error})
-    _report_failures(cells, results)
-
+            failed.append(f"{cell}: {result.error}")
+    if failed and len(failed) == len(cells):
+        raise ExperimentError(f"all {len(cells)} cells failed, the first one: {failed[0]}")
+    if failed:
+        warn_each_time(
+            f"{len(failed)} of {len(cells)} cells failed and are NaN, the first one: {failed[0]}; all errors are in "
+            'attrs["errors"]',
+            "experiment",
+        )
     plain = [(name, tuple(map(plain_label, values))) for name, values in axes.items()]
     attrs: dict[str, Any] = {"baseline": baseline.values.tolist(), "remarks": list(remarks), "errors": errors}
     if baseline.names is not None:
@@ -84,7 +91,7 @@ def data_array(
     data, plain, components = with_component_dims(data, plain)
     array = DataArray(
         data,
-        {name: coordinate(name, values) for name, values in plain},
+        {name: _coordinate(name, values) for name, values in plain},
         [*(name for name, _ in plain if name != "metric"), *metric_dims(baseline, axes)],
         name=metric_name(metric),
         attrs=attrs,
@@ -190,20 +197,6 @@ def _common(name: ComponentName) -> str:
     return str(replace(name, layers=None, members=None if name.axis is None else slice(None)))
 
 
-def _report_failures(cells: Sequence[Cell], results: Mapping[int, CellResult]) -> None:
-    failed = [cell for cell in cells if cell.number in results and results[cell.number].measurement is None]
-    if not failed:
-        return
-    first = f"{failed[0]}: {results[failed[0].number].error}"
-    if len(failed) == len(cells):
-        raise ExperimentError(f"all {len(cells)} cells failed, the first one: {first}")
-    warn_each_time(
-        f"{len(failed)} of {len(cells)} cells failed and are NaN, the first one: {first}; all errors are in "
-        'attrs["errors"]',
-        "experiment",
-    )
-
-
 def plain_label(value: Any) -> bool | int | float | str:
     """Converts the value of an axis to a bool, int, float or text, as coordinates and files need.
 
@@ -216,7 +209,7 @@ def plain_label(value: Any) -> bool | int | float | str:
     return value if type(value) in (bool, int, float, str) else str(value)
 
 
-def coordinate(name: str, values: Sequence[Any]) -> tuple[str, np.ndarray[Any, Any]]:
+def _coordinate(name: str, values: Sequence[Any]) -> tuple[str, np.ndarray[Any, Any]]:
     """Returns the values of an axis as a coordinate for `xarray`; mixed values keep their types."""
     plain = [plain_label(value) for value in values]
     is_mixed = len({type(value) for value in plain}) > 1
@@ -232,10 +225,8 @@ def metric_name(metric: Callable[[Any], Any]) -> str:
     """
     while isinstance(metric, functools.partial):
         metric = metric.func
-    for name in (getattr(metric, "name", None), getattr(metric, "__name__", None)):
-        if isinstance(name, str):
-            return name
-    return type(metric).__name__
+    name = getattr(metric, "name", None)
+    return name if isinstance(name, str) else getattr(metric, "__name__", type(metric).__name__)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

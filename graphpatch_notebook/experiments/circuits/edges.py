@@ -53,7 +53,7 @@ from graphpatch_notebook.experiments.results import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
-from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, ReplacePatch
+from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, RecordPatch, ReplacePatch
 from graphpatch_notebook.patching.model_state import preserved
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.torch_compat import without_torch_functions
@@ -219,8 +219,8 @@ def attribute_edges(
         **({"steps": steps} if method == "integrated" else {}),
         **({"ahead": _read_ahead(pg, batches[0].clean)} if positions is not None else {}),
     }
-    # Without fallbacks, the runs differ elsewhere, too.
-    if method == "secant" and positions in (None, True) and total.losses and total.fallbacks and not nodes.missing:
+    is_whole = method == "secant" and not nodes.missing and (positions is None or positions is True)
+    if is_whole and total.losses and total.fallbacks:  # without fallbacks, the runs differ elsewhere, too
         what = max(total.losses, key=total.losses.__getitem__)
         warn_of_loss(what, total.losses[what], total.fallbacks, is_half=total.is_half)
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
@@ -233,29 +233,33 @@ def _chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str)
         UnknownPathError: The name does not exist.
         ExperimentError: `wanted` is empty.
     """
-    found: dict[str, list[str]] = {}
-    for pattern in [wanted] if isinstance(wanted, str) else names if wanted is None else wanted:
+    if wanted is None:
+        return list(names)
+    found: set[str] = set()
+    for pattern in [wanted] if isinstance(wanted, str) else wanted:
         regex = re.compile(re.escape(pattern).replace(r"\*", r"[^\[\]]*"))
-        found[pattern] = [name for name in names if regex.fullmatch(name)]
-        if not found[pattern]:
+        matching = set(filter(regex.fullmatch, names))
+        if not matching:
             close = ", ".join(map(repr, nearest(pattern, list(names))))
             raise UnknownPathError(f"unknown {what} {pattern!r}; nearest: {close}")
+        found |= matching
     if not found:
         raise ExperimentError(f"{what}s is empty: give at least one name, or leave it out for all")
-    return [name for name in names if any(name in matching for matching in found.values())]
+    return [name for name in names if name in found]
 
 
 def _read_ahead(pg: PatchableGraph, inputs: Inputs) -> list[str]:
     """Returns the attention whose queries read later keys in a run, such as `layers[2].attn`: it is not causal."""
     axes = {name: each.axes for name, each in pg.components.items() if name.endswith("attn.pattern")}
     axes = {name: each for name, each in axes.items() if {"query", "key"} <= {*each}}
-    probes: dict[Any, ProbePatch] = {name: ProbePatch() for name in axes}
-    with preserved(captured(pg).module), torch.no_grad(), pg.patch(probes).quiet():
+    records: dict[Any, RecordPatch] = {name: RecordPatch() for name in axes}
+    with preserved(captured(pg).module), torch.no_grad(), pg.patch(records).quiet():
         inputs.run(pg)
     found = []
-    for name, probe in probes.items():
-        rows = probe.activation.movedim((axes[name].index("query"), axes[name].index("key")), (-2, -1))
-        found += [name.removesuffix(".pattern")] if rows.triu(1).any() else []
+    for name, each in records.items():
+        dims = axes[name].index("query"), axes[name].index("key")
+        is_ahead = any(pattern.movedim(dims, (-2, -1)).triu(1).any() for pattern in each.activations)
+        found += [name.removesuffix(".pattern")] if is_ahead else []
     return found
 
 
