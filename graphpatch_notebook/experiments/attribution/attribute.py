@@ -197,10 +197,9 @@ def _kept_dims(
 ) -> dict[str, KeptDims]:
     """Returns the dimensions of positions and heads in values."""
     kept = {} if axis is None else dict(axis.kept)
-    members = {place.path: place for place in selected.places.values() if place.dim is not None}
-    found = {path: (place.dim, place.count) for path, place in members.items()}
+    found = selected.heads
     if heads is not None:
-        if members or paths is None:
+        if found or paths is None:
             raise ExperimentError(
                 "heads= needs paths= of values with separate heads, such as ['h_0.attn.c_proj.x'], and none that names "
                 "a single head"
@@ -224,14 +223,13 @@ def _data_array(
         coords.append(("position", tuple(labels)))
         runs.problems = axis.problems | runs.problems
     data = np.full([len(values) for _, values in coords], math.nan)
-    split = {place.path for place in places.values() if place.dim is not None}
-    for number, place in enumerate(places.values()):
-        if place.path in scores:
-            each = scores[place.path]
-            if place.path in split and each.ndim > len(coords) - 1:
-                each = np.asarray(each.sum(0) if place.dim is None else each[place.number])
-            data[number] = each  # those of values that are equal in both runs are zeros of fewer dimensions
-    ordered = (*(place.path for place in places.values()), *runs.problems)
+    for row, (path, head) in enumerate(places.values()):
+        if path in scores:
+            each = scores[path]
+            if path in selected.heads and each.ndim > len(coords) - 1:
+                each = np.asarray(each.sum(0) if head is None else each[head])
+            data[row] = each  # those of values that are equal in both runs are zeros of fewer dimensions
+    ordered = (*(path for path, _ in places.values()), *runs.problems)
     attrs = {
         "clean": runs.clean_metric,
         "corrupted": runs.corrupted_metric,
@@ -271,7 +269,7 @@ def _warn_of_losses(pg: PatchableGraph, result: DataArray, selected: Selected, c
         least = 1e-2 * abs(result.attrs["clean"] - result.attrs["corrupted"])  # smaller effects are mostly rounding
         shares = {path: abs(change) / max(abs(change), least) for path, change in changes.items() if change}
         path = max(losses, key=lambda path: losses[path] * shares.get(path, 1.0))
-        names = " and ".join(repr(name) for name, place in selected.places.items() if place.path == path)
+        names = " and ".join(repr(name) for name, (place, _) in selected.places.items() if place == path)
         what, loss = f"{names} differ from its effect", losses[path] * shares.get(path, 1.0)
     is_half = any(parameter.element_size() < 4 for parameter in captured(pg).module.parameters())
     warn_of_loss(what, loss, result.attrs["fallbacks"], is_half=is_half)

@@ -615,10 +615,13 @@ class GradientRun:
         """Whether a value depends on a root in the autograd graph. Hardly any node is visited twice."""
         if not isinstance(value, Tensor) or not value.requires_grad:
             return False
-        known, seen = self._depends, []
-        for node in walk(
-            [value.grad_fn], lambda node: () if node in known else (each for each, _ in node.next_functions)
-        ):
+        known, starts = self._depends, [value.grad_fn]
+        seen: list[Any] = []
+
+        def sources(made: Any) -> list[Any]:
+            return [] if made in known else [each for each, _ in made.next_functions]
+
+        for node in walk(starts, sources):
             if known.get(node, False):
                 known[value.grad_fn] = True
                 return True

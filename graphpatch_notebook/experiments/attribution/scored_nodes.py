@@ -110,29 +110,13 @@ class ScoredNode:
 
 
 @dataclass(frozen=True)
-class ScoredPlace:
-    """The path of a value, and the head that it is of the value there.
-
-    Attributes:
-        path: The path.
-        dim: The dimension of the heads (or experts); `None` for the whole value.
-        number: The head.
-        count: The number of heads.
-    """
-
-    path: str
-    dim: int | None = None
-    number: int = 0
-    count: int = 1
-
-
-@dataclass(frozen=True)
 class Selected:
     """The nodes of an attribution.
 
     Attributes:
         targets: The value of each name in the result: of paths, and of names of components.
-        places: Where these values are.
+        places: The path of each value, and the number of the head that it is of the value there; `None` for all.
+        heads: The dimension of the heads in values at paths of heads, and their number.
         nodes: All nodes that hold floating-point tensors, in order of execution.
         skipped: Why a path cannot have a score.
         flow: The flow of values through the capture.
@@ -140,7 +124,8 @@ class Selected:
     """
 
     targets: dict[str, Target]
-    places: dict[str, ScoredPlace]
+    places: dict[str, tuple[str, int | None]]
+    heads: dict[str, tuple[int, int]]
     nodes: list[ScoredNode]
     skipped: dict[str, str]
     flow: Flow
@@ -176,7 +161,7 @@ _SAME = (operations.VIEWS | operations.SAME_VALUES) - _CHOSEN
 
 def all_nodes(nodes: NodeMap) -> Selected:
     """Returns the nodes for scores of all floating-point values."""
-    return _selected(nodes, None, {}, {})
+    return _selected(nodes, None)
 
 
 def named_nodes(pg: PatchableGraph, paths: Iterable[Any]) -> Selected:
@@ -190,13 +175,18 @@ def named_nodes(pg: PatchableGraph, paths: Iterable[Any]) -> Selected:
     named = {target.text: target for target in targets(pg, map(str, listed)).values()}
     if not named:
         raise ExperimentError("paths is empty: give at least one path, or leave it out for all nodes")
-    places = {name: _place_of(target) for name, target in named.items()}
-    return _selected(pg.nodes, {place.path for place in places.values()}, named, places)
+    selected = _selected(pg.nodes, {target.path for target in named.values()})
+    selected.targets.update(named)
+    selected.places.clear()
+    for name, target in named.items():
+        dim = _head_dim(target)
+        selected.places[name] = (target.path, None if dim is None else target.index[dim])
+        if dim is not None and target.component is not None:
+            selected.heads[target.path] = (dim, target.component.shape[dim])
+    return selected
 
 
-def _selected(
-    nodes: NodeMap, wanted: Collection[str] | None, named: dict[str, Target], places: dict[str, ScoredPlace]
-) -> Selected:
+def _selected(nodes: NodeMap, wanted: Collection[str] | None) -> Selected:
     found: list[ScoredNode] = []
     skipped: dict[str, str] = {}
     root = nodes.root
@@ -215,7 +205,7 @@ def _selected(
             found.append(ScoredNode(path, node, frame, spec, is_wanted, is_compared))
         elif is_wanted and (wanted is not None or (isinstance(spec, TensorSpec) and spec.dtype.is_complex)):
             skipped[path] = _not_floating(spec.dtype) if isinstance(spec, TensorSpec) else f"not a tensor, but {spec}"
-    return Selected(named, places or {node.path: ScoredPlace(node.path) for node in found}, found, skipped, flow)
+    return Selected({}, {node.path: (node.path, None) for node in found}, {}, found, skipped, flow)
 
 
 def flow_of(root: Frame) -> Flow:
@@ -226,18 +216,18 @@ def flow_of(root: Frame) -> Flow:
     return cast("Flow", findings[Flow])
 
 
-def _place_of(target: Target) -> ScoredPlace:
+def _head_dim(target: Target) -> int | None:
+    """Returns the dimension of the heads (or experts) of which a target is one; `None` for a whole value."""
     taken = [dim for dim, part in enumerate(target.index) if part != slice(None)]
     if target.component is None or not taken:
-        return ScoredPlace(target.path)
+        return None
     dim = taken[0]
-    number, count = target.index[dim], target.component.shape[dim]
-    if len(taken) > 1 or not isinstance(number, int) or target.component.axes[dim] not in MEMBERS.values():
+    if len(taken) > 1 or not isinstance(target.index[dim], int) or target.component.axes[dim] not in MEMBERS.values():
         raise ExperimentError(
             f"{target.text!r}: there are scores of whole values, of heads and of positions; give a name without a "
             "slice (layers[*].attn.heads[*].z), and positions="
         )
-    return ScoredPlace(target.path, dim, number % count, count)
+    return dim
 
 
 def _not_floating(dtype: torch.dtype) -> str:

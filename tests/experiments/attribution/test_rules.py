@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook import PatchableGraph, ProbePatch, ReplacePatch
 from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning
 from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.experiments.attribution.rules import register_rule, rules_of
@@ -400,32 +400,22 @@ def test_frozen_routing_holds_the_choices_of_the_clean_run() -> None:
 
 def test_one_sided_scores_sum_to_exact_patching(gpt2: Any) -> None:
     pg, clean, corrupted = gpt2
-    model = case_by_name("gpt2-sdpa").build()
     paths = ["layers[0].mlp_out", "layers[1].attn_out", "layers[1].attn.heads[*].z"]
     scores = attribute(pg, a_logit, clean, corrupted, method="secant", one_sided=True, paths=paths, positions=True)
-    kept: dict[Any, Tensor] = {}
-
-    def patched(module: nn.Module) -> float:
-        def keep(_: Any, __: Any, output: Any) -> None:
-            kept[module] = output[0] if isinstance(output, tuple) else output
-
-        def restore(_: Any, __: Any, output: Any) -> Any:
-            return (kept[module], *output[1:]) if isinstance(output, tuple) else kept[module]
-
-        with torch.no_grad():
-            with module.register_forward_hook(keep):
-                model(clean)
-            base = a_logit(model(corrupted))
-            with module.register_forward_hook(restore):
-                after = a_logit(model(corrupted))
-        return float(after - base)
-
     sums = scores.sum("position").to_series().to_dict()
-    blocks = model.transformer.h
-    assert sums["layers[0].mlp_out"] == pytest.approx(patched(blocks[0].mlp), rel=1e-3)
-    assert sums["layers[1].attn_out"] == pytest.approx(patched(blocks[1].attn), rel=1e-3)
+
+    def effect(name: str) -> float:
+        probe = ProbePatch()
+        with torch.no_grad():
+            with pg.patch({name: probe}):
+                pg(clean)
+            with pg.patch({name: ReplacePatch(value=probe.activation)}):
+                return float(a_logit(pg(corrupted))) - scores.corrupted
+
+    assert sums["layers[0].mlp_out"] == pytest.approx(effect("layers[0].mlp_out"), rel=1e-3)
+    assert sums["layers[1].attn_out"] == pytest.approx(effect("layers[1].attn_out"), rel=1e-3)
     heads = sum(score for name, score in sums.items() if ".z" in name)
-    assert heads == pytest.approx(patched(blocks[1].attn), rel=1e-3)
+    assert heads == pytest.approx(effect("layers[1].attn_out"), rel=1e-3)
     with pytest.raises(ExperimentError):
         attribute(pg, a_logit, clean, corrupted, one_sided=True)
 
