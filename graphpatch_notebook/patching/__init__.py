@@ -28,13 +28,8 @@ if TYPE_CHECKING:
     from graphpatch_notebook.patching.plan import FUSED_MODULES, Entry, is_part_of_splice
     from graphpatch_notebook.patching.positions import (
         DECODER_TOKENS,
-        GenerationStep,
-        GenerationSteps,
-        Restriction,
-        StepCount,
         TokenDims,
         caches_of,
-        restriction_of,
         row_and_position_dims,
         row_dimension,
         sequence_dim,
@@ -55,7 +50,7 @@ if TYPE_CHECKING:
         leaves_of,
         own_tensors,
     )
-    from graphpatch_notebook.patching.run import FrameWatch, frames_seen
+    from graphpatch_notebook.patching.run import frames_seen
     from graphpatch_notebook.patching.stand_in import (
         GENERATION_CONFIG,
         copied_config,
@@ -78,13 +73,8 @@ __all__ = [
     "FrameRecording",
     "FrameReplay",
     "FrameTree",
-    "FrameWatch",
-    "GenerationStep",
-    "GenerationSteps",
     "PatchContext",
     "Recording",
-    "Restriction",
-    "StepCount",
     "TensorCall",
     "TokenDims",
     "active_patches",
@@ -104,7 +94,6 @@ __all__ = [
     "no_compile_arguments",
     "own_tensors",
     "record",
-    "restriction_of",
     "row_and_position_dims",
     "row_dimension",
     "sequence_dim",

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
-from graphpatch_notebook import GraphError, GraphPatchWarning, PatchableGraph, ZeroPatch
+from graphpatch_notebook import GraphError, PatchableGraph, ZeroPatch
 from graphpatch_notebook.experiments import attribute, composition_scores, logit_lens, record_to
 from tests.laws.captures import capture_of, some_cases
 from tests.zoo import Case
@@ -125,14 +125,3 @@ def _zeroed(layer: int) -> dict[str, ZeroPatch]:
 
 def _first_logit(output: Any) -> Any:
     return output.logits[0, -1, 0]
-
-
-def test_experts_are_captured_too() -> None:
-    looped = MixtralConfig(**SMALL, num_local_experts=3, experts_implementation="eager", attn_implementation="eager")
-    with pytest.warns(GraphPatchWarning, match="masks that select all"):
-        pg = PatchableGraph.from_config(looped, input_ids=IDS)
-    assert "layers[1].router" in pg.components
-    grouped = DeepseekV3Config(
-        **SMALL | {"num_key_value_heads": 4}, n_routed_experts=8, n_group=2, topk_group=1, first_k_dense_replace=1
-    )
-    assert any(path.endswith("experts.output") for path in PatchableGraph.from_config(grouped, input_ids=IDS).nodes)

@@ -34,24 +34,6 @@ class Mlp(nn.Module):
         return self.down(hidden)
 
 
-class Shifted(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("shift", torch.tensor([1.0, 2.0, 3.0]))
-
-    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
-        return super().forward(x, scale) + self.shift
-
-
-class WithDropout(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(x)
-
-
 def by_hand(model: Mlp, x: Tensor, added: Any = 0, replaced: Any = None, bias: Any = None) -> Tensor:
     hidden = torch.relu(model.up(x)) * 2.0
     hidden = torch.cat([hidden[:, :1], hidden[:, 1:2] + added, hidden[:, 2:]], 1)

@@ -58,11 +58,6 @@ def no_warnings() -> Iterator[None]:
 PATCHES = {"mul": AddPatch(1.0), "first.output": ReplacePatch(0.5, slice=0), "last.bias": ZeroPatch()}
 
 
-def expected_with_patches(pg: PatchableGraph) -> Tensor:
-    with pg.patch(PATCHES):
-        return pg(X)
-
-
 # -- told after each call ----------------------------------------------------------------------------------------------
 
 

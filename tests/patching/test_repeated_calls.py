@@ -68,24 +68,6 @@ class Loop(nn.Module):
         return x
 
 
-class Containers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.module_dict = nn.ModuleDict(
-            {"foo": nn.Linear(3, 3), "bar": nn.ModuleDict({"baz": nn.Linear(3, 3), "qux": Twice()})}
-        )
-        self.module_list = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        bar = self.module_dict["bar"]
-        for _ in range(2):
-            x = bar["baz"](x) + 1
-        for layer in (*self.module_list, *self.module_list):
-            x = layer(x)
-        first, second = bar["qux"](self.module_dict["foo"](x))
-        return first - second
-
-
 class Recursive(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +105,6 @@ class Shared(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "twice": Twice,
     "loop": Loop,
-    "containers": Containers,
     "recursive": Recursive,
     "recursive-within": lambda: Within(Recursive),
     "shared": Shared,
@@ -248,30 +229,6 @@ def test_operations_and_parameters_of_each_call(name: str) -> None:
             got = pg(X)
         pairs = zip(got, expected, strict=True) if isinstance(got, tuple) else [(got, expected)]
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), path
-
-
-def test_the_names() -> None:
-    def calls(name: str) -> list[str]:
-        return [path for path, _ in numbered(captured(name, "graphs"))]
-
-    assert calls("twice") == ["linear_0", "linear_1"]
-    assert calls("containers") == [
-        "module_dict_bar_baz_0",
-        "module_dict_bar_baz_1",
-        "module_list_0_0",
-        "module_list_1_0",
-        "module_list_0_1",
-        "module_list_1_1",
-        "module_dict_foo",
-        "module_dict_bar_qux",
-        "module_dict_bar_qux.linear_0",
-        "module_dict_bar_qux.linear_1",
-    ]
-    assert calls("one-after-the-other") == ["sub_0_0", "sub_0_1", "sub_0_2"]
-    assert calls("shared") == [
-        "own_0", "first", "first.linear_0", "first.linear_1",
-        "own_1", "second", "second.linear_0", "second.linear_1", "own_2",
-    ]  # fmt: skip
 
 
 # -- loops -------------------------------------------------------------------------------------------------------------

@@ -178,65 +178,6 @@ def test_errors_are_raised_before_anything_runs(pg: PatchableGraph, sae: Sae) ->
         save_patches(io.BytesIO(), {PATH: SplicePatch(sae)})
 
 
-class Remembering(nn.Module):
-    """As SAEs of SAELens with `normalize_activations="layer_norm"`: `decode` uses up what `encode` has noted."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(size, 12), nn.Linear(12, size)
-
-    def encode(self, value: Tensor) -> Tensor:
-        self.mean = value.mean(-1, keepdim=True)
-        return self.up(value - self.mean).relu()
-
-    def decode(self, latents: Tensor) -> Tensor:
-        mean = self.mean
-        del self.mean
-        return self.down(latents) + mean
-
-
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp, self.last = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x + self.mlp(self.norm(x)).relu())
-
-
-def test_an_sae_that_remembers_what_it_encodes_and_a_transcoder() -> None:
-    torch.manual_seed(0)
-    model, x, sae = TwoLayers(), torch.randn(3, 4), Remembering(4)
-    pg = PatchableGraph(model, x)
-    for source, error in ((None, True), (None, False), ("norm.output", True), ("norm.output", False)):
-        splice, probe = SplicePatch(sae, source=source, error=error), ProbePatch()
-        with (
-            torch.no_grad(),
-            pg.patch({"mlp.output": splice, "mlp.output|sae.latents": [ZeroPatch(slice=(..., 2)), probe]}),
-        ):
-            found = pg(x)
-        with torch.no_grad():
-            normed = model.norm(x)
-            value = model.mlp(normed)
-            read = value if source is None else normed
-            latents = sae.encode(read)
-            mean = sae.mean
-            cut = latents.clone()
-            cut[..., 2] = 0
-            new = sae.down(cut) + mean
-            if error:
-                new = value + new - (sae.down(latents) + mean)
-            expected = model.last(x + new.relu())
-        assert latents[..., 2].any()
-        assert torch.equal(probe.activation, cut)
-        assert torch.allclose(found, expected, atol=1e-6)
-    with pytest.raises(PatchMapError, match=r"'last.output', which does not come before 'mlp.output'"):
-        pg.patch({"mlp.output": SplicePatch(sae, source="last.output")}).__enter__()
-    sae.W_skip = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(PatchMapError, match="a skip transcoder adds more"):
-        pg.patch({"mlp.output": SplicePatch(sae, source="norm.output", error=False)}).__enter__()
-
-
 def test_latents_are_recorded_by_path(pg: PatchableGraph, sae: Sae) -> None:
     latents = f"{PATH}|sae.latents"
     spliced = pg.edit({PATH: SplicePatch(sae)})
