@@ -139,6 +139,8 @@ class PatchContext:
         self.step_count = None if outer is None else outer.step_count
         if self.step_count is None and self.plan.restricted:
             self.step_count = StepCount()
+            for block in _active_blocks():  # the next block inside of these goes on counting
+                block.step_count = self.step_count if block.captured is self.captured else block.step_count
         self.is_strict |= outer is not None and outer.is_strict
         self._after_calls = () if outer is None else outer._after_calls
         if self.after_call is not None:

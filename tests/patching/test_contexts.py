@@ -21,10 +21,14 @@ from graphpatch_notebook import (
     Patch,
     PatchableGraph,
     ProbePatch,
+    RecordPatch,
     ReplacePatch,
     ZeroPatch,
 )
 from graphpatch_notebook.errors import GraphPatchError
+from tests.zoo import case_by_name
+from tests.zoo.case import tokens
+from tests.zoo.transformers_models import with_cache
 
 X = torch.linspace(-1, 1, 6).view(2, 3)
 
@@ -206,3 +210,17 @@ def _in_order(*functions: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor
         return value
 
     return run
+
+
+@torch.no_grad()
+def test_blocks_one_after_the_other_in_a_block_count_on() -> None:
+    """A loop that generates may enter a block for each step."""
+    pg = PatchableGraph(case_by_name("llama-sdpa").build(), tokens(1, 4))
+    record, output, counts = RecordPatch(steps=[2]), None, []
+    with pg.patch({}):
+        for _ in range(4):
+            past = None if output is None else output.past_key_values
+            with pg.patch({"model.layers_0.output": record}).quiet():
+                output = pg(tokens(1, 4 if past is None else 1), use_cache=True, **with_cache(pg._module, past))
+            counts.append(len(record.activations))
+    assert counts == [0, 0, 1, 1]
