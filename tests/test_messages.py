@@ -158,9 +158,7 @@ def test_any_error_of_a_custom_function_names_the_patch(pg: PatchableGraph) -> N
 
 
 def test_steps_that_were_not_reached_are_listed(pg: PatchableGraph) -> None:
-    with pytest.warns(
-        GraphPatchWarning, match=re.escape("its steps (9, 2) were not reached: the last call had step 0")
-    ):
+    with pytest.warns(GraphPatchWarning, match=re.escape("its steps (9, 2) were not reached: the last call had step")):
         patched(pg, "hidden", ZeroPatch(steps=[9, 2]))
 
 

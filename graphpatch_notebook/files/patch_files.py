@@ -105,19 +105,15 @@ def load_patches(file: str | os.PathLike[str] | IO[bytes]) -> dict[str, Patch[An
 
 def _encoded(path: str, patch: Any, tensors: TensorTable) -> PatchPart:
     kind = type(patch)
-    if not isinstance(patch, Patch):
-        raise GraphError("it is not a patch")
     if _KINDS.get(kind.__name__) is not kind:
-        raise GraphError("it is a kind of your own; save what it holds, and make it again after loading")
+        raise GraphError("it is not a patch of this package; save what it holds, and make it again after loading")
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
             return {"tensor": tensors.add(value, kind.__name__)}
         if isinstance(value, frozenset):  # of steps or positions
             return {"set": encoded(sorted(value))}
-        if callable(value):
-            raise GraphError("it holds code, which is not written to files; add this patch after loading")
-        raise GraphError(f"it holds an object of type {type(value).__name__}")
+        raise GraphError(f"it holds a {type(value).__name__}, not plain values and tensors; add it after loading")
 
     fields = {field.name: getattr(patch, field.name) for field in dataclasses.fields(kind) if field.init}
     return PatchPart(path, kind.__name__, {name: encoded(value, leaf) for name, value in fields.items()})

@@ -354,10 +354,11 @@ class _GraphWriter:
     def _attribute(self, path: str) -> str:
         """Returns the attribute by which the graph reads a tensor that its module has at `path`, or a constant."""
         module, modules, constants = self._frame.module, self._writer.modules, self._built.constants
+        own = None if self._edited is None else self._edited.__dict__.get(path)  # the user set it on the graph module
         if path in constants:
             value = constants[path]()
-        elif self._edited is not None and isinstance(self._edited.__dict__.get(path), Tensor):
-            value = self._edited.__dict__[path]  # the user set it on the graph module
+        elif isinstance(own, Tensor):
+            value = own
         else:
             path = path if self._edited is None else self._edited.original_path(path)
             value, (parents, _, name) = tensor_at(module, path), path.rpartition(".")
@@ -366,9 +367,7 @@ class _GraphWriter:
                 modules.tensor(holder, name, value)
                 return path
         if not isinstance(value, Tensor):
-            raise GraphError(
-                f"it reads {path!r}: an object, or a tensor that no module holds and that no longer exists"
-            )
+            raise GraphError(f"it reads {path!r}: an object, or a tensor that no module holds and that is gone")
         return modules.alias(module, "tensor", modules.tensor(module, "constant", value))
 
     # -- checks --------------------------------------------------------------------------------------------------------
