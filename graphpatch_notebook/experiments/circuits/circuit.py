@@ -372,14 +372,17 @@ def lay_out(circuit: Circuit) -> CircuitPicture:
     edges = sorted(circuit.edges, key=lambda edge: -abs(edge.score))
     largest = max((abs(edge.score) for edge in edges), default=0.0) or 1.0
     widths = [round(_THINNEST + (_WIDEST - _THINNEST) * abs(edge.score) / largest, 2) for edge in edges]
-    nodes = _nodes_of(circuit)
+    sending = {edge.sender for edge in edges}
+    # Of heads that share keys, those that pass something on.
+    ends = {name: [each for each in fed if each in sending] or fed[:1] or [name] for name, fed in circuit.feeds.items()}
+    nodes = _nodes_of(circuit, ends)
     order = list(dict.fromkeys(node.row for node in nodes.values()))
     rows = {row: [node for node in nodes.values() if node.row == row] for row in order}
     paths: list[list[list[PlacedNode]]] = []
     for number, (edge, width) in enumerate(zip(edges, widths, strict=True)):
-        ends = [(nodes[edge.sender, edge.position], nodes[name, edge.position]) for name in _readers(circuit, edge)]
         paths.append([])
-        for first, last in ends:
+        for name in ends[edge.receiver]:
+            first, last = nodes[edge.sender, edge.position], nodes[name, edge.position]
             # Only strong lines take room in the rows between; others pass behind the nodes there.
             between = order[order.index(first.row) + 1 : order.index(last.row)] if number < READABLE else ()
             rooms = [PlacedNode("", "", _EDGE_ROOM + width, row, edge.position) for row in between]
@@ -417,10 +420,10 @@ def lay_out(circuit: Circuit) -> CircuitPicture:
     )
 
 
-def _nodes_of(circuit: Circuit) -> dict[tuple[str, int | None], PlacedNode]:
+def _nodes_of(circuit: Circuit, ends: Mapping[str, Sequence[str]]) -> dict[tuple[str, int | None], PlacedNode]:
     """Returns the nodes at the ends of edges, in the order of the model."""
     used = {(edge.sender, edge.position) for edge in circuit.edges}
-    used |= {(name, edge.position) for edge in circuit.edges for name in _readers(circuit, edge)}
+    used |= {(name, edge.position) for edge in circuit.edges for name in ends[edge.receiver]}
     nodes = {}
     for name in circuit.nodes:
         row, label = row_and_label(name)
@@ -428,13 +431,6 @@ def _nodes_of(circuit: Circuit) -> dict[tuple[str, int | None], PlacedNode]:
         for position in sorted((at for one, at in used if one == name), key=lambda position: position or 0):
             nodes[name, position] = PlacedNode(name, label, width, row, position)
     return nodes
-
-
-def _readers(circuit: Circuit, edge: Edge) -> Sequence[str]:
-    """Returns the nodes that an edge ends at: of heads that share keys, those that pass something on."""
-    sending = {edge.sender for edge in circuit.edges}
-    names = circuit.targets(edge.receiver)
-    return [name for name in names if name in sending] or names[:1]
 
 
 def _place(rows: list[list[PlacedNode]], positions: Sequence[int | None]) -> list[float]:
