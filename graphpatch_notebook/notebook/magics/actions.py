@@ -195,7 +195,8 @@ def switch(workspace: Workspace, args: Namespace, *, is_enabled: bool) -> None:
 def clear(workspace: Workspace, _: Namespace) -> None:
     """Removes all chosen patches."""
     removed = workspace.current().session.clear()
-    print(f"removed {counted(len(removed))}; undo restores what was there" if removed else "no patch was chosen")
+    them = "it" if len(removed) == 1 else "them"
+    print(f"removed {counted(len(removed))}; use undo to restore {them}" if removed else "no patch was chosen")
 
 
 def step(workspace: Workspace, _: Namespace, *, is_undo: bool) -> None:

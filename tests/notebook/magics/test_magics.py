@@ -339,7 +339,7 @@ def test_enable_and_disable(four: Shell) -> None:
 
 def test_clear_undo_redo(four: Shell) -> None:
     before = chosen(four)
-    assert four.ok("%graphpatch clear").out == "removed 4 patches; undo restores what was there\n"
+    assert four.ok("%graphpatch clear").out == "removed 4 patches; use undo to restore them\n"
     assert four.ok("%graphpatch clear").out == "no patch was chosen\n"
     assert four.ok("%graphpatch undo").out.startswith("+ #1 zero hidden[:, 0]; + #2 add hidden 1; ")
     assert chosen(four) == before
