@@ -468,7 +468,7 @@ def other_answers(file: Path) -> set[str]:
 # `__init__` of `capture` says why. Nothing is added to these sets.
 CLOSED = ("capture", "patching")
 REACHED_INTO: dict[str, set[str]] = {
-    "capture": {"custom_graphs", "functions", "held_values", "inputs", "observers", "records"},
+    "capture": {"custom_graphs", "frame_recorder", "held_values", "inputs", "observers", "records"},
     "patching": {"comparison", "model_state", "sharding"},
 }
 

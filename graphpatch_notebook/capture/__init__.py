@@ -1,14 +1,14 @@
 """Capture: one eager run of a model on example inputs becomes a tree of frames with named nodes.
 
 `record` runs the model under a `recorder`, which sees torch functions through a function mode, and module calls through
-swapped forwards (`observers`). `frame_recorder` records one module call, as the classes in `records`; `functions` lists
-the calls that become nodes. `naming/` identifies an operation by its place in the user's code, and names it after the
-variable that holds it. Sizes stay symbolic (`sizes`). `inputs` binds arguments to the parameters of `forward`;
-`held_values` finds the values that modules hold; `packed_weights` reads quantized ones. `custom_graphs` records custom
-graphs, `decompositions` opens functions. The doubts in `records` say what may differ on other inputs.
+swapped forwards (`observers`). `frame_recorder` records one module call, as the classes in `records`: which calls
+become nodes, and their names; sizes stay symbolic. `call_sites` identifies an operation by its place in the user's
+code, and reads which variable gets its result. `inputs` binds arguments to the parameters of `forward`; `held_values`
+finds the values that modules hold; `packed_weights` reads quantized ones. `custom_graphs` records custom graphs,
+`decompositions` opens functions. The doubts in `records` say what may differ on other inputs.
 
 Other packages import what is listed below, and these modules as they are: `records`, the classes that a capture
-consists of; `inputs`, `held_values` and `functions`, which are about calls, modules and torch functions;
+consists of; `inputs`, `held_values` and `frame_recorder`, which are about calls, modules and torch functions;
 `observers`, which patched runs and graphs use too; and `custom_graphs`, which `graphs` makes in the same way.
 """
 
@@ -22,13 +22,18 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.call_sites import INVOKE, is_own
 from graphpatch_notebook.capture.decompositions import chosen_decompositions, decomposition_of
-from graphpatch_notebook.capture.functions import (
+from graphpatch_notebook.capture.frame_recorder import (
     PART_FUNCTIONS,
     SIZED_BY_VALUES,
+    Size,
     is_call_sized_by_values,
     is_sized_by_values,
+    name_nodes,
     part_count_by_values,
+    plain,
 )
 from graphpatch_notebook.capture.held_values import (
     PLAIN_VALUES,
@@ -46,14 +51,10 @@ from graphpatch_notebook.capture.meta_device import (
     parameter_without_values,
     result_of_size,
 )
-from graphpatch_notebook.capture.naming import call_sites
-from graphpatch_notebook.capture.naming.call_sites import INVOKE, is_own
-from graphpatch_notebook.capture.naming.names import name_nodes
 from graphpatch_notebook.capture.observers import Swaps, apply_observer, observer, visible_apply
 from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of
 from graphpatch_notebook.capture.recorder import FrameCount, OpPlace, Recorder, frame_count
 from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_doubts
-from graphpatch_notebook.capture.sizes import Size, plain
 from graphpatch_notebook.errors import CaptureError, GraphPatchWarning
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path

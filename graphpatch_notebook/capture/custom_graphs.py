@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture.functions import function_name
+from graphpatch_notebook.capture.frame_recorder import function_name
 from graphpatch_notebook.capture.records import (
     RECORD,
     Frame,

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture.naming import call_sites
-from graphpatch_notebook.capture.naming.call_sites import count_as_users
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.call_sites import count_as_users
 from graphpatch_notebook.errors import CaptureError, GraphPatchError
 from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.torch_compat import flex_attention, flex_attention_output, safe_softmax

@@ -1,18 +1,31 @@
-"""Records one frame: which value belongs to which node, and the nodes in order."""
+"""Records one frame: which value belongs to which node, the nodes in order, and their names.
+
+Integers that remember which node they came from (`Size`) keep sizes symbolic in the graphs. They live for one frame of
+one capture: anywhere else they are plain numbers. What Python makes of a size (a comparison, a float, the key of a
+dict) is not in the graph, so the frame notes it as a *guard*: a graph that runs in place of the module holds as long as
+Python would find the same again. C code (`range(size)`, `items[:size]`, `math.log(size)`) reads a size unseen.
+
+Names are fixed when a frame is complete. Those that the model itself uses come first (inputs, submodules, parameters,
+buffers), then `output`, then the operations by the variables that hold them, then operations on sizes: the names of the
+model never change. Steps of opened and fused calls come last: they do not change other names.
+"""
 
 from __future__ import annotations
 
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS, part_count_by_values
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.call_sites import Assigned
 from graphpatch_notebook.capture.held_values import (
     TensorSource,
     alias,
@@ -23,8 +36,6 @@ from graphpatch_notebook.capture.held_values import (
     still_used,
     weak,
 )
-from graphpatch_notebook.capture.naming import call_sites
-from graphpatch_notebook.capture.naming.bytecode import Assigned
 from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import (
     CallNode,
@@ -41,21 +52,267 @@ from graphpatch_notebook.capture.records import (
     Structure,
     ValueRead,
     map_leaves,
+    refs_in,
 )
-from graphpatch_notebook.capture.sizes import Size, plain
+from graphpatch_notebook.paths import call_name, numbered
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import (
     NUMBERS,
     ContainerSpec,
     Key,
     ScalarSpec,
+    TensorSpec,
     children,
     describe,
     readable_children,
+    tensor_specs,
 )
 
 if TYPE_CHECKING:
     from graphpatch_notebook.capture.recorder import Recorder
+
+# -- the functions that torch dispatches -------------------------------------------------------------------------------
+
+SIZE_READS = frozenset({"shape", "size", "numel", "nelement", "nbytes", "__len__", "sym_size.int", "sym_numel.default"})
+"""Calls whose results are sizes."""
+
+VALUE_READS = frozenset(
+    {
+        "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "item", "tolist", "is_nonzero",
+        "equal", "allclose", "numpy", "__array__",
+    }
+)  # fmt: skip
+"""Calls that hand a value to Python: what the model does next may depend on it."""
+
+
+METADATA_READS = frozenset(
+    {
+        "dim", "ndim", "ndimension", "stride", "storage_offset", "element_size", "itemsize", "data_ptr",
+        "get_device", "_version", "output_nr", "requires_grad", "retains_grad", "__hash__", "_is_view", "dense_dim",
+        "sparse_dim", "has_names", "type", "__format__", "__repr__", "__str__", "names", "get_default_dtype",
+    }
+)  # fmt: skip
+"""Calls that return properties of a tensor, never its values."""
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """Returns the short, usual name of a dispatched function: `add`, `softmax`, `shape`, `getitem`.
+
+    Example:
+        >>> import torch
+        >>> function_name(torch.Tensor.__getitem__), function_name(torch.Tensor.shape.__get__)
+        ('getitem', 'shape')
+    """
+    name = raw_name(func)
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+    name = name.split(".")[0]  # an overload of an operator: `relu.default`
+    return name if name.isidentifier() else "op"
+
+
+def raw_name(func: Callable[..., Any]) -> str:
+    """Returns the name of a dispatched function with its underscores; for a descriptor, the name of the attribute."""
+    name = getattr(func, "__name__", None)
+    if name == "__get__":  # an attribute read: `x.shape` arrives as the getter of the descriptor
+        return str(getattr(func.__self__, "__name__", "attribute"))  # type: ignore[attr-defined]
+    if name is None:
+        name = getattr(func, "_qualified_op_name", "op").rsplit("::", 1)[-1].split(".")[0]
+    return str(name)
+
+
+def writes_in_place(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a call by this (raw) name writes into its first argument, going by torch's conventions."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name.endswith("__") and name not in _NOT_IN_PLACE)
+    return name.endswith("_") or kwargs.get("inplace") is True
+
+
+_NOT_IN_PLACE = {"__index__", "__int__", "__invert__"}
+
+
+# -- results whose size depends on values ------------------------------------------------------------------------------
+
+PART_FUNCTIONS = frozenset({"unbind", "split", "chunk", "tensor_split"})
+"""Functions that give the parts of a tensor; a loop over a tensor is one over what `unbind` gives."""
+
+SIZED_BY_VALUES = frozenset(
+    {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_unique2", "bincount"}
+)
+TRUTHS = (torch.bool, torch.uint8)
+"""The dtypes of masks: as an index, such a tensor selects the entries where it is true."""
+
+
+def part_count_by_values(node: Node) -> int | None:
+    """Returns how many parts a tensor was split into at `node`, if that depends on values of tensors."""
+    if node.op not in PART_FUNCTIONS or node.kind != "op" or not isinstance(node.spec, ContainerSpec):
+        return None
+    return len(node.spec.children) if comes_of_values(node) else None
+
+
+def comes_of_values(node: Node) -> bool:
+    """Whether the tensor that `node` is made from, as its first argument, has a shape that depends on values."""
+    while (ref := next(refs_in(node.args), None)) is not None and ref.node is not node:
+        node = ref.node
+        if is_sized_by_values(node):
+            return True
+    return False
+
+
+def is_sized_by_values(node: Node) -> bool:
+    """Whether the size of the result of the function called at `node` depends on the values of its arguments."""
+    if node.op in SIZED_BY_VALUES or (node.op == "where" and len(node.args) == 1):
+        return True
+    if node.op != "getitem":
+        return False
+    indices = (found.node.spec for found in list(refs_in(node.args))[1:])
+    return any(isinstance(index, TensorSpec) and index.dtype in TRUTHS for index in indices)
+
+
+def is_call_sized_by_values(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the values of `args` decide how many entries the result of a function has, going by its (raw) name."""
+    if name == "__getitem__":
+        found: list[Any] = []
+        map_leaves(args[1], found.append)
+        return any(isinstance(each, Tensor) and each.dtype in TRUTHS for each in found)
+    if name == "where":
+        return len(args) == 1
+    return name in SIZED_BY_VALUES or (name == "repeat_interleave" and len(args) > 1 and isinstance(args[1], Tensor))
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Escapes:
+    """Whether a size was used outside of its frame, where it is a plain number; shared by all sizes of a capture."""
+
+    found: bool = False
+
+
+class Size(int):
+    """A size, or what was computed from sizes."""
+
+    owner: FrameRecorder | None
+    ref: Ref | None
+    escapes: Escapes
+
+    @staticmethod
+    def of(value: int, owner: FrameRecorder, ref: Ref, escapes: Escapes) -> Size:
+        size = int.__new__(Size, value)
+        size.owner = owner
+        size.ref = ref
+        size.escapes = escapes
+        return size
+
+    def current_owner(self) -> FrameRecorder | None:
+        """Returns the frame that it belongs to if that runs now; else it is used as a plain number, which is noted."""
+        if self.owner is not None and self.owner.is_current:
+            return self.owner
+        self.escapes.found = True
+        return None
+
+    def release(self) -> None:
+        """Makes it a plain number: its frame is over, and a size that the model keeps must not keep the frame alive."""
+        self.owner = self.ref = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (int, (plain(self),))
+
+    def __copy__(self) -> int:
+        return plain(self)
+
+    def __deepcopy__(self, memo: Any) -> int:
+        return plain(self)
+
+
+plain = int.__index__
+"""Returns the plain number of a size."""
+
+
+def _guard(func: Callable[..., Any] | None, operands: tuple[Any, ...], result: Any) -> None:
+    size = next(operand for operand in operands if type(operand) is Size)
+    if (owner := size.current_owner()) is not None:
+        owner.guard_size(func, operands, result)
+
+
+def _fix(size: Size) -> None:
+    _guard(None, (size,), plain(size))
+
+
+def _arithmetic(func: Callable[..., Any], reflected: bool) -> Callable[[Size, Any], Any]:
+    def method(self: Size, other: Any) -> Any:
+        if not isinstance(other, int) or isinstance(other, bool):
+            if not isinstance(other, float):
+                if isinstance(other, (list, tuple, str)):
+                    _fix(self)
+                return NotImplemented  # a tensor: torch goes on with the plain number
+            _fix(self)
+            return func(other, plain(self)) if reflected else func(plain(self), other)
+        operands = (other, self) if reflected else (self, other)
+        result = func(*map(plain, operands))
+        if not isinstance(result, int):
+            _guard(func, operands, result)
+        elif (owner := self.current_owner()) is not None:
+            return owner.record_size(func, operands, result)
+        return result
+
+    return method
+
+
+def _comparison(func: Callable[..., Any], name: str) -> Callable[[Size, Any], Any]:
+    of_int = getattr(int, name)
+
+    def method(self: Size, other: Any) -> Any:
+        result = of_int(self, other)
+        if result is not NotImplemented:
+            _guard(func, (self, other), result)
+        elif isinstance(other, float):
+            _fix(self)
+        return result
+
+    return method
+
+
+def _plain_method(name: str) -> Callable[..., Any]:
+    of_int = getattr(int, name)
+
+    def method(self: Size, *others: Any) -> Any:
+        _fix(self)
+        return of_int(plain(self), *others)
+
+    return method
+
+
+def _bool(self: Size) -> bool:
+    result = plain(self) != 0
+    _guard(operator.truth, (self,), result)
+    return result
+
+
+def _negative(self: Size) -> Any:
+    owner = self.current_owner()
+    return -plain(self) if owner is None else owner.record_size(operator.neg, (self,), -plain(self))
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
+    setattr(Size, f"__{_name}__", _arithmetic(getattr(operator, _name), reflected=False))
+    setattr(Size, f"__r{_name}__", _arithmetic(getattr(operator, _name), reflected=True))
+for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(Size, _name, _comparison(getattr(operator, _name), _name))
+for _name in ("and", "or", "xor", "lshift", "rshift", "divmod"):
+    setattr(Size, f"__{_name}__", _plain_method(f"__{_name}__"))
+    setattr(Size, f"__r{_name}__", _plain_method(f"__r{_name}__"))
+for _name in ("abs", "ceil", "float", "floor", "hash", "int", "invert", "pos", "round", "trunc", "format", "repr"):
+    setattr(Size, f"__{_name}__", _plain_method(f"__{_name}__"))
+for _name in ("bit_length", "bit_count", "to_bytes"):
+    if hasattr(int, _name):
+        setattr(Size, _name, _plain_method(_name))
+Size.__bool__ = _bool  # type: ignore[assignment]
+Size.__neg__ = _negative  # type: ignore[assignment]
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
 
 # Not a range or a slice, which may hold sizes that were computed.
 _WITHOUT_A_NODE = (
@@ -448,3 +705,50 @@ def _is_recorded(name: str, result: Any) -> bool:
         return (name not in METADATA_READS and not name.startswith("is_")) or name in VALUE_READS
     inside = children(result)
     return inside is not None and any(isinstance(child, Tensor) or children(child) for _, child in inside)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+_RANKS = {"input": 0, "call": 1, "parameter": 2, "buffer": 2, "attribute": 2, "output": 3, "constant": 4, "op": 4}
+SIZE_PREFIX = "size_"
+
+
+def name_nodes(frame: Frame, size_prefix: str = SIZE_PREFIX) -> None:
+    """Fixes `Node.name` of every node of `frame` (with `size_prefix`, if it carries sizes), and fills `frame.names`."""
+    frame.names.clear()
+    _number_calls(frame)
+    # Each numbering continues where it stopped: counting from one each time takes minutes in a loop of 50,000 ops.
+    numberings: dict[str, Iterator[str]] = {}
+    for node in sorted(frame.nodes, key=_rank):  # a stable sort: execution order within a rank
+        if not node.name:
+            node.name = base = _base(node, size_prefix)
+            if base in frame.names:
+                numbering = numberings.get(base) or numberings.setdefault(base, numbered(base))
+                node.name = next(n for n in numbering if n not in frame.names)
+        frame.names[node.name] = node
+
+
+def _rank(node: Node) -> int:
+    rank = 5 if node.is_size else _RANKS[node.kind]
+    return rank if node.composite is None else 6 + node.is_size
+
+
+def _base(node: Node, size_prefix: str) -> str:
+    base = node.base_name or node.op
+    if isinstance(node, CallNode):
+        base = call_name(base)
+        return f"{base}_{node.call_index}" if node.call_count > 1 else base
+    if node.kind in ("parameter", "buffer", "attribute"):
+        return base.replace(".", "_")
+    return f"{size_prefix}{base}" if node.is_size and not tensor_specs(node.spec) else base
+
+
+def _number_calls(frame: Frame) -> None:
+    by_module: dict[int, list[CallNode]] = {}
+    for node in frame.calls():
+        by_module.setdefault(id(node.frame.module), []).append(node)
+    for nodes in by_module.values():
+        # An attempt that raised leaves a gap, but still was the call with that number.
+        count = max(len(nodes), nodes[-1].call_index + 1)
+        for node in nodes:
+            node.call_count = count

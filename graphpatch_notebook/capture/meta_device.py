@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture.functions import TRUTHS, VALUE_READS, is_call_sized_by_values, raw_name
+from graphpatch_notebook.capture.frame_recorder import TRUTHS, VALUE_READS, is_call_sized_by_values, raw_name
 from graphpatch_notebook.capture.records import map_leaves
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.torch_compat import without_torch_functions

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
-from graphpatch_notebook.capture.naming.call_sites import facts_of, invoke
+from graphpatch_notebook.capture.call_sites import facts_of, invoke
 from graphpatch_notebook.torch_compat import Switch, called_attribute, visible_flex_attention
 from graphpatch_notebook.values import ABSENT
 

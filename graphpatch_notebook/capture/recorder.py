@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.call_sites import Assigned, SiteTable, invoke
 from graphpatch_notebook.capture.custom_graphs import CustomRun, extracted_graph
 from graphpatch_notebook.capture.decompositions import (
     INNER_NODES,
@@ -20,14 +22,17 @@ from graphpatch_notebook.capture.decompositions import (
     inner_call_sites,
     opened_by_default,
 )
-from graphpatch_notebook.capture.frame_recorder import FrameRecorder
-from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
+from graphpatch_notebook.capture.frame_recorder import (
+    Escapes,
+    FrameRecorder,
+    Size,
+    function_name,
+    name_nodes,
+    raw_name,
+    writes_in_place,
+)
 from graphpatch_notebook.capture.held_values import AttributePaths, looking_at, still_used
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, with_input
-from graphpatch_notebook.capture.naming import call_sites
-from graphpatch_notebook.capture.naming.bytecode import Assigned
-from graphpatch_notebook.capture.naming.call_sites import SiteTable, invoke
-from graphpatch_notebook.capture.naming.names import name_nodes
 from graphpatch_notebook.capture.observers import declared_forward
 from graphpatch_notebook.capture.packed_weights import packing_of
 from graphpatch_notebook.capture.records import (
@@ -41,7 +46,6 @@ from graphpatch_notebook.capture.records import (
     Ref,
     Site,
 )
-from graphpatch_notebook.capture.sizes import Escapes, Size
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_higher_order, is_overload, version_of

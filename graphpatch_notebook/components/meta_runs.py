@@ -31,7 +31,7 @@ from graphpatch_notebook.capture import (
     record,
     result_of_size,
 )
-from graphpatch_notebook.capture.functions import VALUE_READS
+from graphpatch_notebook.capture.frame_recorder import VALUE_READS
 from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import call_like
 from graphpatch_notebook.capture.observers import innermost_forward

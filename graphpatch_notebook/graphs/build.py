@@ -30,7 +30,7 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from graphpatch_notebook.capture.custom_graphs import map_arguments
-from graphpatch_notebook.capture.functions import function_name
+from graphpatch_notebook.capture.frame_recorder import function_name
 from graphpatch_notebook.capture.records import (
     RECORD,
     CallNode,

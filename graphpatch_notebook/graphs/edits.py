@@ -23,7 +23,7 @@ from graphpatch_notebook.capture.custom_graphs import (
     problems_in,
     record_name,
 )
-from graphpatch_notebook.capture.functions import SIZE_READS, VALUE_READS
+from graphpatch_notebook.capture.frame_recorder import SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.inputs import inputs_of_call, value_like
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, OpNode, Ref, SizeGuard
 from graphpatch_notebook.errors import GraphError

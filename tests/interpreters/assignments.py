@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from graphpatch_notebook.capture.naming.bytecode import Assigned, assigned_variable
+from graphpatch_notebook.capture.call_sites import Assigned, assigned_variable
 
 # Each call of `f`, and each operation on what it gives, in the order in which they run.
 NAMES: dict[str, list[Assigned]] = {

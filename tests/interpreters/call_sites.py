@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from graphpatch_notebook.capture.naming import call_sites
+from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.records import line_at
 
 RUNS = 100  # more than any version needs to specialise a function, and all that it calls

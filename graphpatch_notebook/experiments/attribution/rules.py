@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import decomposition_of
-from graphpatch_notebook.capture.functions import raw_name
+from graphpatch_notebook.capture.frame_recorder import raw_name
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution import composites

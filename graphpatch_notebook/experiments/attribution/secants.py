@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
+from graphpatch_notebook.capture.frame_recorder import function_name, raw_name, writes_in_place
 from graphpatch_notebook.capture.records import map_leaves
 from graphpatch_notebook.torch_compat import base_of, is_overload, overload_path
 
