@@ -39,7 +39,7 @@ from graphpatch_notebook.experiments.datasets.store import ActivationStore, reco
 from graphpatch_notebook.experiments.elsewhere import RayExecutor, map_batches, remote
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
-from graphpatch_notebook.experiments.methods.head_scores import composition_scores, head_scores, keep_heads
+from graphpatch_notebook.experiments.methods.heads import composition_scores, head_scores, keep_heads
 from graphpatch_notebook.experiments.methods.lens import logit_lens
 from graphpatch_notebook.experiments.methods.path_patching import path_patch
 from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability

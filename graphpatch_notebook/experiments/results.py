@@ -16,8 +16,7 @@ from torch import Tensor
 
 from graphpatch_notebook.components.names import ComponentName, is_component_name, parse_name
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
-from graphpatch_notebook.experiments.engine.measurements import Measurement
+from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Measurement
 from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.warning_places import warn_each_time

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from graphpatch_notebook import ExperimentError
 from graphpatch_notebook.experiments import KLDivergence, LogitDifference, LogProbability, Loss, Probability
-from graphpatch_notebook.experiments.engine.measurements import measurement
+from graphpatch_notebook.experiments.engine.cells import measurement
 
 LOGITS = torch.zeros(2, 3, 4)
 

@@ -22,19 +22,17 @@ from graphpatch_notebook.experiments.attribution.scored_nodes import (
 )
 from graphpatch_notebook.experiments.engine.inputs import inputs_of
 from graphpatch_notebook.experiments.methods.arguments import (
+    PositionDim,
+    Positions,
+    RowPositions,
+    by_problem,
     check_graph,
+    check_is_used,
     check_metric,
     check_same_input_shapes,
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
 from graphpatch_notebook.experiments.methods.heads import head_layout
-from graphpatch_notebook.experiments.methods.positions import (
-    PositionDim,
-    Positions,
-    RowPositions,
-    by_problem,
-    check_is_used,
-)
 from graphpatch_notebook.experiments.results import keep_components, metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_map import kept_for
 from graphpatch_notebook.inspection.node_path import NodePath

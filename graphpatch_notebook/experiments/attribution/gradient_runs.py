@@ -34,8 +34,8 @@ from graphpatch_notebook.errors import ExperimentError, PatchMapError
 from graphpatch_notebook.experiments.attribution.rules import DerivativeRules, Method, rules_of
 from graphpatch_notebook.experiments.attribution.scored_nodes import KeptDims, ScoredNode, Scores, flow_of
 from graphpatch_notebook.experiments.attribution.secants import family_name
+from graphpatch_notebook.experiments.engine.cells import noted_metric
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.measurements import noted_metric
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch
 from graphpatch_notebook.patching import PatchContext

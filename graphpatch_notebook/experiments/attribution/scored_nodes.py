@@ -20,8 +20,7 @@ from graphpatch_notebook.components.names import MEMBERS
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.secants import has_memory
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.methods.arguments import input_tensors, targets
-from graphpatch_notebook.experiments.methods.positions import (
+from graphpatch_notebook.experiments.methods.arguments import (
     PositionDim,
     are_of_rows,
     check_problems,
@@ -29,7 +28,9 @@ from graphpatch_notebook.experiments.methods.positions import (
     counts_from_end,
     found_or_problems,
     given_dims,
+    input_tensors,
     rows_of,
+    targets,
 )
 from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
 from graphpatch_notebook.inspection.resolution import Target, resolve

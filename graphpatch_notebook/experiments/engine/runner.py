@@ -21,12 +21,26 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import all_modules, plain_tensors
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
-from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, PatchCopies, is_pure, patches_in
+from graphpatch_notebook.experiments.engine.cells import (
+    Cell,
+    CellResult,
+    Measurement,
+    PatchCopies,
+    baseline_of,
+    is_pure,
+    measurement,
+    patches_in,
+)
 from graphpatch_notebook.experiments.engine.changed_positions import least_vectors
-from graphpatch_notebook.experiments.engine.clean_run import CleanRun, reads_no_more, trimmed_inputs
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
-from graphpatch_notebook.experiments.engine.plan import SharedPlan, check_may_share, most_rows
+from graphpatch_notebook.experiments.engine.plan import (
+    CleanRun,
+    SharedPlan,
+    check_may_share,
+    most_rows,
+    reads_no_more,
+    trimmed_inputs,
+)
 from graphpatch_notebook.experiments.engine.rows import CannotShareError
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured

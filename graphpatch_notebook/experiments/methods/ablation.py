@@ -13,16 +13,19 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.methods.arguments import Paths, check_graph, check_metric, several_paths
-from graphpatch_notebook.experiments.methods.heads import ValueParts
-from graphpatch_notebook.experiments.methods.positions import (
+from graphpatch_notebook.experiments.methods.arguments import (
+    Paths,
     PositionDim,
     Positions,
     RowPositions,
+    check_graph,
     check_is_used,
+    check_metric,
     position_dims,
     row_dims,
+    several_paths,
 )
+from graphpatch_notebook.experiments.methods.heads import ValueParts
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.options import check_input_names

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import given_input
@@ -16,6 +19,7 @@ from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import ProbePatch
+from graphpatch_notebook.patching import row_dimension, sequence_dim
 from graphpatch_notebook.paths import is_pattern
 from graphpatch_notebook.values import readable_children
 
@@ -106,3 +110,212 @@ def input_tensors(pg: PatchableGraph, inputs: Inputs) -> dict[str, Tensor]:
         elif isinstance(value, (list, tuple, dict)):
             waiting += [(f"{name}|{key}", child) for key, child in readable_children(value) or ()]
     return found
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+Positions: TypeAlias = "bool | int | Iterable[int] | slice | None"
+"""A position, several, or a slice; negative numbers count from the end of the sequence. `True` for all positions."""
+
+RowPositions: TypeAlias = "Sequence[Sequence[int]] | Tensor"
+"""The positions of each row of the batch, `(batch, columns)`."""
+
+PositionDim: TypeAlias = "int | Mapping[str, int] | None"
+"""The sequence dimension: of all values, or by path."""
+
+
+# -- dimensions --------------------------------------------------------------------------------------------------------
+
+
+def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: PositionDim) -> dict[str, int]:
+    """Returns the sequence dimension of the value at each path.
+
+    `position_dim` is that of all paths, or by path; it is required for models that do not take tokens.
+
+    Raises:
+        ExperimentError: A sequence dimension is unknown. The message has each reason once, with its paths.
+    """
+    places, root = targets(pg, paths), pg.nodes.root
+    given = given_dims(pg, places, position_dim)
+    found, problems = found_or_problems(
+        places, lambda path, target: target.kept_dims.index(sequence_dim(root, target, given.get(path))[0])
+    )
+    check_problems(problems)
+    return found
+
+
+def row_dims(pg: PatchableGraph, paths: Iterable[str], dims: Mapping[str, int]) -> dict[str, int]:
+    """Returns the batch dimension of the value at each path, whose sequence dimension `dims` has if it is known.
+
+    Raises:
+        ExperimentError: A batch dimension is unknown.
+    """
+
+    def dim(path: str, target: Target) -> int:
+        whole = target.kept_dims[dims[path]] if path in dims else None
+        return target.kept_dims.index(row_dimension(pg.nodes.root, target, whole))
+
+    found, problems = found_or_problems(targets(pg, paths), dim)
+    check_problems(problems, "the rows of the batch are unknown:")
+    return found
+
+
+_Found = TypeVar("_Found")
+
+
+def found_or_problems(
+    targets: Mapping[str, Target], find: Callable[[str, Target], _Found]
+) -> tuple[dict[str, _Found], dict[str, str]]:
+    """Returns by path what a function finds in a value, and the text of each `ValueError` that it raises."""
+    found: dict[str, _Found] = {}
+    problems: dict[str, str] = {}
+    for path, target in targets.items():
+        try:
+            result = find(path, target)
+        except ValueError as problem:
+            problems[path] = str(problem)
+            continue
+        found[path] = result
+    return found, problems
+
+
+def given_dims(pg: PatchableGraph, paths: Iterable[str], position_dim: PositionDim) -> dict[str, int | None]:
+    """Returns what the user said is the sequence dimension, by path."""
+    if not isinstance(position_dim, Mapping):
+        return dict.fromkeys(paths, position_dim)
+    given = {path: dim for key, dim in position_dim.items() for path in targets(pg, [str(key)])}
+    if others := given.keys() - set(paths):
+        raise ExperimentError(f"position_dim has {min(others)!r}, whose positions are not asked for")
+    return dict(given)
+
+
+def check_is_used(position_dim: PositionDim, *, is_used: bool) -> None:
+    """Raises an `ExperimentError` if a sequence dimension is given, but nothing has positions."""
+    if position_dim is not None and not is_used:
+        raise ExperimentError(f"position_dim={position_dim!r} has no effect without positions=...")
+
+
+def check_problems(problems: Mapping[str, str], what: str = "the sequence dimension is unknown:") -> None:
+    """Raises an `ExperimentError` with the problems of some paths, if there are any."""
+    if problems:
+        raise ExperimentError("\n  ".join([what, *by_problem(problems)]))
+
+
+def by_problem(problems: Mapping[str, str]) -> list[str]:
+    """Returns each problem once with its paths, the most common first."""
+    paths: dict[str, list[str]] = {}
+    for path, problem in problems.items():
+        paths.setdefault(problem, []).append(path)
+    lines = []
+    for problem, found in sorted(paths.items(), key=lambda item: -len(item[1])):
+        others = f" and {len(found) - 3} others" if len(found) > 3 else ""
+        lines.append(f"{', '.join(map(repr, found[:3]))}{others}: {problem}")
+    return lines
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+def counted_positions(given: Positions | RowPositions, length: int, whose: str = "the sequence") -> list[int]:
+    """Returns the given positions in the given order, counted from the start of a sequence of some length.
+
+    `True` and `None` are all positions. `whose` says what has that length, for the message.
+
+    Example:
+        >>> counted_positions([2, -1], 7), counted_positions(slice(-2, None), 7)
+        ([2, 6], [5, 6])
+    """
+    every = np.arange(length)
+    if given is None or given is True:
+        return list(range(length))
+    index: Any = given
+    if not isinstance(given, slice):
+        index = np.atleast_1d(np.asarray(given.tolist() if isinstance(given, Tensor) else _listed(given)))
+        if index.dtype.kind not in "iu":
+            raise ExperimentError(f"positions must be integers, or True for all, not {given!r}")
+    try:
+        found: list[int] = every[index].tolist()
+    except (IndexError, TypeError) as error:
+        raise ExperimentError(f"positions={given!r}: {whose} has {length} positions, {error}") from error
+    if not found or len(set(found)) < len(found):
+        raise ExperimentError(f"positions={given!r} must have each position once, of {length} of {whose}; not {found}")
+    return found
+
+
+def _listed(given: Any) -> Any:
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, (str, np.ndarray)) else given
+
+
+def are_of_rows(given: Any) -> bool:
+    """Whether positions are given for each row of the batch, with two dimensions.
+
+    Example:
+        >>> are_of_rows([[3], [5]]), are_of_rows([3, 5])
+        (True, False)
+    """
+    if hasattr(given, "tolist"):
+        return len(given.shape) == 2
+    return isinstance(given, (list, tuple)) and any(
+        isinstance(row, (list, tuple)) or len(getattr(row, "shape", ())) for row in given
+    )
+
+
+def rows_of(given: Any, length: int, whose: str = "the sequence") -> list[list[int]]:
+    """Returns the positions of each row of the batch, counted from the start."""
+    rows = [counted_positions(row, length, whose) for row in given]
+    if len({len(row) for row in rows}) > 1:
+        raise ExperimentError(f"positions must have as many numbers for each row of the batch, not {given!r}")
+    return rows
+
+
+def counts_from_end(given: Any) -> bool:
+    """Whether positions count from the end of the sequence."""
+    parts = (given.start, given.stop) if isinstance(given, slice) else np.ravel(_listed(given)).tolist()
+    return any(part is not None and part < 0 for part in parts)
+
+
+@dataclass(frozen=True)
+class PositionCells:
+    """The positions of an experiment, and where they are in its values.
+
+    Attributes:
+        labels: The positions, counted from the start; numbers of columns, if each row of the batch has its own.
+        dims: The sequence dimension, by path.
+        columns: For each column, the position in each row; empty if positions are the same for all rows.
+        row_dims: The batch dimension, by path; empty likewise.
+    """
+
+    labels: list[int]
+    dims: Mapping[str, int]
+    columns: Sequence[Sequence[int]] = ()
+    row_dims: Mapping[str, int] = field(default_factory=dict)
+
+    def place(self, index: list[Any], path: str, label: int | list[int]) -> None:
+        """Makes an index of the value at `path`, a list with an item for each dimension, one of positions."""
+        if not self.columns:
+            index[self.dims[path]] = label
+            return
+        index[self.dims[path]] = torch.tensor(self.columns)[label]
+        index[self.row_dims[path]] = torch.arange(len(self.columns[0]))
+
+
+def position_cells(
+    pg: PatchableGraph, given: Positions | RowPositions, values: Mapping[str, Tensor], dims: Mapping[str, int]
+) -> PositionCells:
+    """Returns the given positions, of all rows of the batch or of each; `True` and `None` are all positions.
+
+    The values, and their sequence dimensions, are given by path.
+    """
+    lengths = {path: values[path].shape[dim] for path, dim in dims.items()}
+    if len(set(lengths.values())) > 1:
+        raise ExperimentError(f"give paths of one sequence at a time; these have different lengths: {lengths}")
+    first, length = next(iter(lengths.items()))
+    if not are_of_rows(given):
+        return PositionCells(counted_positions(given, length, repr(first)), dims)
+    rows, batch_dims = rows_of(given, length, repr(first)), row_dims(pg, dims, dims)
+    for path, dim in batch_dims.items():
+        shape = tuple(values[path].shape)
+        if shape[dim] != len(rows):
+            raise ExperimentError(f"positions has {len(rows)} rows, but {path!r} has {shape[dim]}, shape {shape}")
+    columns = list(zip(*rows, strict=True))
+    return PositionCells(list(range(len(columns))), dims, columns, batch_dims)

@@ -16,20 +16,18 @@ from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import inputs_of
 from graphpatch_notebook.experiments.methods.arguments import (
     Paths,
-    check_graph,
-    check_metric,
-    check_same_shapes,
-    several_paths,
-)
-from graphpatch_notebook.experiments.methods.heads import ValueParts
-from graphpatch_notebook.experiments.methods.positions import (
     PositionDim,
     Positions,
     RowPositions,
+    check_graph,
     check_is_used,
+    check_metric,
+    check_same_shapes,
     position_cells,
     position_dims,
+    several_paths,
 )
+from graphpatch_notebook.experiments.methods.heads import ValueParts
 from graphpatch_notebook.experiments.methods.reference_runs import MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.inspection.node_path import NodePath

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
+from graphpatch_notebook.experiments.engine.cells import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.patching.model_state import RandomState

@@ -13,9 +13,17 @@ import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
 from graphpatch_notebook.experiments.elsewhere import Checkpoint, Lost, Workers, check_executor, weights_digest
-from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of, is_pure, patches_in
+from graphpatch_notebook.experiments.engine.cells import (
+    Cell,
+    CellResult,
+    Cells,
+    Measurement,
+    PatchMap,
+    axes_of,
+    is_pure,
+    patches_in,
+)
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.runner import Baseline, CellRunner, Request, made_before
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric
 from graphpatch_notebook.experiments.results import data_array, metric_dims, metric_name, plain_label

@@ -1,6 +1,6 @@
 """The lens view: what each layer says at each position, as a heatmap of layers and positions.
 
-`Readouts` (experiments/methods/readouts.py) computes the numbers; js/src/views/lens_view.ts draws them.
+`Readouts` (experiments/methods/lens.py) computes the numbers; js/src/views/lens_view.ts draws them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.elsewhere import RemoteGraph
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.grids import tick_text
-from graphpatch_notebook.experiments.methods.readouts import STREAMS, Readouts, ReadStates, RemoteReadouts
+from graphpatch_notebook.experiments.methods.lens import STREAMS, Readouts, ReadStates, RemoteReadouts
 from graphpatch_notebook.notebook.display.tables import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
 from graphpatch_notebook.notebook.messages import LensRequest

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
 from graphpatch_notebook.experiments.engine.changed_positions import ChangedPositions
-from graphpatch_notebook.experiments.engine.clean_run import CleanRun
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.plan import CleanRun
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.patchable_graph import captured
 from tests.experiments.engine.loops import TOLERANCE, Counts

@@ -19,7 +19,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.methods.readouts import Readouts
+from graphpatch_notebook.experiments.methods.lens import Readouts
 from tests.components.families import captured_model
 from tests.hooks import registered
 
