@@ -32,6 +32,7 @@ from graphpatch_notebook.errors import (
     PatchMapError,
     PatchNotFiredError,
     PatchValueError,
+    SerializationError,
     UnknownPathError,
 )
 from graphpatch_notebook.graphs import (
@@ -91,6 +92,7 @@ __all__ = [
     "RecordPatch",
     "Recording",
     "ReplacePatch",
+    "SerializationError",
     "SkipPatch",
     "SplicePatch",
     "StopPatch",

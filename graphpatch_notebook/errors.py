@@ -69,11 +69,15 @@ class PatchNotFiredError(GraphPatchError, RuntimeError):
 
 
 class GraphError(GraphPatchError, RuntimeError, ValueError):
-    """A graph cannot be built, saved or loaded, or cannot run in place of its module.
+    """A graph cannot be built, or cannot run in place of its module.
 
-    Nothing of a file that cannot be loaded ran, and nothing of a loaded graph for a call that it does not cover. All
-    processes of a sharded model raise it if they make different calls.
+    Of a loaded graph, nothing ran for a call that it does not cover. All processes of a sharded model raise it if they
+    make different calls.
     """
+
+
+class SerializationError(GraphError):
+    """A graph or patches cannot be saved, or a file cannot be loaded. Nothing in the file ran."""
 
 
 class SessionError(GraphPatchError, ValueError):

@@ -580,7 +580,7 @@ class PatchableGraph(_LikeItsModel):
             check: Calls (arguments, keyword arguments) on which to compare what is loaded with the model, bit for bit.
 
         Raises:
-            GraphError: Graph and model differ on one of the `check` calls; or a graph that *is* its module
+            SerializationError: Graph and model differ on one of the `check` calls; or a graph that *is* its module
                 (edited, or custom) cannot be stored. Then nothing is written.
             FileNotFoundError, IsADirectoryError: The folder does not exist, or `file` is a folder.
             TypeError: `file` is neither the name of a file nor an open binary file.
@@ -634,7 +634,7 @@ class PatchableGraph(_LikeItsModel):
                 whole packages (`"mylib"`). Loading imports these, which runs their code.
 
         Raises:
-            GraphError: The file was not written by `save`, is damaged, uses names that are not allowed, or is
+            SerializationError: The file was not written by `save`, is damaged, uses names that are not allowed, or is
                 not of this `model`.
             FileNotFoundError, IsADirectoryError: The file does not exist, or is a folder.
 
@@ -859,7 +859,7 @@ class PatchableGraph(_LikeItsModel):
             **input_kwargs: Keyword inputs of the model.
 
         Raises:
-            SweepInterrupted: On an interrupt while cells run. It is a `KeyboardInterrupt`; its `.result` has the
+            KeyboardInterrupt: On an interrupt while cells run, as a `SweepInterrupted`; its `.result` has the
                 finished cells.
             ExperimentError: Arguments are not valid (raised before any cell runs), or all cells failed.
             UnknownPathError, PatchMapError: `pg.patch` would refuse a path or patch. Raised before any cell runs, if

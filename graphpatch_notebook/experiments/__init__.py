@@ -27,7 +27,6 @@ draws it.
 
 from __future__ import annotations
 
-from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments.attribution.attribute import attribute, top_scores
 from graphpatch_notebook.experiments.attribution.direct_logits import direct_logit_attribution
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
@@ -69,7 +68,6 @@ __all__ = [
     "Noise",
     "Probability",
     "RayExecutor",
-    "SweepInterrupted",
     "ablate",
     "attribute",
     "attribute_edges",

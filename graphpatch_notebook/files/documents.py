@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphpatch_notebook._version import __version__
 from graphpatch_notebook.capture.records import Kind
-from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.interrupts import whole_file
 
 SCHEMA = 3
@@ -182,7 +182,7 @@ def read_document(file: Any, key: str, kind: type[_T], writer: str) -> tuple[str
     """Returns the name of a file for messages, its document and its tensors; nothing in it is run.
 
     Raises:
-        GraphError: `writer`, a call, did not write the file, or it is damaged.
+        SerializationError: `writer`, a call, did not write the file, or it is damaged.
         FileNotFoundError, IsADirectoryError: The file does not exist, or is a folder.
     """
     from safetensors import SafetensorError, safe_open
@@ -205,7 +205,7 @@ def read_document(file: Any, key: str, kind: type[_T], writer: str) -> tuple[str
             raise ValueError(f"it has version {version} of the format, and this graphpatch-notebook reads {SCHEMA}")
         return name_of(source), msgspec.json.decode(document, type=kind), tensors
     except (SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
-        raise GraphError(
+        raise SerializationError(
             f"{name_of(source)} is not a file that this version's {writer} wrote, or it is damaged: {error}; pickles "
             "and files of torch.save are never read, as these run code"
         ) from error

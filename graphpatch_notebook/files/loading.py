@@ -38,7 +38,7 @@ from graphpatch_notebook.capture.records import (
     SavedSite,
     SourceLine,
 )
-from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.errors import GraphError, SerializationError
 from graphpatch_notebook.files.documents import (
     FramePart,
     FunctionPart,
@@ -93,7 +93,7 @@ def load(
         names.check(target for target in steps if isinstance(target, FunctionPart))
         return _Reader(document, made_tensors(document.tensors, contents), model, names).loaded()
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, AssertionError) as error:
-        raise GraphError(f"{name} is damaged, or does not fit: {error}") from error
+        raise SerializationError(f"{name} is damaged, or does not fit: {error}") from error
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class _Reader:
             return None
         module, where = module_at(self._model, part.path), f"{part.path!r} of the model"
         if type(module).__name__ != part.cls or module is None:
-            raise GraphError(f"{where} is not a {part.cls}, as in the file: give the model whose graph it is")
+            raise SerializationError(f"{where} is not a {part.cls}, as in the file: give the model whose graph it is")
         if part.training is not module.training:
             was = "train" if part.training else "eval"
             raise GraphError(f"{where} was in {was} mode when the graph was saved; call model.{was}()")

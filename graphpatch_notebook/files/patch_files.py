@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.files.documents import (
     PatchDocument,
     PatchPart,
@@ -38,7 +38,7 @@ def save_patches(
         patches: From paths to a patch or a list of patches, as for `PatchableGraph.patch`.
 
     Raises:
-        GraphError: Some patches cannot be written; the message names all of them. Nothing is written.
+        SerializationError: Some patches cannot be written; the message names all of them. Nothing is written.
         FileNotFoundError, IsADirectoryError: The folder does not exist, or `file` is a folder.
         TypeError: `file` is neither the name of a file nor an open binary file, or `patches` is not a dict.
 
@@ -60,12 +60,12 @@ position_dim=None, value=tensor([1., 1.]), slice=None)}
         for patch in [given] if isinstance(given, Patch) else given:
             try:
                 parts.append(_encoded(str(path), patch, tensors))
-            except GraphError as problem:  # all of them are named
+            except SerializationError as problem:  # all of them are named
                 problems.append(f"{str(path)!r}: {type(patch).__name__}: {problem}")
         if not isinstance(given, Patch) and not given:
             problems.append(f"{str(path)!r}: there are no patches")
     if problems:
-        raise GraphError("these patches cannot be saved:" + "".join(f"\n  {problem}" for problem in problems))
+        raise SerializationError("these patches cannot be saved:" + "".join(f"\n  {problem}" for problem in problems))
     write_document(target, _KEY, PatchDocument(patches=parts, tensors=tensors.parts), tensors.contents())
 
 
@@ -78,7 +78,7 @@ def load_patches(file: str | os.PathLike[str] | IO[bytes]) -> dict[str, Patch[An
         file: The name of the file, or an open binary file, which is read from its current position.
 
     Raises:
-        GraphError: The file was not written by `save_patches`, or is damaged.
+        SerializationError: The file was not written by `save_patches`, or is damaged.
         FileNotFoundError, IsADirectoryError: The file does not exist, or is a folder.
 
     Example:
@@ -99,21 +99,25 @@ def load_patches(file: str | os.PathLike[str] | IO[bytes]) -> dict[str, Patch[An
             before = [before] if isinstance(before, Patch) else before
             found[part.path] = patch if before is None else [*before, patch]
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        raise GraphError(f"{name} is damaged: {error}") from error
+        raise SerializationError(f"{name} is damaged: {error}") from error
     return found
 
 
 def _encoded(path: str, patch: Any, tensors: TensorTable) -> PatchPart:
     kind = type(patch)
     if _KINDS.get(kind.__name__) is not kind:
-        raise GraphError("it is not a patch of this package; save what it holds, and make it again after loading")
+        raise SerializationError(
+            "it is not a patch of this package; save what it holds, and make it again after loading"
+        )
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
             return {"tensor": tensors.add(value, kind.__name__)}
         if isinstance(value, frozenset):  # of steps or positions
             return {"set": encoded(sorted(value))}
-        raise GraphError(f"it holds a {type(value).__name__}, not plain values and tensors; add it after loading")
+        raise SerializationError(
+            f"it holds a {type(value).__name__}, not plain values and tensors; add it after loading"
+        )
 
     fields = {field.name: getattr(patch, field.name) for field in dataclasses.fields(kind) if field.init}
     return PatchPart(path, kind.__name__, {name: encoded(value, leaf) for name, value in fields.items()})

@@ -25,7 +25,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture import listed_doubts
 from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, Site, SizeGuard
-from graphpatch_notebook.errors import GraphError, GraphPatchWarning
+from graphpatch_notebook.errors import GraphError, GraphPatchWarning, SerializationError
 from graphpatch_notebook.files.documents import (
     FramePart,
     GraphDocument,
@@ -105,10 +105,10 @@ def save(
             try:
                 found = _output_of(graph, (module, root.module), args, kwargs)
             except GraphError as error:
-                raise GraphError(f"check[{number}]: {error}") from error
+                raise SerializationError(f"check[{number}]: {error}") from error
             problem = difference(found, _output_of(call, (root.module,), args, kwargs), "output")
             if problem is not None:
-                raise GraphError(f"check[{number}]: the graph does not equal the model: {problem}")
+                raise SerializationError(f"check[{number}]: the graph does not equal the model: {problem}")
     if writer.unstored:
         warnings.warn(GraphPatchWarning(writer.warning(name_of(target)), "unstored frame"), stacklevel=3)
     write_document(target, METADATA_KEY, document, tensors)
@@ -160,7 +160,7 @@ class _Writer:
                     self._leave_out(frame, str(error))
         for frame in self.frames:
             if id(frame) in self.unstored and self._is_own(frame):
-                raise GraphError(
+                raise SerializationError(
                     f"the graph of {_where(frame)} replaces its module, as it was edited or is custom, and cannot be "
                     f"stored: {self.unstored[id(frame)]}. Nothing was written; save a PatchableGraph without this edit"
                 )
@@ -182,9 +182,9 @@ class _Writer:
 
     def _graph(self, frame: Frame) -> list[StepPart]:
         if frame.opaque_reason is not None:
-            raise GraphError(frame.opaque_reason)
+            raise SerializationError(frame.opaque_reason)
         if unguarded_doubts(frame) and not frame.has_own_graph:
-            raise GraphError(listed_doubts(frame.doubts))
+            raise SerializationError(listed_doubts(frame.doubts))
         encoded(frame.parameters)
         return _GraphWriter(self, frame).steps
 
@@ -307,7 +307,9 @@ class _GraphWriter:
                 if all(self._records[id(ref.node)] in self._step_of for ref in refs):  # the user may have erased one
                     self._add_check(guard)
         if now is not mode:
-            raise GraphError("it changes the grad mode out of sight, as checkpoint(..., use_reentrant=True) does")
+            raise SerializationError(
+                "it changes the grad mode out of sight, as checkpoint(..., use_reentrant=True) does"
+            )
 
     def _add(self, fx_node: Any, args: list[Any] | None) -> int | None:
         """Adds the step of a node. Returns the number of its record."""
@@ -346,7 +348,7 @@ class _GraphWriter:
         callee = record.frame.module if isinstance(record, CallNode) else None
         found = module_at(module, target) if self._frame.custom_graph is not None else None
         if callee is None or (found is not None and found is not callee):
-            raise GraphError(f"it calls {target!r}, which has no record, or was replaced since the capture")
+            raise SerializationError(f"it calls {target!r}, which has no record, or was replaced since the capture")
         if is_writable(target) and module_at(module, target) is callee:
             return target
         return modules.alias(module, "module", modules.number(callee))
@@ -367,7 +369,7 @@ class _GraphWriter:
                 modules.tensor(holder, name, value)
                 return path
         if not isinstance(value, Tensor):
-            raise GraphError(f"it reads {path!r}: an object, or a tensor that no module holds and that is gone")
+            raise SerializationError(f"it reads {path!r}: an object, or a tensor that no module holds and that is gone")
         return modules.alias(module, "tensor", modules.tensor(module, "constant", value))
 
     # -- checks --------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from graphpatch_notebook.capture.records import InputParameter
-from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.errors import GraphError, SerializationError
 from graphpatch_notebook.files.documents import FunctionPart, TensorPart
 from graphpatch_notebook.graphs.build import Container, NamedFunction
 from graphpatch_notebook.torch_compat import assert_that, native_namespaces, overload_path, set_grad_enabled
@@ -137,7 +137,7 @@ _KIND_OF = {kind: name for name, (kind, _, _) in _KINDS.items()}
 
 def refused(value: Any) -> Any:
     """Raises an error for a value that a file cannot hold."""
-    raise GraphError(f"it holds an object of type {type(value).__name__}, or a number that is too large")
+    raise SerializationError(f"it holds an object of type {type(value).__name__}, or a number that is too large")
 
 
 def encoded(value: Any, leaf: Callable[[Any], Any] = refused) -> Any:
@@ -298,13 +298,13 @@ def _imported(name: str) -> Any:
     module, _, inside = name.partition(":")
     parts = [*module.split("."), *inside.split(".")]
     if not all(part.isidentifier() and (not part.startswith("__") or part == "__main__") for part in parts):
-        raise GraphError(f"{name[:80]!r} is not the name of a function that a file may call, nor of a class")
+        raise SerializationError(f"{name[:80]!r} is not the name of a function that a file may call, nor of a class")
     try:
         found: Any = torch.ops if name.startswith(_OPS) else importlib.import_module(module)
         for part in inside.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise GraphError(f"{name} cannot be imported, or is not registered, here: {error}") from error
+        raise SerializationError(f"{name} cannot be imported, or is not registered, here: {error}") from error
     return found
 
 
@@ -326,7 +326,7 @@ def encoded_function(function: Any) -> FunctionPart:
     owner = getattr(named, "__self__", None)  # of the `apply` of an `autograd.Function`
     name = f"{class_name(owner)}.{named.__name__}" if isinstance(owner, type) else _qualified(named)
     if name not in known_classes() and _imported(name) != named:
-        raise GraphError(f"it uses {name}, which cannot be imported by that name")
+        raise SerializationError(f"it uses {name}, which cannot be imported by that name")
     return FunctionPart(name, keys)
 
 
@@ -368,8 +368,8 @@ class Names:
             }
         )
         if missing:
-            raise GraphError(
-                f"its graphs use {', '.join(missing)}, which loading would import and run, as it is not part of torch; "
+            raise SerializationError(
+                f"its graphs use {', '.join(missing)}, which loading would import and run; "
                 f"if you trust it, allow it: load(file, allow={missing!r})"
             )
 
@@ -380,7 +380,7 @@ class Names:
             cls = known_classes().get(name) or _imported(name)
             is_output = any(base.__name__ == "ModelOutput" for base in getattr(cls, "__mro__", ()))
             if not _is_container(cls) or not (name in known_classes() or self.covers(name) or is_output):
-                raise GraphError(f"{name} is not a class of containers")
+                raise SerializationError(f"{name} is not a class of containers")
             return Container(cls, tuple(map(decoded, part.keys)))
         if name in functions():
             return functions()[name]
@@ -388,7 +388,7 @@ class Names:
         if not name.startswith(_OPS):
             return NamedFunction(found)
         if overload_path(found) != name.removeprefix(_OPS) or any(map(_is_refused, name.split("."))):
-            raise GraphError(f"{name[:80]!r} is not an operator that a file may call")
+            raise SerializationError(f"{name[:80]!r} is not an operator that a file may call")
         return found  # type: ignore[no-any-return]
 
 
@@ -399,7 +399,7 @@ def _dotted(name: str) -> str:
 def check_method(name: str) -> None:
     """Raises an error if graphs in files may not call this method of tensors."""
     if f"torch.Tensor.{name}" not in functions():
-        raise GraphError(f"it calls the method {name[:60]!r}, which files may not call")
+        raise SerializationError(f"it calls the method {name[:60]!r}, which files may not call")
 
 
 def check_attribute(function: Any, args: tuple[Any, ...]) -> None:
@@ -410,7 +410,7 @@ def check_attribute(function: Any, args: tuple[Any, ...]) -> None:
     is_plain = type(name) is str and name.isidentifier() and not name.startswith("_") and name != "grad_fn"
     is_value = name in _WRITABLE if function is setattr else is_plain and not callable(getattr(Tensor, name, None))
     if not is_plain or not is_value or len(args) != (3 if function is setattr else 2):
-        raise GraphError(f"it {'sets' if function is setattr else 'reads'} the attribute {name!r}")
+        raise SerializationError(f"it {'sets' if function is setattr else 'reads'} the attribute {name!r}")
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -467,11 +467,13 @@ class TensorTable:
 def _check_storable(tensor: Tensor) -> None:
     """Raises an error if a tensor is not a plain view of a storage with values."""
     if is_lazy(tensor) or tensor.device.type == "meta":
-        raise GraphError("its weights are not loaded (they are lazy, or on the device 'meta', as if offloaded)")
+        raise SerializationError("its weights are not loaded (they are lazy, or on the device 'meta', as if offloaded)")
     is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     is_computed = tensor.requires_grad and not tensor.is_leaf
     if not is_plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or is_computed:
-        raise GraphError(f"files cannot hold a {type(tensor).__name__} of this kind ({tensor.layout}, or computed)")
+        raise SerializationError(
+            f"files cannot hold a {type(tensor).__name__} of this kind ({tensor.layout}, or computed)"
+        )
 
 
 def _content(tensor: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability, SweepInterrupted
+from graphpatch_notebook.errors import SweepInterrupted
+from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability
 from graphpatch_notebook.values import digest
 from tests.distributed import sweep_to_kill
 

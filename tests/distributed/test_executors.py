@@ -31,11 +31,11 @@ from graphpatch_notebook import (
     ReplacePatch,
 )
 from graphpatch_notebook.distributed.executors import dumps
+from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments import (
     LogitDifference,
     Noise,
     RayExecutor,
-    SweepInterrupted,
     ablate,
     attribute,
     attribute_edges,

@@ -17,7 +17,7 @@ from graphpatch_notebook import (
     ProbePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import SweepInterrupted
+from graphpatch_notebook.errors import SweepInterrupted
 from tests.experiments.engine.loops import Counts
 
 STRENGTHS = [0.0, 0.0, 0.0, 0.0, 1.0, -2.0, 3.0, 4.0]

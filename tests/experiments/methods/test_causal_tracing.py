@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import ExperimentError, GraphPatchWarning, PatchableGraph, UnknownPathError
+from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments import (
     LogitDifference,
     Noise,
     Probability,
-    SweepInterrupted,
     ablate,
     attribute,
     causal_trace,
