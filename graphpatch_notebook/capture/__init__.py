@@ -200,6 +200,10 @@ def _replace_sizes(root: Module, recorder: Recorder) -> None:
             if isinstance(container, list):
                 container[:] = [_plain(value, recorder) for value in container]
             elif isinstance(container, dict):
+                if any(type(key) is Size for key in container):
+                    items = [(_plain(key, recorder), value) for key, value in container.items()]
+                    container.clear()
+                    container.update(items)
                 for key, value in list(container.items()):
                     if type(value) not in PLAIN_VALUES and (plain := _plain(value, recorder)) is not value:
                         container[key] = plain
