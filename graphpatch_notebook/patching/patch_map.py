@@ -323,8 +323,11 @@ def target_of_call(root: Frame, text: str) -> Target | None:
 
     A module that returns several tensors, or none, is `Unresolvable`.
     """
-    frame = next((frame for frame in root.walk() if text in (format_path(frame.path), _output_path(frame))), None)
-    if frame is None:
+    for frame in root.walk():
+        output = (*frame.path, frame.output_node.name)
+        if text in (format_path(frame.path), format_path(output)):
+            break
+    else:
         return None
     spec = frame.output_node.spec
     digs = [dig for dig, leaf in leaves(spec) if isinstance(leaf, TensorSpec)]
@@ -333,11 +336,7 @@ def target_of_call(root: Frame, text: str) -> Target | None:
             f"{text!r} returns {len(digs)} tensors ({spec}), and a patch that replaces its call makes one: patch the "
             "modules in it, or what follows"
         )
-    return resolve(root, format_path((*frame.path, frame.output_node.name), digs[0]))
-
-
-def _output_path(frame: Frame) -> str:
-    return format_path((*frame.path, frame.output_node.name))
+    return resolve(root, format_path(output, digs[0]))
 
 
 def check_call(target: Target, patch: Patch[Any]) -> None:
