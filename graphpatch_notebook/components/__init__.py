@@ -2,9 +2,10 @@
 
 `flow` follows values across frames, and `operations` sorts torch functions by what they do. `chain` finds the layers,
 the residual stream through them, and what lies between linear maps and a value, `writes` what each layer adds to the
-stream; `attention`, `mlp` and `ends` find the parts inside these, and `axes` the meaning of dimensions. `components`
-names the findings, and `proofs` recomputes them from values of a run, or of runs with noise. `names` is the text of the
-names: it parses them, and looks them up. `weights` finds which parts of the model's matrices belong to components.
+stream; `attention`, `mlp` and `ends` find the parts inside these. `roles` runs parts of layers again with changes,
+which decides what dimensions are, and what is an attention. `components` names the findings, and `proofs` checks that
+the stream is their sum. `names` is the text of the names: it parses them, and looks them up. `weights` finds which
+parts of the model's matrices belong to components.
 
 All but `names` and `operations` is imported when a component is first asked for: it is an eighth of the package.
 """

@@ -11,7 +11,6 @@ activation.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,8 +21,7 @@ from typing import Literal, TypeAlias
 from torch.nn import Module, ModuleDict
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
-from graphpatch_notebook.components.axes import Axes, stream_axes
-from graphpatch_notebook.components.flow import Flow, Place, Value
+from graphpatch_notebook.components.flow import Axes, Flow, Place, Value
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
     ATTENTION,
@@ -77,29 +75,14 @@ class Layer:
     Attributes:
         start, end: The stream at its input and at its output.
         steps: The trail from `start` to `end`.
-        is_sequence_first: Whether the stream has its positions before the batch.
-        has_streams: Whether it is several streams, as the third dimension.
+        axes: What the dimensions of the stream are.
     """
 
     frame: Frame
     start: Place
     end: Place
     steps: list[Step] = field(default_factory=list)
-    is_sequence_first: bool = False
-    has_streams: bool = False
-
-    def axes(self, value: Value, last: str = "channel") -> Axes:
-        """Returns the axes of a value that is laid out like the stream."""
-        return stream_axes(
-            value.shape, last, self.widths, is_sequence_first=self.is_sequence_first, has_streams=self.has_streams
-        )
-
-    @functools.cached_property
-    def widths(self) -> frozenset[int]:
-        """The sizes of the vectors among its weights, if these show that the stream has its features second."""
-        found = frozenset(weight.numel() for weight in self.frame.module.parameters() if weight.ndim == 1)
-        shape = self.start.value.shape
-        return found if shape[-1] not in found and shape[1] in found else frozenset()
+    axes: Axes = ()
 
     @property
     def states(self) -> list[Value]:

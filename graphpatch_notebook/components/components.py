@@ -10,18 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, get_args
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.components.attention import Parts, attentions, is_sequence_first, parts_of
-from graphpatch_notebook.components.axes import Axes, feature_axes, stream_axes
+from graphpatch_notebook.components.attention import Attention
 from graphpatch_notebook.components.chain import Layer, Stack, Stacks, Trails
-from graphpatch_notebook.components.ends import end_of, ends_alone, is_sequence_first_after, start_of
-from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.ends import end_of, ends_alone, start_of
+from graphpatch_notebook.components.flow import Axes, Flow, Value
 from graphpatch_notebook.components.mlp import Mlp, mlp_of
 from graphpatch_notebook.components.names import find_one, look_up, why_missing
 from graphpatch_notebook.components.operations import CHOICES, CREATIONS
 from graphpatch_notebook.components.proofs import Evidence, NamedLayer, NamedWrite, ProofRun, norm_name, prove
 from graphpatch_notebook.components.writes import Write, WriteKind, Writes, norm_of
+from graphpatch_notebook.patching.model_state import RandomState
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.values import TensorSpec
 
 Index: TypeAlias = "tuple[int | slice, ...]"
 
@@ -34,7 +33,8 @@ class Component:
         name: The name, such as `layers[3].attn.q`.
         path: The path of the value.
         shape: The shape of the value at `path`, in the capture.
-        axes: What its dimensions are: `batch`, `position`, `head`, `query`, `key`, `channel`, `neuron`, ...
+        axes: What its dimensions are: `batch`, `position`, `head`, `query`, `key`, `channel`, `neuron`, ...; `None`
+            where that is not known.
         index: The part of the value at `path` that is meant; `()` for all of it.
         proof: How it was proved that the value is what the name says; empty if it was not yet.
         doubt: Why it may not be; empty if there is no reason to doubt it.
@@ -45,7 +45,7 @@ class Component:
     name: str
     path: str
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    axes: Axes
     index: Index = ()
     proof: str = ""
     doubt: str = ""
@@ -92,8 +92,8 @@ class Components(Mapping[str, Component]):
         >>> pg = PatchableGraph(model, torch.randn(1, 5, 8))
         >>> [component.name for component in pg.components.lookup("layers[*].mlp_out[:, -1]")]
         ['layers[0].mlp_out[:, -1]', 'layers[1].mlp_out[:, -1]']
-        >>> pg.components.verify()["layers[0].mlp.post"].proof
-        'post @ W_out + b'
+        >>> pg.components.verify()["layers[0].mlp_out"].proof
+        'found by running; residual sum recomputed'
         >>> pg.components.why_missing("layers[0].cross_attn.z")
         'only attn_out and mlp_out are added to the stream here'
         >>> pg.components.axes_at("layers_0.dropout2.output"), pg.components.axes_at("src")
@@ -112,11 +112,7 @@ class Components(Mapping[str, Component]):
         return Components(self._findings, verify)
 
     def verify(self, *args: Any, **kwargs: Any) -> Components:
-        """Proves the components in runs of the model on these inputs, or on the example inputs.
-
-        Values of the run are recomputed from others: the residual sum, the norms, `pattern @ v = z`,
-        `z @ W_O + b = attn_out`, linear maps. Noise at one position shows what moves values between positions, and
-        patches that a layer's output is the next one's input. There is a run for each layer, and a few more.
+        """Checks the residual sum in a run of the model on these inputs, or on the example inputs.
 
         Returns:
             The components: `proof` says how each was proved, or `doubt` why not. The inputs, the model's state and the
@@ -190,7 +186,11 @@ def find(root: Frame) -> Components:
     with _lock:
         findings = root.capture.findings
         if find not in findings:
-            findings[find] = _ComponentFinder(root).found
+            before = RandomState()  # operations that draw numbers do so from one state
+            try:
+                findings[find] = _ComponentFinder(root).found
+            finally:
+                before.restore()
         return Components(findings[find])
 
 
@@ -207,10 +207,12 @@ class _ComponentFinder:
         self._flow = Flow(root)
         self._trails = Trails(self._flow)
         self.found = _Findings(Evidence(self._trails))
-        self._writes = Writes(self._trails, attentions(self._flow))
+        self._writes = Writes(self._trails)
         stacks = Stacks(self._trails).found
         for stack in stacks:
-            self._mark_layout(stack)
+            axes = self._writes.stream_axes(stack)
+            for layer in stack.layers:
+                layer.axes = axes
             self._add_start(stack.prefix, stack)
             self._add_stack(stack.prefix, stack)
         self._add_end(stacks)
@@ -226,11 +228,13 @@ class _ComponentFinder:
         start, end = ends_alone(self._trails)
         if end.logits is None:
             return
-        value = end.logits.value
-        self._add("@logits", end.logits.path, value, stream_axes(value.shape, "vocab"))
+        value, embed = end.logits.value, start.tokens[0]
+        axes = self._writes.axes_alone(embed, value)
+        roles = self._writes.between(embed, value, axes)
+        self._add("@logits", end.logits.path, value, roles.axes(value, "vocab"))
         self.found.evidence.ends.append(("", end))
         if "@embed" not in self.found.by_name:
-            self._add_value("@embed", start.tokens[0], self._flow.root, feature_axes(start.tokens[0]))
+            self._add_value("@embed", embed, self._flow.root, axes)
             self.found.evidence.starts.append(("", start))
         for name in ("@embed", "@logits"):
             self.found.missing.pop(name, None)
@@ -260,24 +264,9 @@ class _ComponentFinder:
                     del missing[f"{layer.name}{part}"]
                 missing[f"{all_layers}{part}"] = why
 
-    def _mark_layout(self, stack: Stack) -> None:
-        """Marks the layers of a stream with several vectors for each token, or with its positions before the batch."""
-        shape = stack.layers[0].start.value.shape
-        given = [node.spec for node in self._trails.flow.root.inputs() if isinstance(node.spec, TensorSpec)]
-        for layer in stack.layers:
-            layer.has_streams = len(shape) == 4 and any(tuple(spec.shape) == shape[:2] for spec in given)
-        writes = ((layer, write) for layer in stack.layers for write in self._writes.of(layer))
-        found = next(((layer, write) for layer, write in writes if write.kind in ("attn", "cross_attn")), None)
-        if found is not None:
-            layer, write = found
-            is_first = is_sequence_first(self._trails, write.inside, write.attentions, layer.start.value)
-            for layer in stack.layers:
-                layer.is_sequence_first = is_first
-
     def _add_layer(self, named: NamedLayer) -> NamedLayer:
         start, layer = named.name, named.layer
-        axes = layer.axes(layer.start.value)
-        self._add(f"{start}resid_pre", layer.start.path, layer.start.value, axes)
+        self._add(f"{start}resid_pre", layer.start.path, layer.start.value, layer.axes)
         counts: Counter[str] = Counter()
         for number, write in enumerate(self._writes.of(layer)):
             counts[write.kind] += 1
@@ -289,7 +278,7 @@ class _ComponentFinder:
                 self.found.missing |= dict.fromkeys((f"{start}attn_out", f"{start}mlp_out"), _unrecorded(opaque))
                 continue
             named.writes.append(self._add_write(start, kind, write, layer))
-        self._add(f"{start}resid_post", layer.end.path, layer.end.value, axes)
+        self._add(f"{start}resid_post", layer.end.path, layer.end.value, self._writes.layout(layer, layer.end.value))
         if not counts["unknown"]:
             self._add_absent(start, counts)
         return named
@@ -315,13 +304,14 @@ class _ComponentFinder:
             states = layer.states
             before = layer.steps[: states.index(write.state)]
             state = next((step.result for step in reversed(before) if step.kind != "same"), write.state)
-            self._add_value(f"{start}resid_mid", state, layer.frame, layer.axes(state))
+            self._add_value(f"{start}resid_mid", state, layer.frame, self._writes.layout(layer, state))
 
     def _add_write(self, start: str, kind: str, write: Write, layer: Layer) -> NamedWrite:
         named = NamedWrite(kind, write)
         norm = norm_of(write, layer)
         if norm is not None:
-            self._add_value(f"{start}{norm_name(kind)}", norm, layer.frame, layer.axes(norm))
+            axes = write.roles.axes(norm) if norm.node in write.inside else self._writes.layout(layer, norm)
+            self._add_value(f"{start}{norm_name(kind)}", norm, layer.frame, axes)
         else:
             self.found.missing[f"{start}{norm_name(kind)}"] = self._trails.why_no_norm("the stream for it")
         if len(write.attentions) > 1:
@@ -343,11 +333,11 @@ class _ComponentFinder:
             why = "the layer writes the results of experts into it one by one, and other inputs may have other experts"
             self.found.missing[f"{start}{kind}_out"] = f"{why}; a module of its own for the mixture would return all"
         else:
-            self._add(f"{start}{kind}_out", path, write.value, layer.axes(write.value))
+            self._add(f"{start}{kind}_out", path, write.value, write.roles.axes(write.value))
         return named
 
-    def _add_attention(self, start: str, kind: str, write: Write, layer: Layer) -> Parts:
-        parts = parts_of(self._trails, write.attentions[-1], write.inside)
+    def _add_attention(self, start: str, kind: str, write: Write, layer: Layer) -> Attention:
+        parts = write.attentions[-1]
         for name in _ATTENTION:
             if (part := parts.found.get(name)) is not None:
                 self._add_value(f"{start}{kind}.{name}", part.value, layer.frame, part.axes)
@@ -361,13 +351,13 @@ class _ComponentFinder:
     def _add_mlp(self, start: str, kind: str, write: Write, layer: Layer) -> Mlp:
         mlp = mlp_of(self._trails, write, layer)
         if mlp.router is not None:
-            self._add_value(f"{start}router", mlp.router, layer.frame, stream_axes(mlp.router.shape, "expert"))
+            self._add_value(f"{start}router", mlp.router, layer.frame, write.roles.axes(mlp.router, "expert"))
         for number, frame in mlp.experts.items():
             place = self._flow.outputs(frame)[0]
             self._add(f"{start}experts[{number}].out", place.path, place.value, ("token", "channel"))
         for name, value in (("pre", mlp.pre), ("post", mlp.post)):
             if value is not None:
-                self._add_value(f"{start}{kind}.{name}", value, layer.frame, layer.axes(value, "neuron"))
+                self._add_value(f"{start}{kind}.{name}", value, layer.frame, write.roles.axes(value, "neuron"))
         for name, reason in mlp.missing.items():
             self.found.missing[f"{start}{name.replace('mlp', kind)}"] = reason
         return mlp
@@ -380,9 +370,9 @@ class _ComponentFinder:
             if len(values) == 1 and values[0].op in CREATIONS:
                 self.found.missing[name] = "the model fills in this tensor part by part"
             elif len(values) == 1:
-                axes = found.axes.get(values[0], ())
-                is_first = axes[:2] == ("position", "batch")
-                self._add_value(name, values[0], self._flow.root, axes if is_first else feature_axes(values[0]))
+                layer = stack.layers[0]
+                roles = self._writes.between(values[0], layer.start.value, (), layer.axes)
+                self._add_value(name, values[0], self._flow.root, roles.axes(values[0]))
             elif not values:
                 self.found.missing[name] = "no such embedding is a part of the first layer's input"
             else:
@@ -394,9 +384,7 @@ class _ComponentFinder:
             prefix = stack.prefix
             self.found.evidence.ends.append((prefix, end))
             if end.norm is not None:
-                is_first = is_sequence_first_after(self._trails, end.norm, stack)
-                axes = stream_axes(end.norm.shape, is_sequence_first=is_first)
-                self._add_value(f"{prefix}@final_norm", end.norm, self._flow.root, axes)
+                self._add_value(f"{prefix}@final_norm", end.norm, self._flow.root, self._after(stack, end.norm))
             else:
                 self.found.missing[f"{prefix}@final_norm"] = self._trails.why_no_norm("what the last layer returns")
         last = next(((stack, end.logits) for stack, end in ends if end.logits is not None), None)
@@ -404,9 +392,13 @@ class _ComponentFinder:
             self.found.missing["@logits"] = "no result of the model is a linear map of the last layer's output"
         else:
             of_stack, logits = last
-            is_first = is_sequence_first_after(self._trails, logits.value, of_stack)
-            axes = stream_axes(logits.value.shape, "vocab", is_sequence_first=is_first)
-            self._add("@logits", logits.path, logits.value, ("batch", "vocab") if len(axes) == 2 else axes)
+            self._add("@logits", logits.path, logits.value, self._after(of_stack, logits.value, "vocab"))
+
+    def _after(self, stack: Stack, value: Value, last: str = "channel") -> Axes:
+        """Returns the axes of a value that is computed from the end of a stream."""
+        layer = stack.layers[-1]
+        end = layer.end.value
+        return self._writes.between(end, value, self._writes.layout(layer, end)).axes(value, last)
 
     def _add(self, name: str, path: str, value: Value, axes: Axes) -> None:
         self.found.by_name[name] = Component(name, path, value.shape, axes)
@@ -428,7 +420,7 @@ def table(components: Components) -> str:
         if (layer := _LAYER.search(each.name)) is not None:
             before, number, rest = each.name[: layer.start(1)], int(layer[1]), each.name[layer.end(1) :]
             after = re.sub(rf"_{number}(?=\.|$)", "_*", each.path, count=1)
-        columns = str(each.shape), " ".join(each.axes), each.doubt or each.proof
+        columns = str(each.shape), " ".join(axis or "?" for axis in each.axes), each.doubt or each.proof
         groups.setdefault((before, rest, after or each.path, *columns), []).append((number, each))
     rows: list[tuple[str, ...]] = [("component", "path", "shape", "axes", "proved")]
     for (before, rest, path, *others), found in groups.items():

@@ -11,8 +11,10 @@ are taken to be the same dimension: a size that equals a size of an input follow
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
 
 import torch
@@ -46,6 +48,19 @@ CallInputs: TypeAlias = "tuple[tuple[object, ...], dict[str, object]]"
 
 class NoBatchError(Exception):
     """It is not known which dimension of a value holds the batch, for the reason given (caught inside the package)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How a dimension follows the sizes of the inputs: `factor` times those of some groups, plus `extra`."""
+
+    groups: tuple[int, ...] = ()
+    factor: int = 1
+    extra: int = 0
+
+    def at(self, sizes: Sequence[int]) -> int:
+        """Returns its size, given one for each group."""
+        return self.factor * math.prod(sizes[group] for group in self.groups) + self.extra
 
 
 _ABSENT = -1  # the size of what does not occur in a run
@@ -91,6 +106,7 @@ class Dimensions:
         )
         self.groups: list[list[InputDim]] = []
         self.reason: str | None = None
+        self._group_runs: list[int] = []
         self._values_runs: list[int] = []
         self._rejected: list[InputDim] = []
         self._profiles: dict[int, tuple[Profile, ...]] = {}
@@ -143,6 +159,7 @@ class Dimensions:
         ):
             return False
         self.groups.append(places)
+        self._group_runs.append(len(self._sizes) - 1)
         return True
 
     def run_at_other_sizes(self) -> bool:
@@ -222,6 +239,35 @@ class Dimensions:
     def is_known(self, spec: TensorSpec) -> bool:
         """Whether the dimensions of a value are known from more than sizes that coincide."""
         return id(spec) in self._profiles
+
+    def group_sizes(self, run: int = 0) -> list[int]:
+        """Returns the size of each group in a run; by default, in the capture."""
+        return [self._sizes[run][number][dim] for (number, dim), *_ in self.groups]
+
+    def extents(self, spec: TensorSpec) -> tuple[Extent | None, ...]:
+        """Returns how each dimension of a captured value follows the inputs; `None` if that is not known."""
+        return tuple(map(self._extent, self._profiles.get(id(spec), [()] * len(spec.shape))))
+
+    def shape_at(self, spec: TensorSpec, sizes: Sequence[int] | None) -> tuple[int, ...]:
+        """Returns the shape of a captured value at other sizes of the groups, as far as it follows them."""
+        extents = self.extents(spec)
+        known = [None if sizes is None or one is None else one.at(sizes) for one in extents]
+        return tuple(size if other is None else other for size, other in zip(spec.shape, known, strict=True))
+
+    def _extent(self, profile: Profile) -> Extent | None:
+        if not profile or self.reason is not None:
+            return None
+        sizes, size = self.group_sizes(), profile[0]
+        runs = {group: run for group, run in enumerate(self._group_runs) if profile[run] != size}
+        if any(profile[run] == _ABSENT for run in self._group_runs):
+            return None
+        now = {group: (profile[run], self.group_sizes(run)[group]) for group, run in runs.items()}
+        base = math.prod(sizes[group] for group in runs)
+        if all(after * sizes[group] == size * to for group, (after, to) in now.items()) and size % base == 0:
+            return Extent(tuple(runs), size // base)
+        if len(now) == 1 and all(after - size == to - sizes[group] for group, (after, to) in now.items()):
+            return Extent(tuple(runs), 1, size - base)
+        return None
 
     def follows_inputs(self, profile: Profile) -> bool:
         """Whether a dimension has other sizes at other sizes of the inputs, or at other values."""

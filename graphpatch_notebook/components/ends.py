@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graphpatch_notebook.components.axes import Axes, axes_before, stream_axes
 from graphpatch_notebook.components.chain import Stack, Trails
 from graphpatch_notebook.components.flow import Flow, Place, Value
 from graphpatch_notebook.components.operations import (
@@ -32,19 +31,16 @@ class Start:
     Attributes:
         tokens: The embeddings of tokens, or of patches.
         positions: The embeddings of positions.
-        axes: The dimensions of the values on the way to the stream, where they are known.
     """
 
     tokens: list[Value] = field(default_factory=list)
     positions: list[Value] = field(default_factory=list)
-    axes: dict[Value, Axes] = field(default_factory=dict)
 
 
 def start_of(trails: Trails, stack: Stack) -> Start:
     """Returns the embeddings at the start of the stream of a stack."""
     flow, found = trails.flow, Start()
     first = stack.layers[0].start.value
-    found.axes[first] = stack.layers[0].axes(first)
     waiting, seen = [first], set[Value]()
     while waiting and len(seen) < _MOST_NODES:
         value = waiting.pop()
@@ -59,7 +55,6 @@ def start_of(trails: Trails, stack: Stack) -> Start:
             found.tokens.append(value)
         elif before := _before(trails, value):
             waiting += before
-            found.axes.update(_axes_before(trails, value, before, found.axes.get(value)))
         elif flow.is_held(value) or value.op in _LOOKUPS:
             is_table = len(value.shape) > 1 and value.shape[-1] == first.shape[-1] and value.size > first.shape[-1]
             found.positions += [value] if is_table else []
@@ -80,17 +75,6 @@ def table_of(flow: Flow, value: Value) -> Value | None:
     table, index = reads
     has_rows = len(table.shape) == 2 and value.shape == (*index.shape, table.shape[1])
     return table if table.is_float and has_rows and not (index.is_float or index.is_mask) else None
-
-
-def _axes_before(trails: Trails, value: Value, before: list[Value], axes: Axes | None) -> Iterator[tuple[Value, Axes]]:
-    """Yields what a value is computed from, each with its axes, where they are known."""
-    if axes is None:
-        return
-    for read in before:
-        is_norm = value in trails.norms or value.op in NORMS
-        found = axes if is_norm else axes_before(value.node, axes, read)
-        if found is not None:
-            yield read, found
 
 
 def _before(trails: Trails, value: Value) -> list[Value]:
@@ -156,19 +140,6 @@ def end_of(trails: Trails, stack: Stack, stacks: Sequence[Stack]) -> End:
         if place.value.is_float and (unembedding := _unembedding(trails, place.value, last, norm)) is not None:
             return End(norm, place, unembedding)
     return End(norm, None, None)
-
-
-def is_sequence_first_after(trails: Trails, result: Value, stack: Stack) -> bool:
-    """Whether a norm after the last layer, or the logits, have positions before the batch, as the stream has.
-
-    Nothing may swap them after the last layer.
-    """
-    layer, value = stack.layers[-1], result
-    axes: Axes | None = stream_axes(value.shape, is_sequence_first=True)
-    while value != layer.end.value and axes is not None and layer.is_sequence_first:
-        before = _axes_before(trails, value, [r for r in trails.flow.moving(value.node) if r.is_float][:1], axes)
-        value, axes = next(before, (value, None))
-    return layer.is_sequence_first and axes == layer.axes(layer.end.value)
 
 
 def ends_alone(trails: Trails) -> tuple[Start, End]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -39,6 +39,9 @@ from graphpatch_notebook.values import (
     key_text,
     spec_at,
 )
+
+Axes: TypeAlias = "tuple[str | None, ...]"
+"""What the dimensions of a value are; `None` where that is not known."""
 
 _BOUNDARY = frozenset({"input", "call", "output"})
 _CONTAINERS = (tuple, list, dict, slice)

@@ -336,7 +336,7 @@ def _of_one(found: Components, name: ComponentName, text: str, is_pattern: bool)
     whole = find_one(found, key, text)
     if name.axis not in whole.axes:
         raise UnknownPathError(
-            f"{text!r}: {whole.name!r} has no dimension of the {word}: its axes are {', '.join(whole.axes)}"
+            f"{text!r}: {whole.name!r} has no dimension of the {word}: its axes are {', '.join(map(str, whole.axes))}"
         )
     dim = whole.axes.index(name.axis)
     if len(whole.index) > dim and whole.index[dim] != slice(None):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import string
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +19,16 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import is_offloaded
-from graphpatch_notebook.capture.records import HELD_KINDS, Frame
-from graphpatch_notebook.components.axes import product_letters
+from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.components import Component, Components, find
 from graphpatch_notebook.components.ends import table_of
-from graphpatch_notebook.components.flow import Flow, UnknownValueError, Value
+from graphpatch_notebook.components.flow import Axes, Flow, UnknownValueError, Value
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.patching.sharding import is_distributed
 from graphpatch_notebook.paths import nearest
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, take
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, spec_at, take
 
 WeightSide: TypeAlias = Literal["outputs", "inputs", "all"]
 WeightIndex: TypeAlias = "int | slice"
@@ -132,7 +132,7 @@ class _LinearMap:
         """
         weights, moving = flow.weights(linear.node), flow.moving(linear.node)
         pair = [read for read in flow.reads(linear.node) if read in weights + moving]
-        letters = product_letters(linear.node, *pair) if len(weights) == len(moving) == 1 and len(pair) == 2 else None
+        letters = _product_letters(linear.node, *pair) if len(weights) == len(moving) == 1 and len(pair) == 2 else None
         if letters is None or any(len(set(each)) < len(each) for each in letters):
             raise NoWeightError(f"{flow.path(linear)} ({linear.op}) does not multiply with one matrix")
         return cls(flow, linear, moving[0], weights[0], dict(zip((*pair, linear), letters, strict=True)))
@@ -176,6 +176,43 @@ class _LinearMap:
             raise NoWeightError(f"{self.flow.path(self.result)} does not multiply all that it reads with one matrix")
         rows, columns = (tuple(map(own.index, letters)) for letters in (inputs, self.outputs))
         return _Matrix(self.flow, self.weight, rows, columns, side, numbers)
+
+
+def _einsum_letters(node: Node) -> tuple[list[str], str]:
+    """Returns the letters of the factors and of the result of an einsum; empty if the result is not written out."""
+    equation = next((given for given in node.args if isinstance(given, str)), "").replace(" ", "")
+    before, _, result = equation.partition("->")
+    factors = before.split(",")
+    specs = [spec_at(ref.node.spec, ref.dig) for ref in refs_in(node.args)]
+    ranks = [len(spec.shape) for spec in specs if isinstance(spec, TensorSpec)]
+    if not result or len(ranks) != len(factors):
+        return [], ""
+    # An ellipsis is as many letters as are left; of fewer, the last ones, as dimensions are broadcast.
+    left = [rank - len(letters.replace("...", "")) for rank, letters in zip(ranks, factors, strict=True)]
+    free = "".join([letter for letter in string.ascii_letters if letter not in equation][: max(left)])
+    factors = [letters.replace("...", free[len(free) - count :]) for letters, count in zip(factors, left, strict=True)]
+    return factors, result.replace("...", free)
+
+
+def _product_letters(node: Node, one: Value, other: Value) -> tuple[str, str, str] | None:
+    """Returns letters for the dimensions of two tensors and of their product, as those of an einsum."""
+    if node.op == "einsum":
+        factors, result = _einsum_letters(node)
+        return (factors[0], factors[1], result) if len(factors) == 2 else None
+    if node.op not in ("linear", "addmm", "matmul", "mm", "bmm"):
+        return None
+    first, second = "RI"[-len(one.shape) :], "OI" if node.op == "linear" else "IO"[: len(other.shape)]
+    leading = [tuple(value.shape[:-2]) for value in (one, other)]
+    count = max(map(len, leading))
+    sizes = list(zip(*((1,) * (count - len(each)) + each for each in leading), strict=True))
+    names = string.ascii_lowercase[:count]
+    # A dimension of one element that is broadcast to a dimension of the other tensor is not the same dimension.
+    repeated = [
+        "".join(name if pair[which] == max(pair) else name.upper() for name, pair in zip(names, sizes, strict=True))
+        for which in range(2)
+    ]
+    own, others = (letters[count - len(each) :] for letters, each in zip(repeated, leading, strict=True))
+    return own + first, others + second, names + "R" * ("R" in first) + "O" * ("O" in second)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -596,10 +633,10 @@ def _plain(spec: Any) -> Iterator[Any]:
     yield from (child.value for _, _, child in spec.children if isinstance(child, ScalarSpec))
 
 
-def _by_axes(numbers: Tensor, axes: tuple[str, ...], wanted: tuple[str, ...]) -> Tensor:
+def _by_axes(numbers: Tensor, axes: Axes, wanted: tuple[str, ...]) -> Tensor:
     """Returns numbers along the wanted axes; they must be the same along all others."""
     if not set(axes) <= _ORDER | set(wanted):
-        raise NoWeightError(f"its dimensions are {', '.join(axes)}")
+        raise NoWeightError(f"its dimensions are {', '.join(map(str, axes))}")
     order = sorted(range(len(axes)), key=lambda dim: wanted.index(axes[dim]) if axes[dim] in wanted else -1)
     arranged = numbers.permute(order)
     found = arranged[(0,) * (len(axes) - sum(axis in wanted for axis in axes))]

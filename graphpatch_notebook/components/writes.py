@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, TypeVar
+from itertools import islice
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch.autograd import Function
 
 from graphpatch_notebook.capture.records import Node
-from graphpatch_notebook.components.attention import Attention
-from graphpatch_notebook.components.chain import Layer, Norm, Step, Trails
-from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.attention import Attention, Part, attentions
+from graphpatch_notebook.components.chain import Layer, Norm, Stack, Step, Trails
+from graphpatch_notebook.components.flow import Axes, Flow, Value
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
     ATTENTION,
@@ -20,8 +22,8 @@ from graphpatch_notebook.components.operations import (
     CONVOLUTIONS,
     MIXING,
     SAME_VALUES,
-    SOFTMAXES,
 )
+from graphpatch_notebook.components.roles import Atom, PartRoles, SmallSizes, Study, is_apart, stream_axes
 from graphpatch_notebook.torch_compat import overload_path
 
 _MIXED = {"multi_head_attention_forward": 2, "grid_sample": 0}
@@ -29,6 +31,9 @@ _MIXED = {"multi_head_attention_forward": 2, "grid_sample": 0}
 
 _OF_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 """What names of kernels of attention have (`FlashAttnFunc`, `_flash_attention_forward`): other kernels are mixers."""
+
+_MOST_MAPS = 2
+_UNKNOWN = object()
 
 _Found = TypeVar("_Found")
 
@@ -43,6 +48,7 @@ class Write:
         kind: The part that computes it; `unknown` if calls without records compute it.
         state: The stream that it is computed from.
         inside: The nodes that compute it from the stream.
+        roles: What the dimensions of its values are.
         norm: The norm through which it reads the stream.
         is_parallel: Whether another write of the layer is computed from the same stream.
         has_convolution: Whether an MLP has a convolution over positions, too.
@@ -53,6 +59,7 @@ class Write:
     state: Value
     step: Step
     inside: frozenset[Node]
+    roles: WriteRoles
     norm: Norm | None = None
     attentions: tuple[Attention, ...] = ()
     is_parallel: bool = False
@@ -68,18 +75,155 @@ class Slice:
     states: set[Value] = field(default_factory=set)
 
 
-class Writes:
-    """Finds what layers write."""
+@dataclass(slots=True)
+class _Shared:
+    """The nodes of a part that is the same in several layers, in order, and what was found out about it."""
 
-    def __init__(self, trails: Trails, attentions: Iterable[Attention]) -> None:
+    nodes: list[Node]
+    start: Value
+    end: Value
+    study: Study
+    roles: PartRoles | None = None
+    attentions: list[Attention] | None = None
+    mixes: Any = _UNKNOWN
+
+
+class WriteRoles:
+    """What the dimensions of the values of a write are: those of the first write that runs the same operations."""
+
+    def __init__(self, shared: _Shared, own: list[Node], start: Value, end: Value, trails: Trails) -> None:
+        self._shared, self._trails = shared, trails
+        self._first = dict(zip(own, shared.nodes, strict=True))
+        self._own = dict(zip(shared.nodes, own, strict=True))
+        self._outside = {start: shared.start, end: shared.end}
+
+    def axes(self, value: Value, last: str = "channel") -> Axes:
+        """Returns what the dimensions of a value are that is laid out like the stream: its features are `last`."""
+        found = self._outside.get(value) or Value(self._first.get(value.node, value.node), value.keys)
+        assert self._shared.roles is not None
+        return self._shared.roles.axes(found, last)
+
+    def mixes(self, others: Iterable[Value]) -> bool | None:
+        """Whether the write moves values between positions of the stream or of others; `None` if it is not known."""
+        assert self._shared.roles is not None
+        if self._shared.mixes is _UNKNOWN:
+            self._shared.mixes = self._shared.roles.mixes(others)
+        found: bool | None = self._shared.mixes
+        return found
+
+    def attentions(self) -> tuple[Attention, ...]:
+        """Returns the attentions of the write, in order."""
+        shared = self._shared
+        assert shared.roles is not None
+        if shared.attentions is None:
+            shared.attentions = attentions(self._trails, shared.roles, frozenset(shared.nodes))
+        return tuple(map(self._moved, shared.attentions))
+
+    def _moved(self, one: Attention) -> Attention:
+        found = {name: Part(self._of_own(part.value), part.axes) for name, part in one.found.items()}
+        z, v, output = self._of_own(one.z), one.v and self._of_own(one.v), one.output and self._of_output(one)
+        return replace(one, z=z, v=v, output=output, found=found)
+
+    def _of_own(self, value: Value) -> Value:
+        node = value.node
+        if node in self._own:
+            return Value(self._own[node], value.keys)
+        for first, own in self._own.items():  # a step inside of a fused call
+            if node in first.inner:
+                return Value(own.inner[first.inner.index(node)], value.keys)
+        return value
+
+    def _of_output(self, one: Attention) -> Value | None:
+        assert one.output is not None
+        return self._of_own(one.output)
+
+
+class Writes:
+    """Finds what layers write, and what the dimensions of their values are.
+
+    Attributes:
+        groups: What the dimensions of the inputs are that have one size: batch, or position.
+    """
+
+    def __init__(self, trails: Trails) -> None:
         self._trails = trails
         self._flow: Flow = trails.flow
-        self._attentions = _by_node((attention.z.node, attention) for attention in attentions)
         self._norms = _by_node((value.node, norm) for value, norm in trails.norms.items())
+        self._shared: dict[object, _Shared] = {}
+        self.groups: dict[int, str] = {}
+
+    @functools.cached_property
+    def sizes(self) -> SmallSizes:
+        """The sizes at which parts of the model run."""
+        return SmallSizes(self._flow.root)
+
+    def stream_axes(self, stack: Stack) -> Axes:
+        """Returns what the dimensions of the stream of a stack are, as the parts of its layers treat them."""
+        found: dict[int, _Shared] = {}
+        for layer in stack.layers:
+            for step in layer.steps:
+                if step.kind == "add" and step.other is not None and self._is_computed(step.other, layer):
+                    part = self.slice(step.other, layer)
+                    shared, _ = self._share(part, step, step.other)
+                    found[id(shared)] = shared
+        evidence: list[list[bool | None]] = []
+        atoms: tuple[Atom, ...] = ()
+        first = self.sizes.first
+        for shared in found.values():
+            if shared.study.tensor(shared.end) is None:
+                first = None
+            is_routed = any(node.op in CHOICES for node in shared.nodes)  # changed tokens take other experts' places
+            if len(shared.start.shape) == len(stack.layers[0].start.value.shape) and not is_routed:
+                atoms = atoms or shared.study.atoms(shared.start)
+                linear = (value for value in map(Value, shared.nodes) if self._flow.is_linear_map(value))
+                ends = [shared.end, *islice(linear, _MOST_MAPS)]
+                evidence += [is_apart(shared.study, shared.start, end) for end in ends]
+        axes = stream_axes(atoms, evidence, self.groups, first) if atoms else ()
+        self._note_groups(atoms, axes)
+        return axes
+
+    def layout(self, layer: Layer, value: Value) -> Axes:
+        """Returns what the dimensions of a state of the stream in a layer are."""
+        if len(value.shape) == len(layer.axes):
+            return layer.axes
+        return self.between(layer.start.value, value, layer.axes).axes(value)
+
+    def between(self, start: Value, end: Value, start_axes: Axes = (), end_axes: Axes = ()) -> PartRoles:
+        """Returns what the dimensions of values are that lie between two others, which are known in part."""
+        found, waiting, low = set[Node](), [end], self._flow.order[start.node]
+        while waiting:
+            value = waiting.pop()
+            if value == start or value.node in found or value.node.kind != "op" or self._flow.order[value.node] < low:
+                continue
+            found.add(value.node)
+            waiting += self._flow.reads(value.node)
+        return PartRoles(Study(self._flow, found, self.sizes, start), start, end, self.groups, start_axes, end_axes)
+
+    def axes_alone(self, start: Value, end: Value) -> Axes:
+        """Returns what the dimensions of a value are in a model without layers, by what it does to the end."""
+        study = self.between(start, end).study
+        first = None if study.tensor(end) is None else self.sizes.first
+        axes = stream_axes(study.atoms(start), [is_apart(study, start, end)], self.groups, first)
+        self._note_groups(study.atoms(start), axes)
+        return axes
+
+    def _note_groups(self, atoms: Sequence[Atom], axes: Axes) -> None:
+        for atom, role in zip(atoms, axes, strict=True) if len(axes) == len(atoms) else ():
+            if atom.group is not None and role is not None:
+                self.groups.setdefault(atom.group, "batch" if role == "batch" else "position")
+
+    def _share(self, part: Slice, step: Step, end: Value) -> tuple[_Shared, list[Node]]:
+        """Returns what is known about the nodes of a part, and these in order."""
+        start = max(part.states, key=lambda state: self._flow.order[state.node], default=step.source)
+        nodes = sorted(part.inside, key=self._flow.order.__getitem__)
+        key = (start.shape, *((node.op, node.name, Value(node).shape) for node in nodes))
+        if key not in self._shared:
+            self._shared[key] = _Shared(nodes, start, end, Study(self._flow, nodes, self.sizes, start))
+        return self._shared[key], nodes
 
     def of(self, layer: Layer) -> list[Write]:
         """Returns what a layer writes, in order."""
-        found = []
+        found: list[Write] = []
         for step in layer.steps:
             if step.kind == "add" and step.other is not None and self._is_computed(step.other, layer):
                 found += self._of_step(step, step.other, layer)
@@ -95,7 +239,8 @@ class Writes:
         parts = self._summands(value, layer)
         if parts:
             writes = [write for part in parts for write in self._of_step(step, part, layer)]
-            if len({write.kind for write in writes}) > 1:
+            kinds = {write.kind for write in writes}
+            if "mlp" in kinds and kinds & {"attn", "cross_attn"}:
                 return writes
         return [self._write(step, value, layer)]
 
@@ -103,7 +248,7 @@ class Writes:
         flow = self._flow
         while value.op in SAME_VALUES and (reads := flow.reads(value.node)) and reads[0].size == value.size:
             value = reads[0]
-        if value.op not in ADDITIONS or flow.frame_of[value.node] is not layer.frame:
+        if value.op not in ADDITIONS:
             return []
         moving = [read for read in flow.moving(value.node) if read.size == value.size]
         return moving if len(moving) == 2 else []
@@ -129,21 +274,29 @@ class Writes:
     def _write(self, step: Step, value: Value, layer: Layer) -> Write:
         found = self.slice(value, layer)
         latest = max(found.states, key=lambda state: self._flow.order[state.node], default=step.source)
-        inside = frozenset(found.inside)
-        every = _among(self._attentions, inside)
-        own = tuple(each for each in every if not _is_at_one_position(each, layer))
-        rest = inside - {each.z.node if each.softmax is None else each.softmax for each in every if each not in own}
-        kind = self._kind(found, rest, own, layer)
-        softmaxes = {node for node in rest if node.op in SOFTMAXES}
-        if softmaxes - {each.softmax for each in own}:
-            own = ()  # only a part of its attention is understood
+        flow, inside = self._flow, frozenset(found.inside)
+        roles = self._roles(found, step, value, layer)
+        others = [each for each in found.outside if each.is_float and not flow.is_held(each) and len(each.shape) > 2]
+        mixes = roles.mixes(others)
+        own = roles.attentions() if mixes is not False else ()
+        kind = self._kind(found, own, layer, mixes=mixes)
+        if kind not in ("attn", "cross_attn"):
+            own = ()
         has_convolution = kind == "mlp" and any(map(self._is_convolution, inside))
         norm = self._norm(latest, found)
-        return Write(value, kind, latest, step, inside, norm, own, has_convolution=has_convolution)
+        return Write(value, kind, latest, step, inside, roles, norm, own, has_convolution=has_convolution)
 
-    def _kind(self, found: Slice, nodes: Collection[Node], own: tuple[Attention, ...], layer: Layer) -> WriteKind:
-        flow = self._flow
-        if read := [own[-1].v] if own else self._mixed(found):
+    def _roles(self, found: Slice, step: Step, value: Value, layer: Layer) -> WriteRoles:
+        shared, nodes = self._share(found, step, value)
+        start = max(found.states, key=lambda state: self._flow.order[state.node], default=step.source)
+        if shared.roles is None:
+            both = (self.layout(layer, start), layer.axes if len(value.shape) == len(layer.axes) else ())
+            shared.roles = PartRoles(shared.study, shared.start, shared.end, self.groups, *both)
+        return WriteRoles(shared, nodes, start, value, self._trails)
+
+    def _kind(self, found: Slice, own: tuple[Attention, ...], layer: Layer, *, mixes: bool | None) -> WriteKind:
+        flow, nodes = self._flow, found.inside
+        if read := [own[-1].v] if own and own[-1].v is not None else self._mixed(found):
             values = self.slice(read[-1], layer)
             others = [value for value in values.outside if len(value.shape) > 2 and not flow.is_held(value)]
             return "cross_attn" if others and not values.states else "attn"
@@ -151,9 +304,9 @@ class Writes:
         if ops & CHOICES:
             return "mlp"
         kernels = list(filter(self._is_kernel, nodes))
-        if ops & ATTENTION or any(_OF_ATTENTION.search(node.op) for node in kernels):
+        if (mixes is not False and (own or ops & ATTENTION)) or any(_OF_ATTENTION.search(node.op) for node in kernels):
             return "attn"
-        if ops & MIXING or kernels or any(map(self._is_convolution, nodes)):
+        if mixes or ops & MIXING or kernels or any(map(self._is_convolution, nodes)):
             return "mixer"
         return "unknown" if any(node.kind == "call" for node in found.inside) else "mlp"
 
@@ -212,14 +365,3 @@ def norm_of(write: Write, layer: Layer) -> Value | None:
     at = layer.steps.index(write.step)
     after = layer.steps[at + 1] if at + 1 < len(layer.steps) else None
     return after.result if after is not None and after.kind == "norm" else None
-
-
-def _is_at_one_position(attention: Attention, layer: Layer) -> bool:
-    """Whether attention is computed at each position alone, such as over the states after earlier layers."""
-    stream, q, k = (value.shape for value in (layer.start.value, attention.q, attention.k))
-    if attention.pattern is not None:
-        pattern = attention.pattern.shape
-    else:
-        pattern = (*q[:-1], k[-2]) if len(q) == len(k) == 4 else ()
-    is_layout_alike = len(stream) == 3 and len(pattern) == 4 and pattern[:2] == stream[:2]
-    return is_layout_alike and stream[1] not in pattern[2:]

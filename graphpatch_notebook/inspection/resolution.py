@@ -255,7 +255,7 @@ def _at_path(root: Frame, parsed: ParsedPath) -> Target:
     raise _stops_at_graph(root, frame, parsed)
 
 
-def axes_of(root: Frame, target: Target) -> tuple[str, ...]:
+def axes_of(root: Frame, target: Target) -> tuple[str | None, ...]:
     """Returns the names of the dimensions of the value at the path (`query`, ...), if there is a component."""
     return find(root).axes_at(target.path) if target.component is None else target.component.axes
 

@@ -305,7 +305,7 @@ def next_segments(place: Location, typed: str, *, patchable: bool, limit: int = 
     """Returns the completions of the last segment of a path, from `place` on. With `patchable`, it ends at a value."""
     if not place.names and (typed == "@" or is_component_name(typed)):  # it cannot be a path any more
         components = ((name, one) for name, one in find(place.root).items() if name.startswith(typed))
-        if named := [Offer(name, " ".join(one.axes)) for name, one in islice(components, limit)]:
+        if named := [Offer(name, " ".join(map(str, one.axes))) for name, one in islice(components, limit)]:
             return Offers(0, named)
     start, here = 0, place
     while match := _SEGMENT.match(typed, start):

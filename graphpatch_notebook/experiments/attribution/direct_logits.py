@@ -134,8 +134,9 @@ class _Run:
         start, self.layers = f"{stack}." if stack else "", layer_count(pg, stack)
         self.embed = component(pg, f"{start}layers[0].resid_pre").name
         end = component(pg, f"{start}layers[{self.layers - 1}].resid_post")
-        if end.axes != ("batch", "position", "channel"):
+        if sorted(map(str, end.axes)) != ["batch", "channel", "position"] or end.axes[-1] != "channel":
             raise ExperimentError(f"the stream has the dimensions {end.axes}, not batch, position, channel")
+        self._is_sequence_first = end.axes[0] == "position"
         pattern = re.compile(re.escape(start) + r"layers\[(\d+)\]\.(\w+)_out")
         written = {name: match for name in pg.components if (match := pattern.fullmatch(name)) is not None}
         self.writes = {(match[2], int(match[1])): name for name, match in written.items()}
@@ -150,7 +151,8 @@ class _Run:
         unembedding = pg.weights[stack].unembedding
         names = [self.embed, end.name, unembedding, *self.writes.values(), *(each.name for each in inner.values())]
         self._values = _values(pg, inputs, self.embed, names)
-        self._end, self._logits = self._values[end.name], self._values[unembedding]
+        self._last, self._logits = self._values[end.name], self._ordered(self._values[unembedding])
+        self._end = self._ordered(self._last)
         self._tolerance = _TOLERANCE.get(self._end.dtype, 1e-3)
         total = sum(self._in_stream(name).double() for name in (self.embed, *self.writes.values()))
         if not self._is_small(total - self._end.detach(), self._end):
@@ -158,6 +160,10 @@ class _Run:
                 "the residual stream of this model is not the sum of its embeddings and of what its layers write (it "
                 "is normalized or scaled on the way), so a logit does not have direct contributions"
             )
+
+    def _ordered(self, value: Tensor) -> Tensor:
+        """Returns a value of the stream, which has positions first in some models, with the batch first; and back."""
+        return value.transpose(0, 1) if self._is_sequence_first and value.ndim > 2 else value
 
     def direction(self, tokens: Sequence[Any], position: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the logit of each row, its bias, and its derivative by the last state, (batch, position, channel)."""
@@ -167,7 +173,7 @@ class _Run:
         logits = self._logits.reshape(rows, -1, self._logits.shape[-1])
         picked = [of_rows(logits, each) for each in numbers.unbind(-1)]
         logit = picked[0] - picked[1] if len(picked) > 1 else picked[0]
-        gradient = _gradient(logit.sum(), self._end)
+        gradient = self._ordered(_gradient(logit.sum(), self._last))
         at = torch.arange(rows, device=numbers.device), self.positions
         here = torch.zeros_like(gradient)
         here[at] = gradient[at]
@@ -197,15 +203,16 @@ class _Run:
 
     def _in_stream(self, name: str) -> Tensor:
         """Returns a value with the shape of the stream: some MLPs merge batch and positions."""
-        value = self._values[name].detach()
+        value = self._ordered(self._values[name].detach())
         return value.reshape(self._end.shape) if value.numel() == self._end.numel() else value.expand_as(self._end)
 
     def inner_shares(self, written: str, gradient: Tensor) -> Tensor:
         """Returns what each head or neuron adds, (heads or neurons, batch); checks that what it writes is a sum."""
         name, axes = self._inner[written]
-        value, inner = self._values[written].reshape(self._end.shape), self._values[name]
+        raw, inner = self._values[written].reshape(self._last.shape), self._values[name]
+        value = self._ordered(raw)
         everywhere = gradient.sum(1, keepdim=True).expand_as(value)
-        by_position = self._products(inner, axes, _gradient(value, inner, everywhere))
+        by_position = self._products(inner, axes, _gradient(raw, inner, self._ordered(everywhere)))
         terms = value.detach().double() * everywhere
         rest = terms.sum(-1) - by_position.sum(-1)
         if not self._is_small(rest - rest[:, :1], terms.abs().sum(-1)):
@@ -213,9 +220,9 @@ class _Run:
                 f"{written!r} is not the sum over its parts in {name!r}: there is something else in between; use "
                 "by='layer'"
             )
-        return self._products(inner, axes, _gradient(value, inner, gradient)).sum(1).T
+        return self._products(inner, axes, _gradient(raw, inner, self._ordered(gradient))).sum(1).T
 
-    def _products(self, inner: Tensor, axes: Sequence[str], gradient: Tensor) -> Tensor:
+    def _products(self, inner: Tensor, axes: Sequence[str | None], gradient: Tensor) -> Tensor:
         """Returns value times derivative, summed over channels: (batch, position, heads or neurons)."""
         product = inner.detach().double() * gradient.double()
         if axes[0] == "token":

@@ -367,6 +367,6 @@ def _position_dim(root: Frame, stream: str, dims: int) -> int:
     if len(axes) != dims + 1 or axes.count("position") != 1:
         raise ExperimentError(
             f"the positions of the stream {stream}layers[0].resid_pre are not known: "
-            f"its dimensions are {', '.join(axes) or 'unknown'}"
+            f"its dimensions are {', '.join(map(str, axes)) or 'unknown'}"
         )
     return axes.index("position")

@@ -295,7 +295,7 @@ def _embedded(pg: PatchableGraph, prefix: str) -> str | None:
         for value in found.tokens
         if start == prefix and (table := table_of(flow, value)) is not None
         for index in flow.moving(value.node)
-        if value.shape[:2] == index.shape and found.axes.get(value, ("batch",))[0] == "batch"
+        if value.shape[:2] == index.shape and components[f"{prefix}@embed"].axes[:2] == ("batch", "position")
     ]
     if tables:  # there are fewer kinds of tokens than tokens
         return flow.path(max(tables, key=lambda each: each[0])[1])
@@ -479,9 +479,9 @@ def keep_heads(
     return patches
 
 
-def _axis_of_heads(name: str, axes: Sequence[str]) -> int:
+def _axis_of_heads(name: str, axes: Sequence[str | None]) -> int:
     if "head" not in axes:
-        raise ExperimentError(f"{name!r} has no dimension of heads, but {', '.join(axes)}")
+        raise ExperimentError(f"{name!r} has no dimension of heads, but {', '.join(map(str, axes))}")
     return list(axes).index("head")
 
 

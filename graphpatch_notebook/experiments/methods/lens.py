@@ -48,11 +48,13 @@ def layer_count(pg: PatchableGraph, stack: str) -> int:
     return layers[stack]
 
 
-def arranged(value: Tensor, axes: Sequence[str], wanted: Sequence[str]) -> Tensor:
+def arranged(value: Tensor, axes: Sequence[str | None], wanted: Sequence[str]) -> Tensor:
     """Returns a value with its dimensions in another order; `position` is also called `query`."""
     named = ["position" if axis == "query" else axis for axis in axes]
-    if sorted(named) != sorted(wanted):
-        raise ExperimentError(f"a value with the dimensions {', '.join(axes)} should have {', '.join(wanted)}")
+    if sorted(map(str, named)) != sorted(wanted):
+        raise ExperimentError(
+            f"a value with the dimensions {', '.join(map(str, axes))} should have {', '.join(wanted)}"
+        )
     return value.permute([named.index(axis) for axis in wanted])
 
 
@@ -156,7 +158,9 @@ def checked_tokens(target: Tokens | None, logits: Component) -> Tokens | None:
     if target is None:
         return None
     if isinstance(target, Tensor) and target.ndim and logits.axes[0] != "batch":
-        raise ExperimentError(f"tokens for each row need logits with the batch first, not {', '.join(logits.axes)}")
+        raise ExperimentError(
+            f"tokens for each row need logits with the batch first, not {', '.join(map(str, logits.axes))}"
+        )
     try:
         numbers = torch.as_tensor(target)
     except (TypeError, ValueError, RuntimeError):  # such as a text
@@ -279,8 +283,9 @@ class Readouts:
             raise ExperimentError(
                 f"the logits are for the positions of other stacks, {sorted(crossing)}, than {stack!r}"
             )
-        if sorted(logits.axes) != sorted(_AXES):
-            raise ExperimentError(f"a lens view needs logits of {', '.join(_AXES)}, not of {', '.join(logits.axes)}")
+        if sorted(map(str, logits.axes)) != sorted(_AXES):
+            given = ", ".join(map(str, logits.axes))
+            raise ExperimentError(f"a lens view needs logits of {', '.join(_AXES)}, not of {given}")
         if inputs.rows is not None and not 0 <= row < inputs.rows:
             raise ExperimentError(f"row {row} is not one of the {inputs.rows} rows of the batch")
         self.row, self.rows = row, inputs.rows or 1
@@ -381,7 +386,7 @@ class _LogitsOfRow:
     """The metric: the logits of one row of the batch, of shape (position, vocab)."""
 
     keys: tuple[Key, ...]
-    axes: tuple[str, ...]
+    axes: tuple[str | None, ...]
     row: int
 
     def __call__(self, output: Any) -> Tensor:

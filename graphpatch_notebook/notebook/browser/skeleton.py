@@ -175,7 +175,7 @@ class Skeleton:
         found = []
         for one in find(self.nodes.root).values():
             if (row := self.find(one.path)) is not None:
-                axes = [one.axes[dim] for dim in one.kept_dims]
+                axes = [one.axes[dim] or "unknown" for dim in one.kept_dims]
                 found.append(ComponentRow(row, one.name, axes, list(part_shape(torch.Size(one.shape), one.index))))
         return found
 

@@ -413,7 +413,7 @@ class QuantizingPatch(Patch[Tensor]):
     """Keeps a pattern, or the lengths of values, quantized."""
 
     observes_only: ClassVar[bool] = True
-    axes: tuple[str, ...]
+    axes: tuple[str | None, ...]
     is_values: bool = False
     kept_bytes: list[int]  # one number: of all patches of the run
     kept: Quantized | None = None
@@ -432,12 +432,12 @@ class QuantizingPatch(Patch[Tensor]):
         return original_output
 
 
-def _arranged(value: Tensor, axes: tuple[str, ...], last: str) -> Tensor:
+def _arranged(value: Tensor, axes: tuple[str | None, ...], last: str) -> Tensor:
     """Returns a value with the dimensions (batch, head, ..., `last`)."""
     middle = [axis for axis in ("query", "key") if axis in axes and axis != last]
     missing = [axis for axis in (*middle, last) if axis not in axes]
     if missing or len(axes) != value.dim() or not {*axes} <= {"batch", "group", "head", "batch_head", *middle, last}:
-        raise GraphError(f"a pattern with the dimensions {', '.join(axes)} cannot be shown")
+        raise GraphError(f"a pattern with the dimensions {', '.join(map(str, axes))} cannot be shown")
     heads = [axis for axis in ("group", "head", "batch_head") if axis in axes]
     batch = [axis for axis in ("batch",) if axis in axes]
     arranged = value.permute([axes.index(axis) for axis in (*batch, *heads, *middle, last)])
@@ -486,7 +486,7 @@ def patterns_of_run(
     ]
 
 
-def _axes(component: Component) -> tuple[str, ...]:
+def _axes(component: Component) -> tuple[str | None, ...]:
     return tuple(component.axes[dim] for dim in component.kept_dims)
 
 

@@ -138,7 +138,7 @@ class _Place:
     """What an item selects."""
 
     path: str
-    axes: tuple[str, ...]  # of the value; empty if not known
+    axes: tuple[str | None, ...]  # of the value; empty if not known
     at: dict[int, int]  # the selected index by dimension, but for that of `along`
     along: tuple[int, int] | None = None  # the dimension and index of what can be `positions`
 
@@ -159,7 +159,9 @@ class _Place:
                 continue
             dim = next((axes.index(axis) for axis in among if axis in axes), None)
             if dim is None:
-                raise SessionError(f"{name!r} does not have a {word} to select: {', '.join(axes) or 'unknown axes'}")
+                raise SessionError(
+                    f"{name!r} does not have a {word} to select: {', '.join(map(str, axes)) or 'unknown axes'}"
+                )
             at[dim] = numbers[word]
             if word == "position" and _has_positions(session, name):
                 along = dim, at.pop(dim)
@@ -195,7 +197,7 @@ def _has_positions(session: Session, name: str) -> bool:
     return True
 
 
-def _axes_of(session: Session, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+def _axes_of(session: Session, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
     root = captured(session.graph).root
     if not is_component_name(name):
         return find(root).axes_at(name)
@@ -236,7 +238,7 @@ def _mean(place: _Place) -> ChosenPatch:
     if not over or is_weight or {*place.at} & {*over}:
         raise SessionError(
             f"{place.path!r} does not have a mean over the batch and the positions"
-            + (": select the head instead of one of its weights" if is_weight else f" ({', '.join(axes)})")
+            + (": select the head instead of one of its weights" if is_weight else f" ({', '.join(map(str, axes))})")
         )
     # A head keeps a mean of its own, and its dimension.
     part = _slice_text({dim: f"{index}:{index + 1}" for dim, index in place.at.items()})

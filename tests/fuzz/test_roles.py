@@ -1,0 +1,285 @@
+"""Random transformers written by hand: what components are, and what their dimensions are, as their own code says.
+
+None may be wrong, also at other sizes than the example's; a quarter may be missing.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphpatch_notebook import PatchableGraph
+
+SEEDS = range(*map(int, os.environ.get("GRAPHPATCH_ROLES_SEEDS", "0 24").split()))
+MOST_MISSING = 0.25
+VOCABULARY = 17
+LAYOUTS = ("b h t c", "h b t c", "(b h) t c", "(h b) t c", "t b h c", "b t h c")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "layout": LAYOUTS,
+    "is_sequence_first": (False, False, True),
+    "softmax": ("call", "written out", "sinks", "fused"),
+    "are_scores_transposed": (False, False, True),
+    "sharing": (1, 1, 2, "all"),  # heads of queries that share keys
+    "rotary": (False, False, True),
+    "split": ("separate", "fused", "einsum"),
+    "mask": ("fill", "add", "none"),
+    "mlp": ("plain", "gated"),
+    "norm": ("layer", "rms"),
+    "is_parallel": (False, False, False, True),
+    "sizes": ("different", "equal", "one token", "one row"),
+}
+_kept: dict[str, tuple[Tensor, str]] = {}
+
+
+def keep(name: str, value: Tensor, axes: str) -> None:
+    """Keeps a value under the name of its component, with its dimensions: in parentheses, those that are one."""
+    _kept[name] = value.detach().clone(), axes
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotates queries or keys of shape `(..., positions, channels)`."""
+    one, other = x.chunk(2, -1)
+    angles = torch.arange(x.shape[-2])[:, None] / 10 ** torch.linspace(0, 1, one.shape[-1])
+    return torch.cat([one * angles.cos() - other * angles.sin(), one * angles.sin() + other * angles.cos()], -1)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, number: int, chosen: dict[str, Any]) -> None:
+        super().__init__()
+        self.heads, self.number, self.chosen, self.size = heads, number, chosen, width // heads
+        self.shared = heads if chosen["sharing"] == "all" else chosen["sharing"] if heads % 2 == 0 else 1
+        self.key_heads = heads // self.shared
+        widths = [width, self.key_heads * self.size, self.key_heads * self.size]
+        self.widths = widths
+        if chosen["split"] == "fused":
+            self.qkv = nn.Linear(width, sum(widths))
+        elif chosen["split"] == "separate":
+            self.maps = nn.ModuleList(nn.Linear(width, each) for each in widths)
+        else:
+            counts = [heads, self.key_heads, self.key_heads]
+            self.weights = nn.ParameterList(nn.Parameter(torch.randn(n, width, self.size) / 2) for n in counts)
+        self.out, self.sinks = nn.Linear(width, width), nn.Parameter(torch.randn(heads))
+
+    def projected(self, x: Tensor) -> list[Tensor]:
+        """Returns queries, keys and values as (batch, position, head, channel), or the first two exchanged."""
+        if self.chosen["split"] == "einsum":
+            return [torch.einsum("abw,hwc->abhc", x, weight) for weight in self.weights]
+        parts = self.qkv(x).split(self.widths, -1) if self.chosen["split"] == "fused" else [m(x) for m in self.maps]
+        return [part.unflatten(-1, (-1, self.size)) for part in parts]
+
+    def forward(self, x: Tensor) -> Tensor:
+        start, chosen, is_first = f"layers[{self.number}].attn", self.chosen, self.chosen["is_sequence_first"]
+        q, k, v = self.projected(x)
+        # (batch, head, position, channel) from here, unless the layout says otherwise
+        order = (1, 2, 0, 3) if is_first else (0, 2, 1, 3)
+        q, k, v = (each.permute(order) for each in (q, k, v))
+        for name, value in zip("qkv", (q, k, v), strict=True):
+            keep(f"{start}.{name}", value, "b h t c")
+        if chosen["rotary"]:
+            q, k = rotated(q), rotated(k)
+            keep(f"{start}.q_rot", q, "b h t c")
+            keep(f"{start}.k_rot", k, "b h t c")
+        if self.shared > 1:
+            k, v = (each.repeat_interleave(self.shared, 1) for each in (k, v))
+        z = self.attended(q, k, v, start)
+        keep(f"{start}.z", z, "b h t c")
+        z = z.permute(2, 0, 1, 3) if is_first else z.transpose(1, 2)
+        return self.out(z.flatten(2))
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, start: str) -> Tensor:
+        """Returns `z`, as (batch, head, position, channel)."""
+        chosen, (batch, heads, length, size) = self.chosen, q.shape
+        if chosen["softmax"] == "fused":
+            mask = None if chosen["mask"] == "none" else torch.ones(length, length).tril().bool()
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        layout = chosen["layout"]
+        if layout in ("t b h c", "b t h c"):
+            return self.attended_by_einsum(q, k, v, start)
+        if layout == "(b h) t c":
+            q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+        elif layout != "b h t c":
+            q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+            if layout == "(h b) t c":
+                q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+        if chosen["are_scores_transposed"] and chosen["softmax"] != "sinks":
+            pattern = self.pattern(k @ q.transpose(-1, -2) / size**0.5, start, -2, "k q")
+            z = (v.transpose(-1, -2) @ pattern).transpose(-1, -2)
+        else:
+            pattern = self.pattern(q @ k.transpose(-1, -2) / size**0.5, start, -1, "q k")
+            z = pattern @ v
+        if layout.startswith("("):
+            z = z.unflatten(0, (batch, heads) if layout == "(b h) t c" else (heads, batch))
+        return z if "b h" in layout else z.transpose(0, 1)
+
+    def attended_by_einsum(self, q: Tensor, k: Tensor, v: Tensor, start: str) -> Tensor:
+        letters = self.chosen["layout"].replace(" ", "")
+        q, k, v = (torch.einsum(f"bhtc->{letters}", each) for each in (q, k, v))
+        queries, keys = letters.replace("t", "q"), letters.replace("t", "k")
+        scores = torch.einsum(f"{queries},{keys}->bhqk", q, k) / q.shape[-1] ** 0.5
+        pattern = self.pattern(scores, start, -1, "q k", "b h")
+        return torch.einsum(f"bhqk,{keys}->bhqc", pattern, v)
+
+    def pattern(self, scores: Tensor, start: str, dim: int, last: str, outer: str = "") -> Tensor:
+        chosen = self.chosen
+        axes = f"{outer or chosen['layout'].removesuffix(' t c')} {last}"
+        length = scores.shape[-1]
+        hidden = torch.ones(length, length).triu(1).bool()
+        hidden = hidden if dim == -1 else hidden.T
+        if chosen["mask"] == "fill":
+            scores = scores.masked_fill(hidden, -1e9)
+        elif chosen["mask"] == "add":
+            scores = scores + hidden * -1e9
+        keep(f"{start}.scores", scores, axes)
+        if chosen["softmax"] == "sinks" and chosen["layout"] in ("b h t c", "b t h c", "t b h c"):
+            sinks = self.sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
+            pattern = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        elif chosen["softmax"] == "written out":
+            shares = (scores - scores.amax(dim, keepdim=True)).exp()
+            pattern = shares / shares.sum(dim, keepdim=True)
+        else:
+            pattern = scores.softmax(dim)
+        keep(f"{start}.pattern", pattern, axes)
+        return pattern
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, number: int, chosen: dict[str, Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.number = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width), number
+        self.gate = nn.Linear(width, 2 * width + 1) if chosen["mlp"] == "gated" else None
+        self.axes = "t b n" if chosen["is_sequence_first"] else "b t n"
+
+    def forward(self, x: Tensor) -> Tensor:
+        pre = self.up(x) if self.gate is None else self.gate(x)
+        post = F.gelu(pre) if self.gate is None else F.silu(pre) * self.up(x)
+        keep(f"layers[{self.number}].mlp.pre", pre, self.axes)
+        keep(f"layers[{self.number}].mlp.post", post, self.axes)
+        return self.down(post)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, number: int, chosen: dict[str, Any]) -> None:
+        super().__init__()
+        norm = nn.LayerNorm if chosen["norm"] == "layer" else nn.RMSNorm
+        self.norm1, self.norm2, self.number = norm(width), norm(width), number
+        self.attention, self.mlp = Attention(width, heads, number, chosen), Mlp(width, number, chosen)
+        self.is_parallel = chosen["is_parallel"]
+        self.axes = "t b c" if chosen["is_sequence_first"] else "b t c"
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = f"layers[{self.number}]"
+        keep(f"{start}.resid_pre", x, self.axes)
+        written = self.attention(self.norm1(x))
+        keep(f"{start}.attn_out", written, self.axes)
+        middle = x + written
+        result = self.mlp(self.norm2(x if self.is_parallel else middle))
+        keep(f"{start}.mlp_out", result, self.axes)
+        if not self.is_parallel:
+            keep(f"{start}.resid_mid", middle, self.axes)
+        middle = middle + result
+        keep(f"{start}.resid_post", middle, self.axes)
+        return middle
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, heads: int, chosen: dict[str, Any]) -> None:
+        super().__init__()
+        self.embed, self.norm, self.unembed = (
+            nn.Embedding(VOCABULARY, width),
+            nn.LayerNorm(width),
+            nn.Linear(width, VOCABULARY),
+        )
+        self.blocks = nn.ModuleList(Block(width, heads, number, chosen) for number in range(2))
+        self.is_sequence_first = chosen["is_sequence_first"]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        keep("@embed", x, "b t c")
+        x = x.transpose(0, 1) if self.is_sequence_first else x
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        keep("@final_norm", x, "t b c" if self.is_sequence_first else "b t c")
+        x = self.unembed(x)
+        x = x.transpose(0, 1) if self.is_sequence_first else x
+        keep("@logits", x, "b t v")
+        return x
+
+
+_WORDS = {
+    "batch": "b", "position": "t", "query": "q", "key": "k", "head": "h", "channel": "c", "neuron": "n", "vocab": "v",
+}  # fmt: skip
+
+
+def in_order(value: Tensor, axes: list[str], sizes: dict[str, int]) -> Tensor:
+    """Returns a value with one dimension for each of its axes, in the order of their letters."""
+    flat = [letter for axis in axes for letter in axis.split()]
+    if len(flat) > value.ndim:
+        value = value.reshape([sizes.get(letter, -1) for letter in flat])
+    return value.permute(sorted(range(len(flat)), key=flat.__getitem__))
+
+
+def letters_of(axes: tuple[str | None, ...], name: str) -> list[str]:
+    is_pattern = name.endswith((".pattern", ".scores"))
+    found = []
+    for axis in axes:
+        words = [_WORDS[word] for word in str(axis).split("_")]
+        found.append(" ".join(word if is_pattern or word not in "qk" else "t" for word in words))
+    return found
+
+
+def kept_axes(axes: str) -> list[str]:
+    found, inside = list[str](), ""
+    for part in axes.replace("(", "( ").replace(")", " )").split():
+        if part == "(":
+            inside = "("
+        elif part == ")":
+            found.append(inside.removeprefix("(").strip())
+            inside = ""
+        elif inside:
+            inside += f" {part}"
+        else:
+            found.append(part)
+    return [each.replace("( ", "") for each in found]
+
+
+def chosen_of(seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    return {name: rng.choice(values) for name, values in CHOICES.items()}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_found_is_what_the_code_says(seed: int) -> None:
+    chosen = chosen_of(seed)
+    torch.manual_seed(seed)
+    heads, size = {"equal": (4, 4)}.get(chosen["sizes"], (4, 6))
+    rows, length = {"equal": (4, 4), "one token": (3, 1), "one row": (1, 5)}.get(chosen["sizes"], (2, 5))
+    model = Model(heads * size, heads, chosen).eval()
+    pg = PatchableGraph(model, torch.randint(0, VOCABULARY, (rows, length)))
+    others = torch.randint(0, VOCABULARY, (3, 7))
+    _kept.clear()
+    model(others)
+    expected = dict(_kept)
+    components = pg.components
+    found = [name for name in expected if name in components and None not in components[name].axes]
+    recorded = pg.record(found, others)
+    wrong = {}
+    for name in found:
+        value, axes = expected[name]
+        sizes = {"b": 3, "t": 7, "q": 7, "k": 7, "h": value.shape[1] if axes == "b h t c" else heads}
+        own = letters_of(components[name].axes, name)
+        one, other = in_order(recorded[name], own, sizes), in_order(value, kept_axes(axes), sizes)
+        if one.shape != other.shape or not torch.allclose(one, other, 1e-4, 1e-5):
+            wrong[name] = components[name].axes, axes
+    assert wrong == {}, chosen
+    missing = set(expected) - set(found)
+    assert len(missing) <= MOST_MISSING * len(expected), (
+        chosen,
+        {name: components.why_missing(name) for name in missing},
+    )
