@@ -28,7 +28,7 @@ Reached: TypeAlias = "dict[tuple[int, int, str], list[frozenset[int]]]"
 """The changed indices of each atom of a value: by the atom of the changed value, its index, and how it was changed."""
 
 _MOST_INDICES = 3
-_LARGEST = 4_000_000
+_LARGE, _LARGEST = 50_000, 50_000_000
 _LENGTH = 5
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
 _MOST = torch.finfo(torch.float32).max
@@ -238,9 +238,11 @@ class Rerun:
             return torch.full(shape, self._masks)
         if not spec.dtype.is_floating_point:
             return torch.randint(0, 2, shape, generator=self._generator, dtype=spec.dtype)
+        users = self.flow.users.get(value.node, ())
+        is_mapped = len(shape) == 2 and bool(users) and all(user.op in ("linear", "addmm") for user in users)
+        if is_mapped and math.prod(shape) > _LARGE:  # of which only the shape is needed: see `_mapped`
+            return torch.zeros(1, 1).expand(shape)
         if math.prod(shape) > _LARGEST:
-            if len(shape) == 2:  # a weight, of which only the shape is needed
-                return torch.zeros(1, 1).expand(shape)
             raise UnknownValueError(f"{self.flow.path(value)} is too large")
         made = torch.randn(shape, generator=self._generator)
         if value.node.kind == "parameter":
@@ -534,7 +536,9 @@ class PartRoles:
                 return axes
         if (value, last) not in self._known:
             atoms = self.study.atoms(value)
-            names = [self.carried(value, e) for e in range(len(atoms))]
+            names = list(map(self.group_role, atoms))
+            if names.count(None) > 1:  # else that is the one with the features
+                names = [self.carried(value, e) for e in range(len(atoms))]
             self._known[value, last] = joined(atoms, named_rest(atoms, names, last))
         return self._known[value, last]
 
