@@ -54,10 +54,6 @@ class Part:
     value: Value
     axes: Axes
 
-    def size_of(self, axis: str) -> int:
-        """Returns the size of a dimension; 0 if no dimension has this name."""
-        return self.value.shape[self.axes.index(axis)] if axis in self.axes else 0
-
 
 @dataclass(slots=True, eq=False)
 class Attention:

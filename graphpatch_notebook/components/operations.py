@@ -16,7 +16,6 @@ _SAME_VALUES = """
     dropout dropout1d dropout2d feature_dropout alpha_dropout contiguous to float type_as clone type half bfloat16
     double detach identity requires_grad_ nan_to_num cast where clamp clip deepcopy copy masked_fill drop_path
 """
-_FILTERS = "sub isub tanh softcap masked_fill_ log exp maximum max triu tril neg pow add_"
 _NONLINEARITIES = """
     gelu relu silu sigmoid tanh relu6 selu elu mish hardswish leaky_relu softplus erf pow square exp prelu glu relu_
     celu hardtanh hardsigmoid softmax log_sigmoid logsigmoid
@@ -51,9 +50,6 @@ MOMENTS = NORMS | frozenset("mean var norm vector_norm linalg_vector_norm linalg
 """An operation of each norm is one of these."""
 
 NONLINEARITIES = frozenset(_NONLINEARITIES.split())
-SCORE_STEPS = SCALINGS | ADDITIONS | SAME_VALUES | VIEWS | frozenset(_FILTERS.split())
-"""What may lie between the product of queries and keys and the softmax."""
-
 MIXING = frozenset(
     "pad cumsum scan fft rfft irfft fft2 roll avg_pool2d avg_pool1d causal_conv1d conv_transpose1d".split()
 )
