@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, Ref, map_leaves
 from graphpatch_notebook.components.dimensions import Extent, dimensions_of
@@ -156,7 +157,13 @@ class Rerun:
         if made is not node:
             env[node] = self._evaluate(env, made)[node.position]
             return env[node]
-        args, kwargs = map_leaves((node.args, node.kwargs), functools.partial(self._argument, env))
+        given = (node.args[:3], {}) if node.op == "flex_attention" else (node.args, node.kwargs)
+        args, kwargs = map_leaves(given, functools.partial(self._argument, env))
+        if node.op == "flex_attention" and len(args) == 3:  # without its functions of scores, and its blocks
+            q, *others = args
+            k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in others)
+            env[node] = scaled_dot_product_attention(q, k, v)
+            return env[node]
         if "device" in kwargs:
             kwargs["device"] = _CPU
         if "dropout" in node.op or node.op in _CASTS:
