@@ -87,6 +87,7 @@ class Patch(Generic[T]):
         observes_only: Whether `op` only reads the value. Its result is ignored, and the model's own value is used.
         is_pure: Whether the result of `op` depends on nothing but the value and the fields of the patch. Cells of
             sweeps with such patches only share forwards. Subclasses do not inherit it, since they may redefine `op`.
+        by_entry: Whether each entry of the result depends on the same entry of the value only. Not inherited.
         only_keeps: Whether `op` does nothing but keep the value. Such patches take a short way to the value, and of an
             input of a module they keep an alias of its own, so that gradients are those of this use. Not inherited.
         is_for_one_run: Whether the patch is for a single forward, which has all positions: `positions` may count from
@@ -133,6 +134,7 @@ class Patch(Generic[T]):
     requires_clone: ClassVar[bool] = False
     observes_only: ClassVar[bool] = False
     is_pure: ClassVar[bool] = False
+    by_entry: ClassVar[bool] = False
     only_keeps: ClassVar[bool] = False
     is_for_one_run: ClassVar[bool] = False
     stops_run: ClassVar[bool] = False
@@ -201,7 +203,7 @@ _BOOL = {bool}
 
 
 def declares(patch: Patch[Any], name: str) -> bool:
-    """Whether the class of a patch itself defines `is_pure` or `only_keeps`: subclasses may redefine `op`.
+    """Whether the class of a patch itself defines `is_pure`, `by_entry` or `only_keeps`: subclasses may redefine `op`.
 
     Example:
         >>> declares(ZeroPatch(), "is_pure"), declares(type("Other", (ZeroPatch,), {})(), "is_pure")
@@ -317,6 +319,7 @@ class ZeroPatch(WritingPatch):
     """
 
     is_pure: ClassVar[bool] = True
+    by_entry: ClassVar[bool] = True
     slice: TensorIndex = _Index()
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
@@ -346,6 +349,7 @@ class AddPatch(WritingPatch):
     """
 
     is_pure: ClassVar[bool] = True
+    by_entry: ClassVar[bool] = True
     value: Tensor | Scalar
     slice: TensorIndex = _Index()
 
@@ -374,6 +378,7 @@ class ReplacePatch(WritingPatch):
     """
 
     is_pure: ClassVar[bool] = True
+    by_entry: ClassVar[bool] = True
     value: Tensor | Scalar
     slice: TensorIndex = _Index()
 

@@ -44,7 +44,7 @@ from graphpatch_notebook.experiments.engine.plan import (
 from graphpatch_notebook.experiments.engine.rows import CannotShareError
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import AddPatch, ReplacePatch, ZeroPatch
+from graphpatch_notebook.patches.kinds import declares
 from graphpatch_notebook.patching import Entry, FrameNode, own_tensors
 from graphpatch_notebook.patching.model_state import ModelSnapshot
 from graphpatch_notebook.warning_places import warn_each_time
@@ -56,9 +56,6 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 _COARSE = 3e-2
 
 _MOST_SHOWN = 10
-
-_BY_ENTRY = (ZeroPatch, AddPatch, ReplacePatch)
-"""These change each entry of a value by itself."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +308,7 @@ class CellRunner:
             yield from ([self._alone(cell)] for cell in cells)
             return
         with self._request.modes():
-            is_by_entry = all(type(patch) in _BY_ENTRY for cell in cells for patch in patches_in(cell.patches))
+            is_by_entry = all(declares(patch, "by_entry") for cell in cells for patch in patches_in(cell.patches))
             plan = SharedPlan(self._pg, self.baseline.clean, self._targets, batch, len(cells), is_by_entry=is_by_entry)
         # Rows that are only for checks must not have gradients, which may be infinite.
         first = [] if self._request.backward else plan.first(entries)
