@@ -174,7 +174,7 @@ def test_errors_are_raised_before_anything_runs(pg: PatchableGraph, sae: Sae) ->
         pg.edit({latents: ZeroPatch()})
     with pytest.raises(ExperimentError, match="part of a splice"):
         ablate(pg.edit({PATH: SplicePatch(sae)}), [latents], IDS, metric=lambda out: out.logits.sum())
-    with pytest.raises(GraphError, match="SplicePatch: it holds code"):
+    with pytest.raises(GraphError, match="SplicePatch: it holds a Sae"):
         save_patches(io.BytesIO(), {PATH: SplicePatch(sae)})
 
 
