@@ -45,6 +45,9 @@ class Stack(nn.Module):
             self.between()
         return self.last(hidden * 2)
 
+    def both(self, x: Tensor) -> Tensor:
+        return self(x) + self(x + 1)
+
 
 @pytest.fixture
 def pg() -> PatchableGraph:
@@ -80,6 +83,36 @@ def test_after_call_runs_after_each_call_with_its_results(pg: PatchableGraph) ->
     assert [thread for _, thread in told] == [threading.current_thread()] * 2
     assert torch.equal(told[0][0], torch.relu(pg._module.first(X)) * 2)
     assert torch.equal(told[1][0], torch.relu(pg._module.first(X * 2)) * 2)
+
+
+def test_after_call_runs_for_blocks_around_it_and_once_for_a_method_or_a_call_inside_a_call(pg: PatchableGraph) -> None:
+    told: list[str] = []
+    outer, inner = pg.patch({"first.output": ZeroPatch()}), pg.patch({"x": ZeroPatch()})
+    outer.after_call, inner.after_call = (lambda: told.append("outer")), (lambda: told.append("inner"))
+
+    def call_again() -> None:
+        pg._module.between = None
+        pg(X)
+
+    with outer:
+        with inner:
+            pg(X)
+        with pg.patch({}):
+            pg(X)
+        assert told == ["outer", "inner", "outer"]
+        pg._module.between = call_again
+        pg(X)
+        pg.both(X)
+    assert told[3:] == ["outer"] * 2
+
+
+def test_calling_both_is_a_comparison_and_does_not_warn(pg: PatchableGraph) -> None:
+    with pg.patch(PATCHES):
+        with pg.patch({"hidden": ZeroPatch()}):
+            pg(X)
+        pg._module(X)  # the warning of a block without a call of the graph is an error here
+    with pg.patch({}), pg.patch(PATCHES).quiet():
+        pg._module(X)
 
 
 # -- contexts that were left -------------------------------------------------------------------------------------------
@@ -122,6 +155,32 @@ def test_recomputation_after_the_block_takes_no_patches(pg: PatchableGraph) -> N
     assert torch.equal(found, expected)
 
 
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, times: int = 1) -> Any:
+        for _ in range(times):
+            x = checkpoint(self.linear, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_recomputation_that_may_be_of_another_call_is_an_error(times: int) -> None:
+    pg, x = PatchableGraph(Recomputed(), X, times), X.clone().requires_grad_()
+    warnings.filterwarnings("ignore", ".checkpoint")  # backward did not run in the end
+    with pg.patch({"linear.output" if times == 1 else "linear_1.output": ZeroPatch(slice=0)}):
+        if times == 1:
+            found = torch.autograd.grad(pg(x, times).sum(), x)[0]
+            assert not found[0].any()
+            assert torch.equal(found[1], pg._module.linear.weight.sum(0))
+            pg._module(x)  # without patches, and backward may be of this
+        loss = pg(x, times).sum()
+        with pytest.raises(GraphPatchError, match="it is ambiguous for which call"):
+            loss.backward()
+
+
 # -- patched tensors of a module that is called, too -------------------------------------------------------------------
 
 
@@ -150,6 +209,31 @@ def test_a_tensor_of_a_child_is_patched_together_with_the_boundary_of_the_child(
     returned = nn.functional.linear(given, model.child.weight, model.child.bias)
     expected = (returned * 2 + given if has_hook else returned) + 0.25
     assert torch.equal(found, expected)
+
+
+class Changing(nn.Linear):
+    count, old = 0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count, self.new = self.count + 1, len(x)
+        self.__dict__.pop("old", None)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("path", ["child_weight", "child.weight"])
+def test_what_a_forward_changes_in_its_module_is_kept_where_its_weight_is_patched(path: str) -> None:
+    model = Reader()
+    model.child = Changing(3, 3)
+    pg = PatchableGraph(model, X)
+    model.child.old, model.child.count = 2.0, 0
+    del model.child.new
+    with pg.patch({path: AddPatch(1.0)}, strict=True):
+        pg(X)
+    assert {name: vars(model.child).get(name) for name in ("count", "new", "old")} == {
+        "count": 1,
+        "new": 2,
+        "old": None,
+    }
 
 
 # -- functions in patches that call the model --------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 
-from graphpatch_notebook import ExtractionOptions, PatchableGraph
+from graphpatch_notebook import ExtractionOptions, PatchableGraph, RecordPatch, ZeroPatch
 from tests.zoo import CASES
 from tests.zoo.case import tokens
 
@@ -61,3 +61,24 @@ def test_the_models_own_if_asked(model: Any) -> None:
     assert pg.generation_config is model.generation_config
     pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 2
     assert model.generate(IDS).shape == pg.generate(IDS).shape == (2, 7)
+
+
+def test_patches_and_steps_with_a_config_of_its_own_and_arguments_first(model: Any, pg: PatchableGraph) -> None:
+    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 3
+    record = RecordPatch(steps="decoding")
+    with pg.patch({PATH: [ZeroPatch(), record]}):
+        found = pg.generate(IDS)
+    with model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: torch.zeros_like(output)):
+        assert torch.equal(found, model.generate(IDS)[:, :8])
+    assert len(record.activations) == 2
+    assert pg.generate(IDS, max_new_tokens=4, min_new_tokens=4).shape == (2, 9)
+
+
+def test_the_model_is_left_as_it_was(model: Any, pg: PatchableGraph) -> None:
+    before = dict(vars(model))
+    pg.generation_config.cache_implementation = "static"
+    pg.generation_config.compile_config = CompileConfig(backend=lambda graph, _, **__: graph.forward, fullgraph=False)
+    pg.generation_config.compile_config._compile_all_devices = True
+    pg.generate(IDS)
+    kept = {"_previous_max_cache_length", "_cache"}
+    assert {name for name in vars(model) if vars(model)[name] is not before.get(name)} <= kept

@@ -285,6 +285,9 @@ def test_operations_in_a_longer_loop(paths: list[str]) -> None:
         with pytest.warns(GraphPatchWarning, match=match) as told:
             assert torch.equal(pg(X, steps=5), expected)
         assert len(told) == 1
+    with pg.patch(dict.fromkeys(paths, ZeroPatch())):
+        with pytest.warns(GraphPatchWarning, match=match):
+            pg(X, steps=4)
         with pytest.warns(GraphPatchWarning, match="'state_2': its module ran, but did not come to this operation"):
             pg(X, steps=2)
 
@@ -309,3 +312,39 @@ def test_a_module_that_a_method_calls_itself() -> None:
         warnings.simplefilter("error")
         assert torch.equal(once.advance(X, 3), expected)
         assert torch.equal(once.advance(X, 3), expected)
+    three = PatchableGraph(Loop(), X, steps=3)
+    with by_hand({(id(three._module.cell), 1): (None, lambda value: value + 1)}, three._module):
+        expected = three._module.advance(X, 3)
+    with three.patch({"cell_1.output": AddPatch(1.0)}, strict=True):
+        assert torch.equal(three.advance(X, 3), expected)
+
+
+def test_a_module_called_once_and_now_again(loop: PatchableGraph) -> None:
+    once = PatchableGraph(loop._module, X, steps=1)
+    with once.patch({"cell.output": AddPatch(1.0)}), pytest.warns(GraphPatchWarning, match="'cell': this Cell .* once"):
+        assert torch.equal(once(X, steps=2), edited(loop, {0}, 2))
+
+
+WAYS: dict[str, Callable[[Tensor, int], list[Tensor]]] = {
+    "comprehension": lambda x, times: [torch.tanh(x) for _ in range(times)],
+    "generator": lambda x, times: list(torch.tanh(x) for _ in range(times)),  # noqa: C400
+    "map": lambda x, times: list(map(lambda _: torch.tanh(x), range(times))),  # noqa: C417  # the loop is in C
+}
+
+
+class Repeats(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = WAYS[way]
+
+    def forward(self, x: Tensor, times: int = 1) -> Tensor:
+        return torch.stack(self.way(x, times)).sum(0) + 1
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_one_more_repetition_of_an_operation_is_reported(way: str) -> None:
+    pg = PatchableGraph(Repeats(way), X)
+    with pg.patch({"tanh": ZeroPatch()}):
+        assert torch.equal(pg(X), torch.ones(2, 3))
+        with pytest.warns(GraphPatchWarning, match="more often in this run"):
+            assert torch.equal(pg(X, times=2), torch.tanh(X) + 1)

@@ -180,6 +180,9 @@ class Two(nn.Module):
     def forward(self, x: Tensor, go: bool = True) -> Tensor:
         return self.b(self.a(x) if go else x) * 2
 
+    def with_and_without(self, x: Tensor) -> Tensor:
+        return self(x) + self(x, go=False)
+
 
 def test_a_source_that_does_not_run_is_an_error_and_no_older_value() -> None:
     x = torch.ones(2, 3)
@@ -188,9 +191,39 @@ def test_a_source_that_does_not_run_is_an_error_and_no_older_value() -> None:
         pg(x)
         with pytest.raises(PatchValueError, match=r"'b\.output' reads 'a\.output', which was not computed before it"):
             pg(x, go=False)
+        with pytest.raises(PatchValueError, match="was not computed before it in this forward"):
+            pg.with_and_without(x)
     with pg.patch({"b.output": FromPatch("a.output")}), pytest.raises(GraphError, match="FromPatch changes the run"):
         pg.to_fx((x,))
     with pg.patch({"b.output": SkipPatch(torch.ones(3, 3))}):
         assert torch.equal(pg(torch.ones(3, 3)), torch.full((3, 3), 2.0))
     with pytest.raises((PatchMapError, PatchValueError)):
         pg.patch({"b.output": SkipPatch(torch.ones(3))}).__enter__()
+
+
+def test_gradients_reach_what_is_read() -> None:
+    model, x = Two(), torch.randn(2, 3, requires_grad=True)
+    pg = PatchableGraph(model, x)
+    with pg.patch({"b.output": FromPatch("a.output", torch.tanh)}):
+        found = torch.autograd.grad(pg(x).sum(), x)[0]
+    assert torch.equal(found, torch.autograd.grad((model.a(x).tanh() * 2).sum(), x)[0])
+
+
+def test_the_output_of_a_skipped_call_is_the_value_and_is_patched(gpt2: PatchableGraph) -> None:
+    given = torch.randn(2, 4, 8)
+    for path, output in (("mlp", MLP), ("attn", "transformer.h_1.attn.output|sub_0")):  # which returns a tuple
+        with gpt2.patch({f"transformer.h_1.{path}": SkipPatch(given), output: AddPatch(value=1.0)}):
+            found = gpt2(TOKENS).logits
+        with gpt2.patch({output: ReplacePatch(value=given + 1.0)}):
+            assert torch.equal(found, gpt2(TOKENS).logits)
+
+
+def test_a_transform_cannot_write_into_the_source_and_rows_must_fit(gpt2: PatchableGraph) -> None:
+    source = "transformer.h_0.mlp.output"
+    for rows in (None, [0, 1]):
+        with torch.no_grad(), gpt2.patch({MLP: FromPatch(source, lambda value: value.mul_(2), rows=rows)}):
+            found = gpt2(TOKENS).logits
+        with torch.no_grad(), gpt2.patch({MLP: FromPatch(source, lambda value: value * 2)}):
+            assert torch.equal(found, gpt2(TOKENS).logits)
+    with gpt2.patch({MLP: FromPatch(source, rows=[0, 2])}), pytest.raises(PatchValueError, match="has 2 rows"):
+        gpt2(TOKENS)

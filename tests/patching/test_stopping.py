@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
     ExperimentError,
+    GraphPatchError,
     GraphPatchWarning,
     PatchableGraph,
     PatchMapError,
@@ -272,3 +274,59 @@ def test_a_stop_comes_after_all_other_patches_on_the_node(gpt2: PatchableGraph) 
     plain = gpt2.run_until(path, TOKENS)
     with gpt2.patch({path: [StopPatch(), AddPatch(value=1.0)]}), gpt2.patch({path: AddPatch(value=2.0)}):
         assert torch.equal(gpt2(TOKENS), plain + 1.0 + 2.0)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(checkpoint(lambda y: self.inner(y).relu(), x, use_reentrant=False))
+
+
+def test_a_stop_inside_of_what_backward_recomputes_is_refused() -> None:
+    pg, x = PatchableGraph(Checkpointed(), torch.ones(1, 2)), torch.ones(1, 2)
+    with pytest.raises(GraphPatchError, match="stopped inside of a model under activation checkpointing"):
+        pg.run_until("inner.output", x)
+    with torch.no_grad():
+        assert torch.equal(pg.run_until("inner.output", x), pg._module.inner(x))
+
+
+class Handling(Checkpointed):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.inner(x)
+        except BaseException:
+            return torch.zeros_like(x)
+
+
+def test_a_model_that_handles_the_end_as_an_error_is_an_error() -> None:
+    pg, x = PatchableGraph(Handling(), torch.ones(1, 2)), torch.ones(1, 2)
+    with pytest.raises(GraphPatchError, match="'inner.output', but the model handled that as an error"):
+        pg.run_until("inner.output", x)
+    assert torch.equal(pg.record("inner.output", x)["inner.output"], pg._module.inner(x))
+
+
+def test_an_interrupted_recording_leaves_nothing(gpt2: PatchableGraph) -> None:
+    def interrupt(*_: Any) -> None:
+        raise HandStop
+
+    before, paths = snapshot(gpt2._module), ["transformer.h_0.output", "transformer.h_2.output"]
+    expected = dict(gpt2.record(paths, TOKENS))
+    with gpt2.transformer.h[1].attn.register_forward_hook(interrupt), pytest.raises(HandStop):
+        gpt2.record(paths, TOKENS + 1)
+    assert same_state(gpt2._module, before) is None
+    found = gpt2.record(paths, TOKENS)
+    assert all(torch.equal(found[path], expected[path]) for path in paths)
+
+
+def test_a_stop_in_a_generation_and_patches_behind_it(gpt2: PatchableGraph) -> None:
+    path, calls = "transformer.h_1.output", []
+    counted = gpt2.transformer.register_forward_pre_hook(lambda *_: calls.append(1))
+    with torch.no_grad(), counted, gpt2.patch({path: StopPatch(steps=2)}):
+        assert gpt2.generate(TOKENS, max_new_tokens=8, do_sample=False).shape == (2, 1, 8)
+    assert len(calls) == 3
+    behind = {path: StopPatch(), "transformer.h_2.output": ZeroPatch()}
+    with gpt2.patch(behind), pytest.warns(GraphPatchWarning, match=r"h_2\.output': the run was stopped before it"):
+        gpt2(TOKENS)

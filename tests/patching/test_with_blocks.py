@@ -56,4 +56,6 @@ def test_a_block_that_only_calls_the_original_model_warns(pg: PatchableGraph, pa
             assert torch.equal(model(X), expected)
         with pytest.raises(PatchNotFiredError, match="itself was called"), pg.patch({path: ZeroPatch()}, strict=True):
             model(X)
+        with pytest.raises(PatchNotFiredError), pg.patch({}, strict=True), pg.patch({path: ZeroPatch()}):
+            model(X)
     assert same_state(model, before) is None
