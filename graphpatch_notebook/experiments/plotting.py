@@ -197,7 +197,7 @@ def plot_scores(
     grid = grid_of(result, 1, **options)
     values, scale = grid.values, grid.scale
     has_paths = distinct and grid.columns.name == "path"
-    names = [(path if has_paths else None,) for path in grid.columns.values]
+    names = [(path if has_paths else number,) for number, path in enumerate(grid.columns.values)]
     ranks = ranked(values, names, names_in(result.attrs) if has_paths else {})
     if not ranks:
         raise ExperimentError(f"none of the {len(values):,} scores is finite")

@@ -152,10 +152,11 @@ class PatchContext:
         self._reported: set[str] = set()
         self._swaps, self._handles = Swaps(_recomputing), []
         try:
-            # A module without hooks returns to its caller what its forward returns.
-            self._swaps.hold(self.plan.watched.values(), filter(runs_hooks, self.plan.with_outputs.values()))
-            # Now, since the model may register hooks in a run (transformers does, to collect hidden states), which must
-            # see patched inputs.
+            # The model may register hooks in a run (transformers does, to collect hidden states): these see outputs
+            # before they are patched, and patched inputs. What is only kept is changed by no hook but those there are.
+            outputs = self.plan.with_outputs.values()
+            called = [module for module, is_changed in outputs if is_changed or runs_hooks(module)]
+            self._swaps.hold(self.plan.watched.values(), called)
             for module, is_patched in self.plan.with_inputs.values():
                 if is_patched or runs_hooks(module):
                     self._handles.append(module.register_forward_pre_hook(self._on_inputs, with_kwargs=True))

@@ -227,7 +227,7 @@ class Plan:
         own_graphs: The graph modules whose graph runs in place of the module.
         custom: Custom graphs by the id of the module that each replaces, in all its calls.
         watched: The modules whose forwards must be seen, by id.
-        with_outputs: The modules whose outputs are patched.
+        with_outputs: The modules whose outputs are patched, or only kept; and whether they are changed.
         with_inputs: The modules whose inputs are patched, or kept with gradients; and whether they are patched.
         restricted: Those of the entries that are for some steps or positions only.
         skips: Those of the entries that replace calls of modules.
@@ -263,13 +263,15 @@ class Plan:
             if isinstance(entry.patches[0], InsidePatch):
                 self.unjoined.append(entry.patches[0])
         self.watched: dict[int, Module] = {}
-        self.with_outputs: dict[int, Module] = {}
+        self.with_outputs: dict[int, tuple[Module, bool]] = {}
         self.with_inputs: dict[int, tuple[Module, bool]] = {}
         for plan in plans.values():
             plan.settle()
             module = self.watched[id(plan.frame.module)] = plan.frame.module
             if plan.output and takes_hooks(module):
-                self.with_outputs[id(module)] = module
+                _, is_changed = self.with_outputs.get(id(module), (module, False))
+                is_changed = is_changed or not all(entry.observes_only for entry in plan.output)
+                self.with_outputs[id(module)] = module, is_changed
             if (plan.changes_inputs or plan.probed) and takes_hooks(module):
                 _, has_changes = self.with_inputs.get(id(module), (module, False))
                 self.with_inputs[id(module)] = module, has_changes or plan.changes_inputs

@@ -27,6 +27,7 @@ from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure
 from graphpatch_notebook.inspection.node_map import NodeMeta
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import parse_path
+from graphpatch_notebook.values import TensorSpec
 from tests.laws.captures import Capture, capture_of, outcome, run
 from tests.zoo import Call, Case
 
@@ -291,6 +292,23 @@ def returned_op_edits(capture: Capture, count: int) -> Iterator[Edit]:
         yield _edit(capture, _path(frame, node), rng, partial(return_edited, module, node.is_in_place))
 
 
+def argument_op_edits(capture: Capture, count: int) -> Iterator[Edit]:
+    """Edits of ops whose value is an argument of one submodule call and nothing else, by a pre-hook of that one."""
+    rng = capture.random("argument ops")
+    found = []
+    for frame in frames_with_hooks(capture, capture.case.example()):
+        if frame.parent is None or frame.call is None:
+            continue
+        for node in frame.inputs():
+            given = _argument(frame, node)
+            is_op = isinstance(given, Ref) and not given.dig and given.node.kind == "op" and not given.node.is_in_place
+            if is_op and isinstance(given.node.spec, TensorSpec) and _uses(frame.parent, given.node) == 1:
+                found.append((frame, node, given.node))
+    for frame, node, op in rng.sample(found, min(count, len(found))):
+        module = capture.counterpart(frame.module)
+        yield _edit(capture, _path(frame.parent, op), rng, partial(input_edited, module, node.target, ()))
+
+
 _HELD = ("parameter", "buffer")
 
 
@@ -332,3 +350,10 @@ def _count(value: Any, node: Node) -> int:
     if isinstance(value, Structure):
         return _count([child for _, child in value.children], node)
     return 0
+
+
+def _argument(frame: Frame, node: Node) -> Any:
+    """What the calling frame gave for an input: a `Ref` to one of its nodes, or something else."""
+    assert frame.call is not None
+    bound = inspect.signature(frame.module.forward).bind(*frame.call.args, **frame.call.kwargs)
+    return bound.arguments.get(node.target)

@@ -20,6 +20,7 @@ from tests.laws.captures import (
 )
 from tests.laws.edits import (
     Edit,
+    argument_op_edits,
     boundary_edits,
     each_edit,
     returned_op_edits,
@@ -73,6 +74,11 @@ def test_parameters_equal_an_edited_copy(case: Case) -> None:
 @some_cases()
 def test_returned_ops_equal_an_edited_return(case: Case) -> None:
     _check(case, partial(returned_op_edits, count=8))
+
+
+@some_cases()
+def test_ops_given_to_a_submodule_equal_its_pre_hook(case: Case) -> None:
+    _check(case, partial(argument_op_edits, count=8))
 
 
 def comes_from_known_source(case: Case) -> bool:
