@@ -279,6 +279,11 @@ def test_positions_of_encoder_and_decoder() -> None:
     ] * 2
     assert len(keys.activations) == len(some[2].activations) == 1  # later steps take them from the cache
     assert torch.equal(some[2].activations[0], keys.activations[0][:, [1, 3]])
+    whole, columns = RecordPatch(), RecordPatch(positions=[1, 3], position_dim=3)
+    with pg.patch({"decoder.block_0.layer_1.EncDecAttention.pattern": [whole, columns]}):
+        generated(pg)
+    assert all(map(torch.equal, [value[..., [1, 3]] for value in whole.activations], columns.activations))
+    assert len(whole.activations) == len(columns.activations) == NEW
 
 
 def test_sequences_of_equal_length_are_not_confused() -> None:

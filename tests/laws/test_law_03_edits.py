@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from graphpatch_notebook import CustomPatch, PatchableGraph
 from tests.laws.captures import (
     Capture,
     capture_of,
@@ -29,6 +33,8 @@ from tests.laws.edits import (
 )
 from tests.laws.source_edits import editable_ops, source_edits
 from tests.zoo import Case
+from tests.zoo.case import floats
+from tests.zoo.values import bit_equal
 
 # A patch on a view that is filled in later does what the same edit of the source does, and is warned of.
 pytestmark = [
@@ -103,3 +109,56 @@ def test_most_ops_can_be_edited_in_the_source(case: Case) -> None:
     capture = capture_of(case)
     ops = [meta for meta in capture.pg.nodes.values() if meta.kind == "op" and meta.shape is not None]
     assert len(list(editable_ops(capture, random.Random(0)))) > 0.8 * len(ops)
+
+
+class Unusual(nn.Module):
+    def forward(self, x: Tensor, edits: Mapping[str, Callable[[Any], Any]] = {}) -> tuple[Tensor, Tensor]:
+        """Returns values of the module below, each after the edit of the name that it is to have."""
+
+        def edit(name: str, value: Any) -> Any:
+            return edits.get(name, lambda same: same)(value)
+
+        h = edit("tanh_1", torch.tanh(edit("tanh", torch.tanh(x)) + 1)) + 1
+        low, high = h.split(3, dim=-1)
+        low, high = edit("low", low), edit("high", high)
+        total = torch.cat([high, low * edit("size_shape|sub_0", high.shape[0])], dim=-1)
+        total += x
+        total.copy_(edit("total_1", total))
+        alias = total.view(-1)
+        if edit("bool", bool(alias.sum() > 0)):
+            total = total * edit("item", alias.max().item())
+        return total, alias
+
+
+class UnusualPlain(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x
+        for _ in range(2):
+            h = torch.tanh(h) + 1
+        low, high = h.split(3, dim=-1)
+        low = low * high.shape[0]
+        total = torch.cat([high, low], dim=-1)
+        total += x
+        alias = total.view(-1)
+        if bool(alias.sum() > 0):
+            total = total * alias.max().item()
+        return total, alias
+
+
+EDITS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(["tanh", "tanh_1", "low", "high", "total_1"], lambda value: value.flip(-1) * 2 + 1),
+    "bool": lambda value: not value,
+    "item": lambda value: value - 5.0,
+    "size_shape|sub_0": lambda rows: rows + 3,
+}
+
+
+@pytest.mark.parametrize("path", list(EDITS))
+def test_unusual_lines_equal_the_same_edit_of_the_source(path: str) -> None:
+    """Rounds of a loop, unpacked values, writing into a tensor with an alias, a branch, a number, a size."""
+    x = floats(4, 6)
+    pg = PatchableGraph(UnusualPlain(), x)
+    with pg.patch({path: CustomPatch(custom_op=EDITS[path])}, strict=True):
+        found = pg(x)
+    assert bit_equal(Unusual()(x, {path: EDITS[path]}), found) is None
+    assert bit_equal(pg(x), found) is not None

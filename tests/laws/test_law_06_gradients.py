@@ -17,6 +17,7 @@ from graphpatch_notebook import (
     GraphPatchError,
     GraphPatchWarning,
     PatchableGraph,
+    PatchValueError,
     ProbePatch,
     RecordPatch,
     ReplacePatch,
@@ -232,6 +233,58 @@ def test_an_input_is_an_alias_in_any_form(path: str, take: Any, give: Any, kind:
     stream = model.embed(x).detach().requires_grad_()
     (stream.sin() * stream).sum().backward()
     assert torch.equal(_gradient_of(value, output), stream.grad)
+
+
+class Self(nn.Module):
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        assert query is key
+        return query.sin() * key
+
+
+def test_one_tensor_given_as_several_inputs_stays_one() -> None:
+    """A module may ask for that, as attention does: the gradient is that of all these inputs, and this is said."""
+    x, model = torch.randn(2, 3), Stream(lambda branch, x: branch(x, key=x), Self())
+    pg, probes = PatchableGraph(model, x), {f"branch.{name}": ProbePatch() for name in ("query", "key")}
+    with pytest.warns(GraphPatchWarning, match=r"'branch\.query'"), pg.patch(probes):
+        output = pg(x)
+    stream = model.embed(x).detach().requires_grad_()
+    model.branch(stream, stream).sum().backward()
+    found = [_gradient_of(probes["branch.query"].activation, output), probes["branch.key"].activation.grad]
+    assert _difference([stream.grad] * 2, found) is None
+
+
+def test_an_input_of_an_edited_graph_is_an_alias() -> None:
+    x, probe = torch.ones(1, 3), ProbePatch()
+    pg = PatchableGraph(Stream(lambda branch, x: branch(x), nn.Tanh()), x)
+    edited: Any = pg._graph_module.branch
+    output = next(node for node in edited.graph.nodes if node.op == "output")
+    with edited.graph.inserting_before(output):
+        output.args = (edited.graph.call_function(torch.mul, (output.args[0], 10.0)),)
+    edited.recompile()
+    with pg.patch({"branch.input": probe}):
+        output = pg(x)
+    slope = 10 * (1 - probe.activation.detach().tanh().square())
+    torch.testing.assert_close(_gradient_of(probe.activation, output), slope)
+
+
+class Writes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 1:
+            x.mul_(3)
+        return x * 2
+
+
+def test_writing_into_a_probed_input_reaches_the_caller() -> None:
+    """Also where capture did not see it."""
+    model, probe, x = Stream(lambda branch, x: branch(x), Writes()), ProbePatch(), torch.ones(2, 3, requires_grad=True)
+    pg = PatchableGraph(model, torch.ones(1, 3))
+    with pg.patch({"branch.x": probe}):
+        found = pg(x)
+    expected = model(x)
+    assert torch.equal(found, expected)
+    assert _difference(list(torch.autograd.grad(expected.sum(), x)), list(torch.autograd.grad(found.sum(), x))) is None
+    with pytest.raises(PatchValueError, match="was overwritten later"):
+        probe.activation  # noqa: B018
 
 
 def test_values_of_patches_are_learnt() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from graphpatch_notebook import AddPatch, GraphPatchWarning, PatchableGraph, ProbePatch, ZeroPatch
 from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, run, some_cases
 from tests.zoo import Case, case_by_name
-from tests.zoo.values import bit_equal
+from tests.zoo.values import bit_equal, same_state, snapshot
 
 PATHS = [
     "transformer.h_0.mlp.act.mul_3",
@@ -146,6 +146,38 @@ class Waiting:
 WAITING = Waiting()
 POOL = ThreadPoolExecutor(1)
 X = torch.linspace(-1, 1, 6).view(2, 3)
+
+
+class Gated(nn.Module):
+    """Waits in its `forward`, in the thread that is to wait there; the first layer has a hook of the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first.register_forward_hook(lambda _module, _args, output: output * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        WAITING.in_thread()
+        return self.last(hidden)
+
+
+def test_contexts_and_runs_in_another_thread_that_overlap_leave_each_other_alone() -> None:
+    model, patches = Gated(), {"first.output": AddPatch(1.0), "last.input": AddPatch(0.5)}
+    expected = model.last(torch.tanh(model.first(X) + 1.0) + 0.5)
+    pg, before = PatchableGraph(model, X), snapshot(model)
+    with torch.no_grad():
+        with pg.patch(patches, strict=True):  # ends while the other thread runs the model
+            running = WAITING.run(lambda: pg.verify(X))
+            assert torch.equal(pg(X), expected)
+        WAITING.end(running)
+        assert same_state(model, before) is None
+        running = WAITING.run(lambda: pg.verify(X))  # begins before the context, and ends in it
+        with pg.patch(patches, strict=True):
+            assert torch.equal(pg(X), expected)
+            WAITING.end(running)
+            assert torch.equal(pg(X), expected)
+    assert same_state(model, before) is None
 
 
 def test_the_model_runs_on_while_a_context_ends_in_another_thread() -> None:

@@ -13,11 +13,13 @@ from torch.nn import functional as F
 
 from graphpatch_notebook import (
     ExtractionOptions,
+    GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
     RecordPatch,
     ZeroPatch,
 )
+from tests.zoo import installed
 from tests.zoo.case import floats, seeded
 
 SDPA = ExtractionOptions()
@@ -184,3 +186,25 @@ def test_the_pattern_of_multihead_attention(batch_first: bool, extra: dict[str, 
         with pg.patch({"attn.pattern": ZeroPatch()}):
             found = pg(x, **kwargs, need_weights=need_weights)[0]
         assert torch.equal(found, model.attn.out_proj.bias.expand_as(found))
+
+
+class Chosen(nn.Module):
+    function: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        attended = self.function(x, x, x, **options)
+        return attended * 2
+
+
+def test_calls_that_are_not_opened_are_reported_and_have_the_bits_of_the_model() -> None:
+    model, x = Chosen(), floats(2, 3, 50, 8)
+    pg = PatchableGraph(model, x)
+    with pg.patch({"pattern": ZeroPatch(steps=[1])}).quiet():
+        assert torch.equal(pg(x), model(x))
+    masked = {"attn_mask": torch.zeros(50, 50), "is_causal": True}
+    if installed.TORCH < (2, 14):  # else torch refuses it itself
+        with pg.patch({"pattern": ZeroPatch()}), pytest.warns(GraphPatchWarning, match="cannot be decomposed in this"):
+            assert torch.equal(pg(x, **masked), model(x, **masked))
+    model.function = torch.addcmul
+    with pg.patch({"pattern": ZeroPatch()}), pytest.warns(GraphPatchWarning, match="pattern"):
+        assert torch.equal(pg(x), model(x))

@@ -215,3 +215,33 @@ def test_parts_that_are_read_have_gradients(name: str, positions: Any, part: Any
     value, grad = [each.movedim(axes.index("head"), 1) if "head" in axes else each for each in values]
     assert torch.equal(probe.activation, part(value))
     torch.testing.assert_close(probe.activation.grad, part(grad))
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(200, 8), nn.Linear(8, 4)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids).transpose(0, 1)
+        return self.last(hidden)
+
+    def without_a_cache(self, input_ids: Tensor) -> Tensor:
+        return self(input_ids)[-1] + self(input_ids[:, -1:])[-1]
+
+
+def test_rows_may_come_after_positions_which_tokens_without_a_cache_do_not_have() -> None:
+    graph = PatchableGraph(SequenceFirst(), INPUTS)
+    wanted, read = [[3, 1], [5, 0], [2, 6]], ProbePatch(positions=[[3, 1], [5, 0], [2, 6]])
+    with graph.patch({"hidden": [read, ZeroPatch(positions=wanted)]}):
+        found = graph(INPUTS)
+    hidden = graph._module.embed(INPUTS).transpose(0, 1)
+    assert torch.equal(read.activation, torch.stack([hidden[row, number] for number, row in enumerate(wanted)], 1))
+    for number, row in enumerate(wanted):
+        hidden[row, number] = 0
+    assert torch.equal(found, graph._module.last(hidden))
+    with (
+        graph.patch({"hidden": ZeroPatch(positions=0)}),
+        pytest.raises(PatchValueError, match="are not known: no cache"),
+    ):
+        graph.without_a_cache(INPUTS)

@@ -317,8 +317,21 @@ def test_an_interrupted_recording_leaves_nothing(gpt2: PatchableGraph) -> None:
     with gpt2.transformer.h[1].attn.register_forward_hook(interrupt), pytest.raises(HandStop):
         gpt2.record(paths, TOKENS + 1)
     assert same_state(gpt2._module, before) is None
-    found = gpt2.record(paths, TOKENS)
+    found = gpt2.record(paths[::-1], TOKENS)
+    assert list(found) == paths[::-1]
     assert all(torch.equal(found[path], expected[path]) for path in paths)
+    pg, paths = PatchableGraph(Branching(), X), ["first.output", "second.output", "output"]
+    pg.record(paths, X)
+    with pg._module.register_forward_hook(interrupt), pytest.raises(HandStop):
+        pg.record(paths, X)
+    with pytest.warns(GraphPatchWarning, match="never fired"):  # nothing comes from the run before
+        assert list(pg.record(paths, X, detour=False)) == ["first.output", "output"]
+    assert pg.record(paths[:1], X)[paths[0]].dtype == torch.float32
+    assert pg.record(paths[:1], X, dtype=torch.float64)[paths[0]].dtype == torch.float64
+    with pg._module.second.register_forward_hook(interrupt):
+        pg.record(paths[:1], X)
+        with pytest.raises(HandStop):
+            pg.record(paths[:1], X, stop_at_last=False)
 
 
 def test_a_stop_in_a_generation_and_patches_behind_it(gpt2: PatchableGraph) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
+    FromPatch,
     GraphPatchWarning,
     PatchableGraph,
     PatchValueError,
@@ -97,6 +98,10 @@ def test_probes_hold_what_came_up_not_what_was_written_later() -> None:
     assert torch.equal(left.activation, torch.full((2,), 2.0))
 
 
+def test_what_is_read_is_what_came_up_not_what_was_written_later() -> None:
+    assert torch.equal(patched(PatchableGraph(WritesLater(), X), "mul", FromPatch("kept"), X), torch.full((2, 2), 2.0))
+
+
 def test_a_patched_view_that_is_filled_later_is_warned_of() -> None:
     pg = PatchableGraph(WritesLater(), X)
     with pytest.warns(GraphPatchWarning, match="'left' is a view through which the model later writes"):
@@ -148,3 +153,35 @@ def test_patched_runs_read_no_values_into_python() -> None:
     with pg.patch({"layers[0].mlp_out": CustomPatch(lambda given: given * given.sum().item())}), Reads() as reads:
         pg(ids)
     assert reads.count == own + 1
+
+
+@torch.no_grad()
+def test_patches_on_in_place_operations_of_an_edited_graph_are_written_back() -> None:
+    pg = PatchableGraph(InPlace(), X)
+    edited: Any = pg._graph_module
+    output = next(node for node in edited.graph.nodes if node.op == "output")
+    with edited.graph.inserting_before(output):
+        output.args = (edited.graph.call_function(torch.neg, (output.args[0],)),)
+    edited.recompile()
+    assert torch.equal(patched(pg, "setitem", AddPatch(1.0), X), -torch.tensor([[12.0, 12.0], [6.0, 6.0]]))
+    assert torch.equal(patched(pg, "y_1", ZeroPatch(), X), -torch.tensor([[10.0, 10.0], [0.0, 0.0]]))
+
+
+def test_what_is_a_number_now_and_was_a_tensor_is_an_error() -> None:
+    pg = PatchableGraph(Plus(), X, X)
+    with pytest.raises(PatchValueError, match="but is of type float now"):
+        patched(pg, "inner.value", ReplacePatch(torch.ones(2, 2)), X, 2.0)
+
+
+class Plus(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor, value: Any) -> Tensor:
+        return self.inner(x, value)
+
+
+class Inner(nn.Module):
+    def forward(self, x: Tensor, value: Any) -> Tensor:
+        return x + value
