@@ -859,7 +859,7 @@ class PatchableGraph(_LikeItsModel):
             **input_kwargs: Keyword inputs of the model.
 
         Raises:
-            KeyboardInterrupt: On an interrupt while cells run, as a `SweepInterrupted`; its `.result` has the
+            KeyboardInterrupt: On an interrupt while cells run; its `.result` has the
                 finished cells.
             ExperimentError: Arguments are not valid (raised before any cell runs), or all cells failed.
             UnknownPathError, PatchMapError: `pg.patch` would refuse a path or patch. Raised before any cell runs, if
