@@ -148,23 +148,12 @@ POOL = ThreadPoolExecutor(1)
 X = torch.linspace(-1, 1, 6).view(2, 3)
 
 
-class Gated(nn.Module):
-    """Waits in its `forward`, in the thread that is to wait there; the first layer has a hook of the user."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.first.register_forward_hook(lambda _module, _args, output: output * 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        WAITING.in_thread()
-        return self.last(hidden)
-
-
 def test_contexts_and_runs_in_another_thread_that_overlap_leave_each_other_alone() -> None:
-    model, patches = Gated(), {"first.output": AddPatch(1.0), "last.input": AddPatch(0.5)}
-    expected = model.last(torch.tanh(model.first(X) + 1.0) + 0.5)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    patches = {"sub_0.output": AddPatch(1.0), "sub_1.input": AddPatch(0.5)}
+    model[0].register_forward_hook(lambda _module, _args, output: output * 2)
+    model[1].register_forward_pre_hook(lambda _module, _args: WAITING.in_thread())
+    expected = model[1](model[0](X) + 1.0 + 0.5)
     pg, before = PatchableGraph(model, X), snapshot(model)
     with torch.no_grad():
         with pg.patch(patches, strict=True):  # ends while the other thread runs the model

@@ -323,28 +323,3 @@ def test_a_module_called_once_and_now_again(loop: PatchableGraph) -> None:
     once = PatchableGraph(loop._module, X, steps=1)
     with once.patch({"cell.output": AddPatch(1.0)}), pytest.warns(GraphPatchWarning, match="'cell': this Cell .* once"):
         assert torch.equal(once(X, steps=2), edited(loop, {0}, 2))
-
-
-WAYS: dict[str, Callable[[Tensor, int], list[Tensor]]] = {
-    "comprehension": lambda x, times: [torch.tanh(x) for _ in range(times)],
-    "generator": lambda x, times: list(torch.tanh(x) for _ in range(times)),  # noqa: C400
-    "map": lambda x, times: list(map(lambda _: torch.tanh(x), range(times))),  # noqa: C417  # the loop is in C
-}
-
-
-class Repeats(nn.Module):
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = WAYS[way]
-
-    def forward(self, x: Tensor, times: int = 1) -> Tensor:
-        return torch.stack(self.way(x, times)).sum(0) + 1
-
-
-@pytest.mark.parametrize("way", list(WAYS))
-def test_one_more_repetition_of_an_operation_is_reported(way: str) -> None:
-    pg = PatchableGraph(Repeats(way), X)
-    with pg.patch({"tanh": ZeroPatch()}):
-        assert torch.equal(pg(X), torch.ones(2, 3))
-        with pytest.warns(GraphPatchWarning, match="more often in this run"):
-            assert torch.equal(pg(X, times=2), torch.tanh(X) + 1)

@@ -168,20 +168,6 @@ def test_patches_on_in_place_operations_of_an_edited_graph_are_written_back() ->
 
 
 def test_what_is_a_number_now_and_was_a_tensor_is_an_error() -> None:
-    pg = PatchableGraph(Plus(), X, X)
+    pg = PatchableGraph(Numbers(), X, 2, X)
     with pytest.raises(PatchValueError, match="but is of type float now"):
-        patched(pg, "inner.value", ReplacePatch(torch.ones(2, 2)), X, 2.0)
-
-
-class Plus(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Inner()
-
-    def forward(self, x: Tensor, value: Any) -> Tensor:
-        return self.inner(x, value)
-
-
-class Inner(nn.Module):
-    def forward(self, x: Tensor, value: Any) -> Tensor:
-        return x + value
+        patched(pg, "scale", ReplacePatch(X), X, 2, 0.5)
