@@ -1,4 +1,4 @@
-"""The checks of this folder in an interpreter that has no torch: `js/tests/python/` starts it."""
+"""The checks of this folder in an interpreter that has no torch and no numpy: `js/tests/python/` starts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECKS = ("assignments", "call_sites", "source")
 
 
 class TorchClasses(types.ModuleType):
-    """Stands for a module of torch, of which what is tested here asks for classes and where it lies, no more."""
+    """Stands for a module of torch or numpy, of which what is tested here asks for classes and where it lies, no more."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -26,7 +26,7 @@ class TorchClasses(types.ModuleType):
 
 class TorchFinder(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torch" else None
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in ("torch", "numpy") else None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         module = TorchClasses(spec.name)
