@@ -15,7 +15,7 @@ CHECKS = ("assignments", "call_sites", "source")
 
 
 class TorchClasses(types.ModuleType):
-    """Stands for a module of torch or numpy, of which what is tested here asks for classes and where it lies, no more."""
+    """Stands for a module of torch or numpy, of which what is tested here asks for classes and a file, no more."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
