@@ -124,7 +124,8 @@ class _Finder:
         assert tensor is not None
         seen = tensor.reshape([atom.size for atom in atoms])
         places = [e for e, atom in enumerate(atoms) if self._roles.group_role(atom) == "position"]
-        for e in places if len(places) > 1 else range(len(atoms)) if not places else ():
+        # Keys of a length that the inputs do not change (Whisper's encoder) are not known as positions.
+        for e in places if len(places) > 1 else [e for e in range(len(atoms)) if e not in places]:
             sums = seen.sum(e)
             if atoms[e].size > 1 and bool((sums <= 1 + 1e-3).all()) and (sums > 1e-3).float().mean() > 0.5:
                 yield e

@@ -35,6 +35,7 @@ _ROUNDING = 64 * torch.finfo(torch.float32).eps
 _MOST = torch.finfo(torch.float32).max
 _CPU = torch.device("cpu")
 _CASTS = frozenset("half bfloat16 double cuda cpu".split())
+_UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
 class SmallSizes:
@@ -178,7 +179,9 @@ class Rerun:
             made.target(*args, **kwargs)
             env[node] = written
         else:
-            env[node] = self._mapped(node, args, kwargs)
+            made_now = self._mapped(node, args, kwargs)
+            # What memory happens to hold would be another answer in each run.
+            env[node] = torch.zeros_like(made_now) if node.op in _UNFILLED else made_now
         return env[node]
 
     def _mapped(self, node: Node, args: Any, kwargs: Any) -> Any:
@@ -610,8 +613,8 @@ def named_rest(atoms: Sequence[Atom], names: Sequence[str | None], last: str) ->
     if len(single) == 1 and "batch" not in found:
         found[single[0]] = "batch"
     places = [e for e, name in enumerate(found) if name == "position"]
-    if len(places) == 2:
-        found[places[0]], found[places[1]] = "height", "width"
+    if len(places) == 2:  # without a batch, one of them may be it
+        found[places[0]], found[places[1]] = ("height", "width") if "batch" in found else (None, None)
     return found
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from graphpatch_notebook import CustomPatch, PatchableGraph, ProbePatch, UnknownPathError, ZeroPatch
 from graphpatch_notebook.components.proofs import Verdicts, prove
 from tests.hooks import registered
+from tests.zoo import case_by_name
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 61, 48, 4, 2, 7
 
@@ -778,3 +779,24 @@ def test_what_moves_values_between_positions_in_secret_is_a_mixer() -> None:
         components = PatchableGraph(model, torch.randn(2, 5, 8)).components
     assert "layers[0].mixer_out" in components
     assert "layers[0].mlp_out" not in components
+
+
+@pytest.mark.parametrize("name", ["whisper-eager", "whisper-sdpa"])
+def test_keys_of_a_length_that_no_input_changes_are_keys(name: str) -> None:
+    case = case_by_name(name)
+    components = captured_case(case).components
+    pattern = components["model.decoder.layers[0].cross_attn.pattern"]
+    assert pattern.axes == ("batch", "head", "query", "key")
+    assert components["model.decoder.layers[0].cross_attn.k"].axes == ("batch", "head", "key", "channel")
+
+
+def test_what_memory_happened_to_hold_does_not_decide_on_dimensions() -> None:
+    """Keys are written part by part into a tensor without numbers."""
+    components = captured_case(case_by_name("deepseek-v3-eager")).components
+    assert components["layers[0].resid_pre"].axes == components["layers[1].mlp_out"].axes
+    assert components["layers[0].resid_pre"].axes == ("batch", "position", "channel")
+
+
+def captured_case(case: Any) -> PatchableGraph:
+    call = case.example()
+    return PatchableGraph(case.build(), *call.args, **call.kwargs)
