@@ -47,7 +47,7 @@ class TreeView:
 
     def go_to(self, path: str) -> None:
         """Makes a node the selected one, by searching for its path; the keyboard's focus is on the tree then."""
-        self.search(f'"{path}"')
+        self.search(path)
         name = re.split(r"[.|]", path)[-1]
         self.row(name).click()
         expect(self.row(name)).to_have_attribute("aria-selected", "true")
