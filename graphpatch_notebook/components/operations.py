@@ -55,7 +55,7 @@ MIXING = frozenset(
 )
 """Moves values between positions without attention."""
 
-CREATIONS = frozenset("empty new_empty empty_like zeros new_zeros zeros_like empty_strided".split())
+CREATIONS = frozenset("empty new_empty empty_like zeros new_zeros zeros_like empty_strided new_empty_strided".split())
 """Return tensors that the model fills later."""
 
 SHAPED_LIKE = frozenset("expand_as view_as reshape_as type_as".split())

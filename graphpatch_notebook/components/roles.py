@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, Ref, map_leaves
 from graphpatch_notebook.components.dimensions import Extent, dimensions_of
 from graphpatch_notebook.components.flow import Axes, Flow, UnknownValueError, Value
-from graphpatch_notebook.components.operations import LINEAR_MAPS
+from graphpatch_notebook.components.operations import CREATIONS, LINEAR_MAPS
 from graphpatch_notebook.values import ScalarSpec, TensorSpec, take
 
 Reached: TypeAlias = "dict[tuple[int, int, str], list[frozenset[int]]]"
@@ -35,7 +35,6 @@ _ROUNDING = 64 * torch.finfo(torch.float32).eps
 _MOST = torch.finfo(torch.float32).max
 _CPU = torch.device("cpu")
 _CASTS = frozenset("half bfloat16 double cuda cpu".split())
-_UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
 class SmallSizes:
@@ -181,7 +180,7 @@ class Rerun:
         else:
             made_now = self._mapped(node, args, kwargs)
             # What memory happens to hold would be another answer in each run.
-            env[node] = torch.zeros_like(made_now) if node.op in _UNFILLED else made_now
+            env[node] = torch.zeros_like(made_now) if node.op in CREATIONS else made_now
         return env[node]
 
     def _mapped(self, node: Node, args: Any, kwargs: Any) -> Any:
