@@ -96,22 +96,6 @@ class ChosenPatchError(SessionError):
         self.field = field
 
 
-class StaleEditError(SessionError):
-    """An edit of the chosen patches was based on a version of them that is not the last one any more."""
-
-
-class SessionFileError(SessionError):
-    """A file with chosen patches cannot be read, or would overwrite something else."""
-
-
-class UntrustedValueError(SessionError):
-    """A value of a chosen patch is code from a file that the user has not trusted yet: it was not run."""
-
-
-class ExportError(SessionError):
-    """The chosen patches cannot be written down as Python in this form."""
-
-
 class ExperimentError(GraphPatchError, ValueError):
     """An experiment cannot be done like this, or its results cannot be kept or loaded."""
 
@@ -146,6 +130,7 @@ class GraphPatchWarning(UserWarning):
             - `edited graph`: An edited graph is valid for the branches and flags of the example only.
             - `experiment`: Some cells of a sweep failed, or had to be run in a slower way than requested.
             - `listener`: A listener to the changes of a session raised an error.
+            - `missing process`: A call of a model waits for a process that does not make it.
             - `not fired`: A patch never fired during a call, or no call was made in its context.
             - `repeated call`: A module or an op ran more often than when it was captured, and all of that was patched.
             - `shared gradient`: The gradient of a probed input includes those of other uses of the same tensor.

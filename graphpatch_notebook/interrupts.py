@@ -41,16 +41,30 @@ def whole_file(file: Path) -> Iterator[Path]:
     Links stay, and lead to it. What was loaded from the old file, or reads it now, is not disturbed.
 
     Raises:
-        OSError: It cannot be written; what was there stays.
+        OSError: It cannot be written; what was there stays. The error names `file`, and is of the class of its number
+            (`PermissionError`, ...).
     """
     target = Path(os.path.realpath(file))
     written = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
+        written.touch()  # raises the usual errors where nothing can be written
         yield written
         with written.open("rb+") as stream:
             os.fsync(stream.fileno())
+        if target.exists() and not target.is_file():
+            shutil.copyfile(written, target)  # a device stays what it is, and a folder is an error
+            return
         if target.exists():
             shutil.copymode(target, written)
         written.replace(target)
+    except Exception as error:
+        from safetensors import SafetensorError
+
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
+        number = getattr(error, "errno", None)
+        if number is None:
+            raise OSError(f"{str(file)!r} cannot be written, perhaps for lack of space") from error
+        raise OSError(number, os.strerror(number), str(file)) from error
     finally:
         written.unlink(missing_ok=True)

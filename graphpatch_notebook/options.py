@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Graph
 from torch.nn import Module
 
-from graphpatch_notebook.errors import CaptureError, ExperimentError
+from graphpatch_notebook.errors import CaptureError, ExperimentError, cut
 from graphpatch_notebook.values import ContainerSpec
 
 
@@ -32,9 +32,9 @@ class ExtractionOptions:
             `UnusedModule`). `None` means: allowed, unless `error_on_compilation_failure` is set.
         custom_extraction_functions: For modules of these classes (or of subclasses of them), a function from the
             module to an `fx.Graph` that replaces the module. Its placeholders carry the names of `forward`'s
-            parameters, its output is wrapped in a one-element tuple, and the names of its nodes are kept: a graph for
-            which this is not so is a `CaptureError`. Where the function raises, the module is captured as any other
-            (or opaque, if the options say to skip it), as the two options above say of failures.
+            parameters, in any order, its output is wrapped in a one-element tuple, and the names of its nodes are
+            kept: a graph for which this is not so is a `CaptureError`. Where the function raises, the module is
+            captured as any other (or opaque, if the options say to skip it), as the two options above say of failures.
         postprocessing_function: Called with each `CompiledGraphModule` and the module that it was captured from, inner
             ones first. May edit `graph_module.graph` in place (and give the graph module tensors and modules of its own
             for that): the edited graph then runs in place of the module, in every call of the `PatchableGraph`.
@@ -43,10 +43,12 @@ class ExtractionOptions:
         decompose: Which composite functions to record as their steps, in graphs too: a list of functions, or of their
             names. `None`: none, but attention has its scores and its pattern as values. A list, even an empty
             one, turns that off. See below.
+        layers: The modules that are the layers of the model, in order, by their paths (`["encoder.0", "encoder.1"]`); a
+            list of paths for a layer of several modules. `None`: they are found, see `PatchableGraph.components`.
 
     Attention patterns: a call of `scaled_dot_product_attention`, or of `multi_head_attention_forward` (which
-    `torch.nn.MultiheadAttention` calls), both of `torch.nn.functional`, is one node, in graphs as well, and so is one
-    of `flex_attention`, compiled or not. Two values inside are nodes, too: `scores` (scaled and masked), and `pattern`,
+    `torch.nn.MultiheadAttention` calls), both of `torch.nn.functional`, is one node, in graphs as well. Two values
+    inside are nodes, too: `scores` (scaled and masked), and `pattern`,
     what the softmax (and dropout) made of them; what the pattern and the values are multiplied to, *z*, is the value of
     a call of the first itself. The call takes its steps one by one only in runs in which a patch stands on one of these
     two, be it a probe; all other calls run fused, also where their result is patched. Capture computes neither: it
@@ -57,7 +59,7 @@ class ExtractionOptions:
 
     Functions in a list are opened during the capture, and their graphs hold all their steps. Such graphs never run in
     place of their module, unless they are edited: they equal it within rounding only. These can be opened:
-    `"scaled_dot_product_attention"`; `"flex_attention"`, if it was imported before; and
+    `"scaled_dot_product_attention"`; and
     `"multi_head_attention_forward"`, with the steps of torch's own code under the variables of that code: with
     `need_weights=True` the pattern is what `softmax` made, the second of the `attn_output_weights`; otherwise it calls
     `scaled_dot_product_attention` in turn, so list both.
@@ -76,29 +78,15 @@ class ExtractionOptions:
     postprocessing_function: Callable[[Any, Module], None] | None = None
     copy_transformers_generation_config: bool = True
     decompose: Collection[str | Callable[..., Any]] | None = None
+    layers: Sequence[str | Sequence[str]] | None = None
 
     def check(self) -> None:
-        """Makes sure that classes are classes and that functions can be called, which would go unnoticed later.
-
-        Raises:
-            CaptureError: They are not; the message names the option, what was given, and what it takes.
-        """
-        functions: Any = self.custom_extraction_functions
-        classes: Any = self.classes_to_skip_compiling
-        postprocessing: Any = self.postprocessing_function
+        """Raises a `CaptureError` for a value of the wrong type, which would go unnoticed later."""
         for option in fields(self):
             value = getattr(self, option.name)
-            is_flag = str(option.type).startswith("bool")
-            if is_flag and not isinstance(value, bool) and (value is not None or option.default is not None):
-                raise CaptureError(f"{option.name} is True or False, not {_option_text(value)}")
-        if not isinstance(functions, Mapping) or not all(map(_is_module_class, functions)):
-            raise _wrong("custom_extraction_functions", "a dict {torch.nn.Linear: function}", functions)
-        if not all(map(callable, functions.values())):
-            raise _wrong("custom_extraction_functions", "functions from a module to a torch.fx.Graph", functions)
-        if not isinstance(classes, Collection) or not all(map(_is_module_class, classes)):
-            raise _wrong("classes_to_skip_compiling", "a set of classes of modules {torch.nn.Linear}", classes)
-        if postprocessing is not None and not callable(postprocessing):
-            raise _wrong("postprocessing_function", "a function of the graph module and the module", postprocessing)
+            is_right, takes = _CHECKS.get(option.name, _CHECK_OF_FLAGS)
+            if not is_right(value) and (option.name in _CHECKS or option.type == "bool"):
+                raise CaptureError(f"{option.name} takes {takes}, not {cut(repr(value))}")
 
     def extraction_function(self, module: Module) -> Callable[[Module], Graph] | None:
         """Returns the custom extraction function for `module`: that of the nearest class in its method order."""
@@ -106,21 +94,25 @@ class ExtractionOptions:
         return next((functions[cls] for cls in type(module).__mro__ if cls in functions), None)
 
 
-def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Module)
+def _are_module_classes(values: Any) -> bool:
+    return isinstance(values, Collection) and all(isinstance(one, type) and issubclass(one, Module) for one in values)
 
 
-def _wrong(option: str, takes: str, value: Any) -> CaptureError:
-    inside = list(value) if isinstance(value, (list, set, frozenset)) else [value]
-    inside = [part for pair in value.items() for part in pair] if isinstance(value, Mapping) else inside
-    return CaptureError(f"{option} takes {takes}, not {', '.join(map(_option_text, inside))}")
-
-
-def _option_text(value: Any) -> str:
-    """Returns a short description of a value: the repr of modules and graphs has many lines."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return repr(value) if isinstance(value, (str, int, float, type(None))) else f"an object of {type(value).__name__}"
+_FLAG = "True or False"
+_CHECK_OF_FLAGS: tuple[Callable[[Any], bool], str] = (lambda value: isinstance(value, bool), _FLAG)
+# Whether an option has a valid value, and what it takes: those that are not flags.
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "allow_unused_submodules": (lambda value: value is None or type(value) is bool, _FLAG),
+    "custom_extraction_functions": (
+        lambda value: isinstance(value, Mapping) and _are_module_classes(value) and all(map(callable, value.values())),
+        "a dict {torch.nn.Linear: function}, of functions from a module to a torch.fx.Graph",
+    ),
+    "classes_to_skip_compiling": (_are_module_classes, "a set of classes of modules {torch.nn.Linear}"),
+    "postprocessing_function": (
+        lambda value: value is None or callable(value),
+        "a function of the graph module and the module",
+    ),
+}
 
 
 def options_among(
@@ -172,21 +164,19 @@ def check_input_names(
         ExperimentError: A name is similar to that of an option, or it is that of a field of patches, and no module of
             the model has a parameter of that name.
     """
-    options = _option_names(like or function)
-    for name in sorted(names):
-        is_of_patches = name in _FIELDS_OF_PATCHES and name not in options
-        begun = [one for one in options if (len(name) > 2 and one.startswith(name)) or name.startswith(f"{one}_")]
-        close = [] if name in _OF_MODELS else begun or get_close_matches(name, options, n=1, cutoff=0.7)
-        if not (is_of_patches or close) or name in _input_names(root):
-            continue
-        if is_of_patches:
+    options, known = _option_names(like or function), _input_names(root)
+    for name in sorted({*names} - known):
+        if name in _FIELDS_OF_PATCHES and name not in options:
             raise ExperimentError(
                 f"{function.__name__} has no {name}=; patches have: pg.patch({{path: ZeroPatch({name}=...)}})"
             )
-        repair = f"did you mean {close[0]}=?" if like is None else f"{like.__name__} has {close[0]}="
-        raise ExperimentError(
-            f"{name!r} is neither an option of {function.__name__} nor a parameter of the model's forward; {repair}"
-        )
+        begun = [one for one in options if (len(name) > 2 and one.startswith(name)) or name.startswith(f"{one}_")]
+        close = [] if name in _OF_MODELS else begun or get_close_matches(name, options, n=1, cutoff=0.7)
+        if close:
+            repair = f"did you mean {close[0]}=?" if like is None else f"{like.__name__} has {close[0]}="
+            raise ExperimentError(
+                f"{name!r} is neither an option of {function.__name__} nor a parameter of the model's forward; {repair}"
+            )
 
 
 def _input_names(root: Any) -> set[str]:

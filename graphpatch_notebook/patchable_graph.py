@@ -9,14 +9,15 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture import built_without_weights, capture
+from graphpatch_notebook.capture import built_without_weights, call_sites, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import GraphError, add_note
@@ -34,13 +35,24 @@ from graphpatch_notebook.patching import (
     CapturedModel,
     PatchContext,
     Recording,
-    copied_config,
     generating_with,
     innermost,
     no_compile_arguments,
     record,
 )
-from graphpatch_notebook.patching.model_state import RandomState, copied, preserved
+from graphpatch_notebook.patching.model_state import copied, preserved
+from graphpatch_notebook.patching.sharding import calling
+from graphpatch_notebook.texts import (
+    NO_TOKENIZER,
+    Text,
+    check_tokenizer,
+    encoded,
+    is_one_text,
+    is_text,
+    padded,
+    token_text,
+    with_tokens,
+)
 from graphpatch_notebook.torch_compat import eager_code
 
 if TYPE_CHECKING:
@@ -49,16 +61,15 @@ if TYPE_CHECKING:
     from graphpatch_notebook.components import Components, ProofRun, Weights
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.graphs.verification import VerificationReport
-    from graphpatch_notebook.notebook.browser.widget import Browser
+    from graphpatch_notebook.notebook.views.browser import Browser
     from graphpatch_notebook.patching import CompiledModel
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _COMPILES_ITSELF = (
     "the model compiles a function while it runs, and torch.compile fails where the run is observed; if it computes "
     "attention, load the model with attn_implementation='sdpa' (or 'eager'), else call "
     "torch.compiler.set_stance('force_eager') before"
 )
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _OWN = {"_module", "_captured", "_generation_config"}
 # What `nn.Module` defines, and the model may override.
 _OF_MODEL = (
@@ -78,6 +89,20 @@ class _LikeItsModel(Module):
 delegate(_LikeItsModel, "_module", _OF_MODEL)
 
 
+def _or_of_the_model(method: _Method) -> _Method:
+    """Makes a method on texts that of the model, if no tokenizer was given and the model has one of this name."""
+
+    @functools.wraps(method)
+    def wrapper(self: PatchableGraph, given: Any) -> Any:
+        if captured(self).tokenizer is not None:
+            return method(self, given)
+        if not hasattr(self._module, method.__name__):
+            raise GraphError(f"{method.__name__} needs a tokenizer: pg.tokenizer = tokenizer")
+        return getattr(self._module, method.__name__)(given)
+
+    return cast(_Method, wrapper)
+
+
 class PatchableGraph(_LikeItsModel):
     """A wrapper that is used like its model, in which every intermediate value has a name and can be patched.
 
@@ -93,10 +118,15 @@ class PatchableGraph(_LikeItsModel):
         extraction_options: An `ExtractionOptions`, as the first positional argument after the model or by keyword. It
             is not passed to the model.
         *example_args: Example inputs, positional.
+        tokenizer: For language models: an object with `encode` and `decode`, such as a tokenizer of transformers. Texts
+            then are inputs like tokens, here and wherever this object takes inputs: `"The cat"`, a list of texts, which
+            are padded, or a chat, a list of messages (dicts with `role` and `content`) for the tokenizer's template.
+            Views show the texts of tokens.
         **example_kwargs: Example inputs, by keyword.
 
     Raises:
-        TypeError: The model is not a module, or options are at a place where the model would get them; nothing ran.
+        TypeError: The model is not a module, the tokenizer has no `decode`, or options are at a place where the model
+            would get them; nothing ran.
         CaptureError: An option has an invalid value; nothing ran.
         CaptureError: The model could not be captured on these inputs.
         Exception: Any error that the model raises on these inputs.
@@ -112,7 +142,7 @@ class PatchableGraph(_LikeItsModel):
 
     _captured: CapturedModel
 
-    def __init__(self, module: Module, *example_args: Any, **example_kwargs: Any) -> None:
+    def __init__(self, module: Module, *example_args: Any, tokenizer: Any = None, **example_kwargs: Any) -> None:
         given: Any = module
         if not isinstance(given, Module):
             shown = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
@@ -125,25 +155,36 @@ class PatchableGraph(_LikeItsModel):
             lambda name: any(name in signature_of(one.forward).parameters for one in given.modules()),
         )
         super().__init__()
-        examples, before = ExampleInputs(example_args, example_kwargs), RandomState()
+        if tokenizer is not None:
+            check_tokenizer(tokenizer)
+            names = signature_of(original_forward(module)).parameters
+            example_args, example_kwargs = with_tokens(module, names, tokenizer, example_args, example_kwargs)
+        examples = ExampleInputs(example_args, example_kwargs)
         try:
             root_frame = capture(module, options, example_args, example_kwargs)
         except Exception as error:
+            call_sites.hide_frames(error)
             if not example_args and not example_kwargs:
                 add_note(error, "the model ran without inputs; give some: PatchableGraph(model, *example_inputs)")
-            elif not example_kwargs and isinstance(example_args[0], (str, Mapping)):
+            elif example_args and is_text(example_args[0]):
+                add_note(error, NO_TOKENIZER)
+            elif not example_kwargs and isinstance(example_args[0], Mapping):
                 add_note(error, "give inputs as you would call the model: PatchableGraph(model, **inputs)")
             elif type(error).__module__.startswith("torch._dynamo"):
                 add_note(error, _COMPILES_ITSELF)
             raise
-        drawn = before.changed()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             from graphpatch_notebook.distributed.sharding import with_whole_records
 
             root_frame = with_whole_records(root_frame)
-        self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
+        self._set_up(CapturedModel(module, root_frame, options, examples=examples))
+        self._captured.tokenizer = tokenizer
         if (sharding := self._captured.sharding) is not None:
-            self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)
+            self._run_proofs(
+                lambda run, _: sharding.measure(run, self.nodes, example_args, example_kwargs),
+                example_args,
+                example_kwargs,
+            )
             self._captured.renew()
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
@@ -188,7 +229,13 @@ class PatchableGraph(_LikeItsModel):
             config = transformers.AutoConfig.from_pretrained(config)
         kind = model_class or getattr(transformers, (config.architectures or [""])[0], None)
         build = functools.partial(kind or transformers.AutoModelForCausalLM.from_config, config)
-        return cls(built_without_weights(build, config.dtype).eval(), *example_args, **example_kwargs)
+        model = built_without_weights(build, config.dtype).eval()
+        try:
+            return cls(model, *example_args, **example_kwargs)
+        except Exception as error:
+            if model_class is None:
+                add_note(error, f"raised by a {type(model).__name__}, which model_class= exchanges for another")
+            raise
 
     @classmethod
     def _of(cls, module: Module, root_frame: Frame, options: ExtractionOptions) -> PatchableGraph:
@@ -206,11 +253,11 @@ class PatchableGraph(_LikeItsModel):
     def from_exported(cls, program: Any, *, flat_args_adapter: Any = None) -> PatchableGraph:
         """Returns a `PatchableGraph` of an exported program, with the module hierarchy of the model that was exported.
 
-        The program runs once, on its own example inputs. Nodes have the names that they have in the program, and inputs
-        and outputs have the structure that they had in the model. A module that is called several times is one with
-        several calls (`name_0`, `name_1`) where the program does the same in each, else a module for each call (`name`,
-        `name_call_1`). Calls that the program does not allow raise its own errors, before anything runs. The weights
-        are copies of the program's.
+        The program runs once, on its own example inputs. Operations have the names that they have in the program
+        (`relu_op` where a submodule is called `relu`), and inputs and outputs the structure that they had in the model.
+        A module that is called several times is one with several calls (`name_0`, `name_1`) where the program does the
+        same in each, else a module for each call (`name`, `name_call_1`). Calls that the program does not allow raise
+        its own errors, before anything runs. The weights are copies of the program's.
 
         Args:
             program: The result of `torch.export.export`, or a file written by `torch.export.save`.
@@ -236,10 +283,11 @@ class PatchableGraph(_LikeItsModel):
         return cls._of(*exported_model(program, flat_args_adapter), ExtractionOptions())
 
     def _set_up(self, captured: CapturedModel) -> None:
+        state, module = self.__dict__, captured.module
+        state["_captured"], state["_module"] = captured, module
+        own = module.__dict__.get(GENERATION_CONFIG) if callable(getattr(module, "generate", None)) else None
         copies_config = captured.options.copy_transformers_generation_config
-        state = self.__dict__
-        state["_captured"], state["_module"] = captured, captured.module
-        state["_generation_config"] = copied_config(captured.module) if copies_config else None
+        state["_generation_config"] = copy.deepcopy(own) if copies_config else None
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -294,7 +342,7 @@ class PatchableGraph(_LikeItsModel):
             ├─relu: Tensor(2)
             └─output: Tensor(2)
         """
-        from graphpatch_notebook.notebook.browser.widget import browser_of
+        from graphpatch_notebook.notebook.views.browser import browser_of
         from graphpatch_notebook.notebook.views.linked import workspace_of_user
 
         workspace = workspace_of_user(sys._getframe(1).f_globals)
@@ -561,6 +609,93 @@ class PatchableGraph(_LikeItsModel):
         assert isinstance(found, CompiledGraphModule)
         return found.code
 
+    # -- texts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that was given, else an attribute of the model of this name, else `None`. It can be set.
+
+        Example:
+            >>> import torch
+            >>> PatchableGraph(torch.nn.ReLU(), torch.ones(2)).tokenizer is None
+            True
+        """
+        return self._captured.tokenizer or getattr(self._module, "tokenizer", None)
+
+    @_or_of_the_model
+    def to_tokens(self, texts: Text) -> Tensor:
+        """Returns the token ids of a text, a chat, or several, of dtype int64 and of shape (batch, positions).
+
+        Shorter texts are padded, on the `padding_side` of the tokenizer. If no tokenizer was given, and the model has a
+        method of this name, that is called; likewise for `to_str_tokens` and `to_single_token`.
+
+        Raises:
+            GraphError: There is no tokenizer.
+            ValueError: A text has no tokens.
+
+        Example:
+            >>> import torch
+            >>> from types import SimpleNamespace
+            >>> letters = SimpleNamespace(
+            ...     encode=lambda text: [ord(letter) - 97 for letter in text],
+            ...     decode=lambda ids: "".join(chr(97 + number) for number in ids),
+            ... )
+            >>> pg = PatchableGraph(torch.nn.Embedding(26, 2), "abc", tokenizer=letters)
+            >>> pg.to_tokens("cab"), pg.to_str_tokens("cab"), pg.to_single_token("b")
+            (tensor([[2, 0, 1]]), ['c', 'a', 'b'], 1)
+            >>> pg(["ab", "ba"]).shape
+            torch.Size([2, 2, 2])
+        """
+        return padded(self._captured.tokenizer, texts)[0]
+
+    @_or_of_the_model
+    def to_str_tokens(self, texts: Text | Tensor) -> list[Any]:
+        """Returns the text of each token of a text, or of token ids of shape (positions); of several, a list for each.
+
+        Raises:
+            GraphError: There is no tokenizer.
+
+        Example:
+            >>> import torch
+            >>> from types import SimpleNamespace
+            >>> words = ["the", "cat", "sat"]
+            >>> tokenizer = SimpleNamespace(
+            ...     encode=lambda text: [words.index(word) for word in text.split()], decode=lambda ids: words[ids[0]]
+            ... )
+            >>> pg = PatchableGraph(torch.nn.Embedding(3, 2), "the cat", tokenizer=tokenizer)
+            >>> pg.to_str_tokens("cat sat"), pg.to_str_tokens(torch.tensor([0, 2]))
+            (['cat', 'sat'], ['the', 'sat'])
+        """
+        if (isinstance(texts, Tensor) and texts.ndim > 1) or (isinstance(texts, list) and not is_one_text(texts)):
+            several: Any = texts
+            return [self.to_str_tokens(each) for each in several]
+        ids = texts.tolist() if isinstance(texts, Tensor) else encoded(self._captured.tokenizer, texts)
+        return [token_text(self._captured.tokenizer, number) for number in ids]
+
+    @_or_of_the_model
+    def to_single_token(self, text: str) -> int:
+        """Returns the id of the token that a text is, without the tokenizer's special tokens.
+
+        Raises:
+            GraphError: There is no tokenizer.
+            ValueError: The text is several tokens, or none.
+
+        Example:
+            >>> import torch
+            >>> from types import SimpleNamespace
+            >>> words = ["the", "cat", "sat"]
+            >>> tokenizer = SimpleNamespace(
+            ...     encode=lambda text: [words.index(word) for word in text.split()], decode=lambda ids: words[ids[0]]
+            ... )
+            >>> pg = PatchableGraph(torch.nn.Embedding(3, 2), "the cat", tokenizer=tokenizer)
+            >>> pg.to_single_token("sat")
+            2
+        """
+        found = encoded(self._captured.tokenizer, text, is_whole=False)
+        if len(found) != 1:
+            raise ValueError(f"{text!r} is {len(found)} tokens, not one: {found}")
+        return found[0]
+
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def save(
@@ -627,9 +762,7 @@ class PatchableGraph(_LikeItsModel):
 
         Args:
             file: The name of the file, or an open binary file, which is read from its current position.
-            model: The model itself. It runs the frames that could not be stored, and all calls that the graphs do not
-                cover. If graphs were edited or are custom, such calls are errors instead, since the model's code lacks
-                the edits. Its weights are used.
+            model: The model itself. It runs the frames that could not be stored. Its weights are used.
             allow: Names of functions and classes outside of torch that the graphs may use (`"mylib.my_op"`), or of
                 whole packages (`"mylib"`). Loading imports these, which runs their code.
 
@@ -743,7 +876,6 @@ class PatchableGraph(_LikeItsModel):
             sub_0.output: Tensor(1, 2)
             sub_1.output: Tensor(1, 2)
         """
-        __tracebackhide__ = True
         check_input_names(self._captured.root, input_kwargs, PatchableGraph.record)
         run = functools.partial(self, *inputs, **input_kwargs)
         return record(
@@ -769,7 +901,6 @@ class PatchableGraph(_LikeItsModel):
             >>> pg.run_until("sub_0.output", torch.tensor([-1.0, 3.0]))
             tensor([0., 3.])
         """
-        __tracebackhide__ = True
         check_input_names(self._captured.root, input_kwargs, PatchableGraph.run_until, like=PatchableGraph.record)
         with self.patch({path: StopPatch()}, strict=True):
             return self(*inputs, **input_kwargs)
@@ -840,13 +971,13 @@ class PatchableGraph(_LikeItsModel):
                 pure function. It is first called on the run without patches.
             batch: The number of cells in one forward, `"auto"`, or `None` for one cell at a time.
             progress: Whether to show the progress, the cells per second, and the remaining time.
-            backward: Whether to call `backward` on the metric of each cell; gradients accumulate. Not with `checkpoint`
-                or `executor`, which do not keep gradients.
-            checkpoint: The name of a folder to which finished cells are saved, chunk by chunk. After an interrupt, a
-                crash or a power cut, the same call continues from it; cells that failed run again. The folder of
-                another sweep (with other axes, patches, metric, inputs, weights, metric without patches, or
-                `checkpoint_key`) is refused and left unchanged. As with `executor`, all patch maps are made before any
-                cell runs.
+            backward: Whether to call `backward` on the metric of each cell; gradients accumulate, and cells run one by
+                one. Not with `checkpoint` or `executor`, which do not keep gradients.
+            checkpoint: The name of a folder to which finished cells are saved, chunk by chunk, and within a chunk each
+                second. After an interrupt, a crash or a power cut, the same call continues from it; cells that failed
+                run again. The folder of another sweep (with other axes, patches, metric, inputs, weights, metric
+                without patches, or `checkpoint_key`) is refused and left unchanged. As with `executor`, all patch maps
+                are made before any cell runs.
             checkpoint_key: A text that identifies the version of your functions; change it when you change them or what
                 they refer to. `checkpoint` requires it unless patches are `ZeroPatch`, `AddPatch` and `ReplacePatch`.
             executor: Runs the chunks, in any order: an executor as in `concurrent.futures`, whose method `submit`
@@ -883,17 +1014,16 @@ class PatchableGraph(_LikeItsModel):
         from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 
         return run_sweep(
-            self, axes, make_patches, Inputs(inputs, input_kwargs), metric=metric, batch=batch, progress=progress,
-            backward=backward, checkpoint=checkpoint, checkpoint_key=checkpoint_key, executor=executor, recipe=recipe,
+            self, axes, make_patches, Inputs(inputs, input_kwargs),
+            metric=metric, batch=batch, progress=progress, backward=backward, checkpoint=checkpoint,
+            checkpoint_key=checkpoint_key, executor=executor, recipe=recipe,
         )  # fmt: skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model, with the active patches if there are any."""
-        __tracebackhide__ = True
-        return self._call(self._module, args, kwargs)
+        return self._call(self._module, *self._captured.tokenized(args, kwargs))
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        __tracebackhide__ = True
         model = self._captured
         context = innermost(model)
         if context is None and model.has_patched_calls:
@@ -901,10 +1031,17 @@ class PatchableGraph(_LikeItsModel):
             with context if model.permanent else context.quiet():
                 return self._call(function, args, kwargs)
         model.check_weights()
-        if model.sharding is not None:
-            entries = () if context is None else context.plan.entries
-            model.sharding.check_call(function, (*args, *kwargs.values()), entries)
-        return function(*args, **kwargs) if context is None else context.call(function, args, kwargs)
+        name = "forward" if isinstance(function, Module) else getattr(function, "__name__", "")
+        with calling(model.root, name):
+            if model.sharding is not None:
+                model.sharding.check_call(name, args, kwargs, () if context is None else context.plan.entries)
+            try:
+                return function(*args, **kwargs) if context is None else context.call(function, args, kwargs)
+            except Exception as error:
+                call_sites.hide_frames(error)
+                if name in ("forward", "generate") and args and is_text(args[0]):
+                    add_note(error, NO_TOKENIZER)
+                raise
 
     # -- being the model -----------------------------------------------------------------------------------------------
 
@@ -926,6 +1063,8 @@ class PatchableGraph(_LikeItsModel):
             @functools.wraps(value)
             def method(*args: Any, **kwargs: Any) -> Any:
                 is_patched = innermost(self._captured) is not None or bool(self._captured.permanent)
+                if name == "generate":
+                    args, kwargs = self._captured.tokenized(args, kwargs, is_generation=True)
                 # With an older torch, patches on operations would only have an effect at the first step.
                 if name == "generate" and is_patched and not eager_code.is_possible:
                     kwargs |= no_compile_arguments(self._module)
@@ -935,10 +1074,14 @@ class PatchableGraph(_LikeItsModel):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or (isinstance(getattr(type(self), name, None), property) and name != "training"):
+        is_own = isinstance(getattr(type(self), name, None), property) and name not in ("training", "tokenizer")
+        if name in _OWN or is_own:
             raise AttributeError(f"{name!r} of a PatchableGraph cannot be set")
         if "_module" not in self.__dict__:
             super().__setattr__(name, value)
+        elif name == "tokenizer":
+            check_tokenizer(value)
+            self._captured.tokenizer = value
         elif name == GENERATION_CONFIG and self.__dict__["_generation_config"] is not None:
             self.__dict__["_generation_config"] = value
         else:
@@ -965,26 +1108,14 @@ class PatchableGraph(_LikeItsModel):
             "PatchableGraph.load(file); for the weights alone, torch.save(pg.state_dict(), file)"
         )
 
+    def _repr_html_(self) -> str:
+        return self.graph._repr_html_()
+
     def __repr__(self) -> str:
         inside = repr(self._graph_module).replace("\n", "\n  ")
         paths = self._captured.permanent_paths
         permanent = f"\n  permanent patches: {', '.join(paths)}" if paths else ""
         return f"{type(self).__name__}(\n  (_graph_module): {inside}{permanent}\n)"
-
-
-def runs_where_the_model_is(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Makes a function of a `PatchableGraph` run in the processes that have the model of a `RemoteGraph`."""
-
-    @functools.wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        __tracebackhide__ = True
-        run_there: Any = getattr(type(args[0]), "run_there", None) if args else None
-        if run_there is None:
-            return function(*args, **kwargs)
-        result: _T = run_there(args[0], run, *args[1:], **kwargs)
-        return result
-
-    return run
 
 
 def captured(pg: PatchableGraph) -> CapturedModel:

@@ -134,7 +134,7 @@ def _is_fully_sharded(kind: type) -> bool:
 def has_global_hooks() -> bool:
     """Whether there are hooks that run for all modules.
 
-    The same dictionaries. Tested by: tests/experiments/engine/test_sweep_metrics_and_hooks.py.
+    The same dictionaries. Tested by: tests/experiments/engine/test_sweeps_are_loops.py.
     """
     return bool(_module_globals["_global_forward_hooks"] or _module_globals["_global_forward_pre_hooks"])
 
@@ -182,6 +182,15 @@ def may_compile() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def has_compiled_frames() -> bool:
+    """Whether `torch.compile` has compiled any code in this process.
+
+    `torch._dynamo.utils.counters`: torch 2.0 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
+
+
 def own_call(module: torch.nn.Module) -> Callable[..., Any]:
     """Returns what calls the forward of a module with its hooks, whatever attribute of the module replaces it.
 
@@ -198,19 +207,6 @@ def called_attribute(module: torch.nn.Module) -> str:
     tests/laws/test_law_03_edits.py.
     """
     return "_call_impl" if module.__dict__.get("_compiled_call_impl") is None else "_compiled_call_impl"
-
-
-def has_compiled_parts(root: torch.nn.Module) -> bool:
-    """Whether `torch.compile` compiled `root`, or any module in it, so far."""
-    if not may_compile():
-        return False
-    ahead, seen = [root], {id(root)}
-    for module in ahead:  # faster than `Module.modules`
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                ahead.append(child)
-    return is_any_compiled(ahead)
 
 
 def is_any_compiled(modules: Iterable[torch.nn.Module]) -> bool:
@@ -298,6 +294,28 @@ def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return torch._compile._disable_dynamo(function)
 
 
+def tensor_metadata(shape: torch.Size, dtype: torch.dtype) -> Any:
+    """Returns what `torch.fx` prints as the type of a value: `meta["tensor_meta"]` of a node.
+
+    `TensorMetadata` of `torch.fx.passes.shape_prop`: torch 2.0 to 2.13. Tested by: tests/graphs/test_code.py.
+    """
+    return torch.fx.passes.shape_prop.TensorMetadata(shape, dtype, False, (), None, False, {})
+
+
+def run_while_compiling(function: Callable[_P, _T]) -> Callable[_P, None]:
+    """Returns a function that calls `function` when `torch.compile` traces a call of it, without tracing into it.
+
+    `_dynamo_marked_constant`: torch 2.0 to 2.13; it runs with modules as arguments since 2.9. The public
+    `torch.compiler.assume_constant_result` imports dynamo. Tested by: tests/integrations/test_torch_compile.py.
+    """
+
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        function(*args, **kwargs)
+
+    run._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return run
+
+
 class VisibleFlexAttention(Switch):
     """Makes function modes see `flex_attention` and `create_block_mask`, if these were imported.
 
@@ -355,16 +373,6 @@ class VisibleFlexAttention(Switch):
 
 _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 visible_flex_attention = VisibleFlexAttention()
-
-
-def flex_attention() -> Callable[..., Any] | None:
-    """Returns `flex_attention`, if it was imported before: the import takes long. Torch 2.5 to 2.13."""
-    return getattr(sys.modules.get(_FLEX_ATTENTION), "flex_attention", None)
-
-
-def flex_attention_output(**named: torch.Tensor | None) -> Any:
-    """Returns the object that `flex_attention` returns with its result if `return_aux` is given: torch 2.9 to 2.13."""
-    return sys.modules[_FLEX_ATTENTION].AuxOutput(**named)
 
 
 @functools.cache
@@ -427,26 +435,6 @@ def version_of(value: Any) -> int | None:
         return value._version  # type: ignore[no-any-return]
     except (AttributeError, RuntimeError):  # no tensor; an inference tensor
         return None
-
-
-def copied_with_storage(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor | None:
-    """Returns the same as `copy.deepcopy(tensor, memo)` for a plain tensor that uses all of its storage, in less time.
-
-    `copy.deepcopy` keeps the storages that it has copied in `memo["torch"]`, by `UntypedStorage._cdata`, so that copies
-    of views share memory as the views do: torch 2.4 to 2.13. Tested by: tests/patching/test_model_state.py.
-
-    Returns:
-        The copy; `None` for any other tensor, and for one that shares its storage with a tensor copied before.
-    """
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        return None
-    storage = tensor.untyped_storage()
-    storages: dict[int, Any] = memo.setdefault("torch", {})  # type: ignore[call-overload]
-    if tensor.device.type == "meta" or storage.nbytes() != tensor.nbytes or storage._cdata in storages:
-        return None
-    copied = tensor.detach().clone()
-    storages[storage._cdata] = copied.untyped_storage()
-    return copied
 
 
 def base_of(value: torch.Tensor) -> torch.Tensor | None:
@@ -521,6 +509,15 @@ def is_awaited(value: object) -> bool:
     tests/distributed/test_sharded_models.py.
     """
     return type(value).__name__ == "AsyncCollectiveTensor"
+
+
+def default_store() -> Any:
+    """Returns the store in which the processes of the default group find each other.
+
+    `torch.distributed.distributed_c10d._get_default_store`: torch 2.1 to 2.13. Tested by:
+    tests/distributed/test_sharded_models.py.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def dtensor_module() -> Any:

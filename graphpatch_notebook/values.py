@@ -1,18 +1,23 @@
 """Containers of values: how to list, replace and describe their children. Tree, capture, patches and graphs use this.
 
-A container is a tuple, list, dict, namedtuple, dataclass, or a transformers `ModelOutput`. Its children have *keys*:
-`sub_0`, `sub_1`, ... in sequences, else the key or the field name.
+A container is a tuple, list, deque, dict, namedtuple, a transformers `ModelOutput`, or a record: a dataclass, a class
+of attrs or with public `__slots__` alone, a `SimpleNamespace`. Its children have *keys*: `sub_0`, `sub_1`, ... in
+sequences, else the key or the field name.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import enum
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -172,23 +177,6 @@ def all_leaves(
         yield dig, spec
 
 
-def mapped_spec(
-    spec: ValueSpec, function: Callable[[TensorSpec, tuple[Key, ...]], ValueSpec], keys: tuple[Key, ...] = ()
-) -> ValueSpec:
-    """Returns `spec` with `function(spec of the tensor, keys that lead to it)` for each tensor in it."""
-    if isinstance(spec, TensorSpec):
-        return function(spec, keys)
-    if isinstance(spec, ContainerSpec):
-        inside = ((text, key, mapped_spec(child, function, (*keys, key))) for text, key, child in spec.children)
-        return dataclasses.replace(spec, children=tuple(inside))
-    return spec
-
-
-def off_meta(spec: ValueSpec, device: torch.device) -> ValueSpec:
-    """Returns `spec` with `device` in place of the meta device."""
-    return mapped_spec(spec, lambda s, _: dataclasses.replace(s, device=device) if s.device.type == "meta" else s)
-
-
 def key_text(key: Key) -> str:
     """Returns how a path writes `key`."""
     return f"sub_{key}" if type(key) is int else str(key)
@@ -196,21 +184,29 @@ def key_text(key: Key) -> str:
 
 def tensor_bytes(value: Tensor) -> Any:
     """Returns the bytes of the entries of a plain tensor, in order, as an array of numpy."""
-    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # A copy: memory that was lent to NumPy can be neither resized nor freed.
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().clone()
     return plain.reshape(-1).view(torch.uint8).numpy()
 
 
 def children(value: Any) -> list[tuple[Key, Any]] | None:
-    """Returns the children of a container with their keys, or `None` if `value` is not a container."""
-    kind = type(value)
-    if kind is tuple or kind is list or isinstance(value, (tuple, list)):
-        return list(enumerate(value))
-    if isinstance(value, Mapping):
-        # An int key of a dict would read like a position: only text keys can be dug into by name.
-        return [(k if isinstance(k, str) else _DictKey(k), v) for k, v in value.items()]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(name, found) for name in _fields(type(value)) if (found := _readable(value, name)) is not ABSENT]
-    return None
+    """Returns the children of a container with their keys, or `None` if `value` is not one, or its own code fails."""
+    try:
+        if isinstance(value, SEQUENCES):
+            return list(enumerate(value))
+        if isinstance(value, Mapping):
+            # An int key of a dict would read like a position: only text keys can be dug into by name.
+            return [(dict_key(key), item) for key, item in value.items()]
+        names = list(vars(value)) if isinstance(value, SimpleNamespace) else fields_of(type(value))
+    except Exception:
+        return None
+    if names is None:
+        return None
+    return [(name, found) for name in names if (found := _readable(value, name)) is not ABSENT]
+
+
+SEQUENCES = (tuple, list, deque)
+"""Classes of containers whose keys are positions."""
 
 
 def _readable(value: Any, name: str) -> Any:
@@ -221,17 +217,28 @@ def _readable(value: Any, name: str) -> Any:
         return ABSENT
 
 
+def fields_of(kind: type) -> tuple[str, ...] | None:
+    """Returns the names of what instances of a class hold, if the class says so; `None` of other classes.
+
+    Example:
+        >>> class Pair:
+        ...     __slots__ = ("a", "b")
+        >>> fields_of(Pair), fields_of(int)
+        (('a', 'b'), None)
+    """
+    # Not by a loop: this runs for each value of a capture.
+    says = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__slots__") or hasattr(kind, "__attrs_attrs__")
+    return _fields(kind) if says else None
+
+
 @functools.lru_cache(maxsize=1024)
-def _fields(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
-
-
-def readable_children(value: Any) -> list[tuple[Key, Any]] | None:
-    """Returns the children of a container, or `None` if its own code fails."""
-    try:
-        return children(value)
-    except Exception:
-        return None
+def _fields(kind: type) -> tuple[str, ...] | None:
+    if (declared := getattr(kind, "__dataclass_fields__", getattr(kind, "__attrs_attrs__", None))) is not None:
+        return tuple(field.name for field in (dataclasses.fields(kind) if isinstance(declared, dict) else declared))
+    slots = [vars(base).get("__slots__", ()) for base in reversed(kind.__mro__)]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own) if name != "__weakref__"]
+    is_open = kind.__dictoffset__ or any(name.startswith("_") for name in names)  # it holds more than these
+    return None if is_open else tuple(names) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +269,7 @@ def take(value: Any, key: Key) -> Any:
     """
     if isinstance(key, _DictKey):
         return value[key.key]
-    if isinstance(value, (tuple, list, Mapping)):
+    if isinstance(value, (*SEQUENCES, Mapping)):
         return value[key]
     return getattr(value, key)
 
@@ -274,15 +281,19 @@ def replaced(value: Any, key: Key, child: Any) -> Any:
     """
     if isinstance(value, (tuple, list)):
         return rebuilt(type(value), (), [child if i == key else v for i, v in enumerate(value)])
-    import copy
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)({**value, plain_dict_key(key): child})  # type: ignore[call-arg]  # made from a dict
+    return _with_items(value, [(key, child)])
 
+
+def _with_items(value: Any, items: Iterable[tuple[Key, Any]]) -> Any:
+    """Returns a shallow copy of a container with these items: it keeps what else there is, as the length of a deque."""
     result = copy.copy(value)
-    if isinstance(key, _DictKey):
-        result[key.key] = child
-    elif isinstance(result, Mapping):
-        result[key] = child  # type: ignore[index]  # a read-only mapping raises its own error
-    else:
-        object.__setattr__(result, key, child)
+    for key, item in items:
+        if isinstance(result, (*SEQUENCES, Mapping)):
+            result[plain_dict_key(key)] = item  # type: ignore[index]
+        else:
+            object.__setattr__(result, key, item)
     return result
 
 
@@ -295,18 +306,15 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
         >>> mapped({"a": (1, 2), "b": [3]}, lambda number: number + 1)
         {'a': (2, 3), 'b': [4]}
     """
-    inside = None if isinstance(value, Tensor) else readable_children(value)
-    if inside is None:
-        return function(value)
-    new = [mapped(child, function) for _, child in inside]
-    if all(a is b for a, (_, b) in zip(new, inside, strict=True)):
-        return value
-    if isinstance(value, (tuple, list)):
-        return rebuilt(type(value), (), new)
-    for (key, old), child in zip(inside, new, strict=True):
-        if child is not old:
-            value = replaced(value, key, child)
-    return value
+    is_changed = []
+
+    def leaf(old: Any) -> Any:
+        new = function(old)
+        is_changed.append(new is not old)
+        return new
+
+    result = with_own_containers(value, leaf)
+    return result if any(is_changed) else value
 
 
 def with_own_containers(value: Any, function: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
@@ -318,12 +326,13 @@ def with_own_containers(value: Any, function: Callable[[Any], Any] = lambda leaf
         >>> copy, copy["a"] is value["a"]
         ({'a': [1]}, False)
     """
-    inside = None if isinstance(value, Tensor) else readable_children(value)
+    inside = None if isinstance(value, Tensor) else children(value)
     if inside is None:
         return function(value)
-    return rebuilt(
-        type(value), [key for key, _ in inside], [with_own_containers(child, function) for _, child in inside]
-    )
+    items = [(key, with_own_containers(child, function)) for key, child in inside]
+    if not isinstance(value, (tuple, list, Mapping)):
+        return _with_items(value, items)
+    return rebuilt(type(value), [key for key, _ in items], [item for _, item in items])
 
 
 def describe(value: Any) -> ValueSpec:
@@ -332,13 +341,15 @@ def describe(value: Any) -> ValueSpec:
         name = "Tensor" if type(value) in PLAIN_TENSORS else type(value).__name__
         if is_lazy(value):  # a lazy module's parameter that has no shape yet
             return ObjectSpec(name)
+        if value.is_nested:  # sizes of one that is strided are an error, and those of a jagged one no numbers
+            return ObjectSpec("NestedTensor")
         try:
             return TensorSpec(value.shape, value.dtype, value.device, name)
-        except NotImplementedError:  # a subclass for one function only: masks of torch.nn.attention.bias, torch 2.4
+        except (NotImplementedError, RuntimeError):  # a subclass for one function only (torch.nn.attention.bias, 2.4)
             return ObjectSpec(name)
     if value is None or isinstance(value, _SCALARS):
         return ScalarSpec(_plain_number(value))
-    if (inside := readable_children(value)) is not None:
+    if (inside := children(value)) is not None:
         return ContainerSpec(type(value), tuple((key_text(k), k, describe(v)) for k, v in inside))
     return ObjectSpec(type(value).__name__)
 
@@ -366,16 +377,16 @@ def rebuilt(kind: type, keys: Sequence[Key], items: Sequence[Any]) -> Any:
         >>> rebuilt(OrderedDict, ["a", "b"], [1, None])
         OrderedDict([('a', 1), ('b', None)])
     """
-    if issubclass(kind, (tuple, list)):
+    if issubclass(kind, SEQUENCES):
         return kind(*items) if hasattr(kind, "_fields") else kind(items)
     named = dict(zip(map(plain_dict_key, keys), items, strict=True))
-    if not dataclasses.is_dataclass(kind) and not issubclass(kind, dict):
+    if not dataclasses.is_dataclass(kind) and issubclass(kind, Mapping) and not issubclass(kind, dict):
         return kind(named)  # type: ignore[call-arg]  # a mapping made from a dict
     make: Any = kind.__new__
     result = make(kind)
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) or not isinstance(result, Mapping):
         # The items of a `ModelOutput` are the fields that are not None.
-        fields = dict.fromkeys(_fields(kind)) if isinstance(result, Mapping) else named
+        fields = dict.fromkeys(fields_of(kind) or ()) if isinstance(result, Mapping) else named
         for name, item in fields.items():
             object.__setattr__(result, name, item)
     if isinstance(result, Mapping):
@@ -405,25 +416,31 @@ def digest(*values: Any) -> str:
 
 def _described(value: Any, known: dict[int, Any], depth: int) -> Any:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        if id(value) not in known:  # cells of a sweep share large tensors
-            known[id(value)] = value, (name, str(value.dtype), tuple(value.shape), _memory_digest(value))
-        return known[id(value)][1]
     if isinstance(value, IMMUTABLE):
         return name, repr(value)
+    if id(value) not in known:  # cells of a sweep share large tensors; containers may hold themselves
+        known[id(value)] = value, name
+        with contextlib.suppress(Exception):  # of the user's own classes
+            known[id(value)] = value, (name, *_contents(value, known, depth))
+    return known[id(value)][1]
+
+
+def _contents(value: Any, known: dict[int, Any], depth: int) -> Any:
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return str(value.dtype), tuple(value.shape), _memory_digest(value)
     if isinstance(value, Mapping):
-        return name, [(str(key), _described(item, known, depth)) for key, item in value.items()]
+        return [(str(key), _described(item, known, depth)) for key, item in value.items()]
     if isinstance(value, (set, frozenset)):
-        return name, sorted(repr(_described(item, known, depth)) for item in value)
+        return sorted(repr(_described(item, known, depth)) for item in value)
     if isinstance(value, (list, tuple)):
-        return name, [_described(item, known, depth) for item in value]
+        return [_described(item, known, depth) for item in value]
     if inspect.isroutine(value):
         code = getattr(value, "__code__", None)
         facts = () if code is None else (code.co_code, [each for each in code.co_consts if isinstance(each, IMMUTABLE)])
-        return name, getattr(value, "__qualname__", ""), facts
+        return getattr(value, "__qualname__", ""), facts
     fields = sorted(getattr(value, "__dict__", {}).items()) if depth else []
     # What a patch keeps for itself is private.
-    return name, [(key, _described(item, known, depth - 1)) for key, item in fields if not key.startswith("_")]
+    return [(key, _described(item, known, depth - 1)) for key, item in fields if not key.startswith("_")]
 
 
 def _memory_digest(value: Any) -> str:

@@ -25,21 +25,21 @@ _INSIDE = (
     "<graphpatch",
 )
 
-_collected: ContextVar[list[str] | None] = ContextVar("graphpatch_collected_warnings", default=None)
+_collected: ContextVar[dict[str, str] | None] = ContextVar("graphpatch_collected_warnings", default=None)
 
 
 @contextlib.contextmanager
-def collected_warnings() -> Iterator[list[str]]:
-    """Collects, each once, the messages of the warnings that this package gives in the block, in its thread or task."""
-    messages: list[str] = []
+def collected_warnings() -> Iterator[dict[str, str]]:
+    """Collects the warnings that this package gives in the block, in its thread or task: their kinds by message."""
+    messages: dict[str, str] = {}
     with holding(_collected, messages):
         yield messages
 
 
-def _is_collected(message: str) -> bool:
+def _is_collected(message: str, kind: str) -> bool:
     messages = _collected.get()
-    if messages is not None and message not in messages:
-        messages.append(message)
+    if messages is not None:
+        messages[message] = kind
     return messages is not None
 
 
@@ -56,7 +56,7 @@ def warn_each_time(message: str, kind: str) -> None:
 
     By default Python shows a warning once for each line of code, so running a cell again would show nothing.
     """
-    if _is_collected(message):
+    if _is_collected(message, kind):
         return
     frame = sys._getframe(level_of_caller() - 1)
     warnings.warn_explicit(
@@ -66,5 +66,5 @@ def warn_each_time(message: str, kind: str) -> None:
 
 def warn(message: str, kind: str, stacklevel: int) -> None:
     """Gives a warning, once for each line of code; `stacklevel` counts from the caller of this function."""
-    if not _is_collected(message):
+    if not _is_collected(message, kind):
         warnings.warn(GraphPatchWarning(message, kind), stacklevel=stacklevel + 1)

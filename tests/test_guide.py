@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from graphpatch import AddPatch, ExtractionOptions, PatchableGraph, ZeroPatch
+from graphpatch import ExtractionOptions, PatchableGraph, ZeroPatch
 from torch import Tensor, nn
 from torch.fx import Graph
 from torch.nn import Linear, Module
@@ -74,32 +74,6 @@ def test_tree(tuple_pg: PatchableGraph) -> None:
     assert repr(tuple_pg.graph).splitlines() == expected.strip().splitlines()
 
 
-def test_tree_of_a_child(tuple_pg: PatchableGraph) -> None:
-    expected = """
-linear_0: CompiledGraphModule
-├─input: Tensor(3, 2)
-├─weight: Tensor(3, 2)
-├─bias: Tensor(3)
-├─linear: Tensor(3, 3)
-└─output: Tensor(3, 3)
-"""
-    assert repr(tuple_pg.graph.linear_0).splitlines() == expected.strip().splitlines()
-
-
-def test_repeated_calls_are_patched_independently(tuple_pg: PatchableGraph) -> None:
-    x = torch.ones(3, 2)
-    first, second = tuple_pg(x)
-    with tuple_pg.patch(
-        {
-            "linear_0.output": [AddPatch(value=torch.ones((1,)))],
-            "linear_1.output": [ZeroPatch()],
-        }
-    ):
-        patched_first, patched_second = tuple_pg(x)
-    assert torch.equal(patched_first, first + 1)
-    assert torch.equal(patched_second, torch.zeros_like(second))
-
-
 def test_code_of_the_root(tuple_pg: PatchableGraph) -> None:
     expected = """
 def forward(self, x : torch.Tensor):
@@ -130,31 +104,6 @@ def forward(self, input : torch.Tensor):
     return linear
 """
     assert folded(code.split("Compiled code:\n")[1]) == folded(compiled)
-
-
-def test_shape(tuple_pg: PatchableGraph) -> None:
-    assert tuple_pg.graph.linear_0.input._shape == torch.Size([3, 2])
-    assert tuple_pg.graph._shape.linear_0.input == torch.Size([3, 2])
-
-
-def test_paths_and_their_text_are_equivalent(tuple_pg: PatchableGraph) -> None:
-    x = torch.ones(3, 2)
-    with tuple_pg.patch({tuple_pg.graph.linear_0.output: [ZeroPatch()]}):
-        by_path = tuple_pg(x)
-    with tuple_pg.patch({"linear_0.output": [ZeroPatch()]}):
-        by_text = tuple_pg(x)
-    assert all(map(torch.equal, by_path, by_text))
-    with tuple_pg.patch({tuple_pg.graph.output.sub_0: [ZeroPatch()]}):
-        assert torch.equal(tuple_pg(x)[0], torch.zeros(3, 3))
-    with tuple_pg.patch({"output|sub_0": [ZeroPatch()]}):
-        assert torch.equal(tuple_pg(x)[0], torch.zeros(3, 3))
-
-
-@pytest.mark.parametrize("path", ["nowhere", "output", "linear_0", "output|sub_9"])
-def test_invalid_paths_are_an_error_at_once(tuple_pg: PatchableGraph, path: str) -> None:
-    name = path.rsplit("|", maxsplit=1)[-1]
-    with pytest.raises(ValueError, match=re.escape(name)), tuple_pg.patch({path: [ZeroPatch()]}):
-        pytest.fail("the block must not be entered")
 
 
 class Opaque(Module):

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import graphpatch_notebook
-from graphpatch_notebook.capture.records import Reason
 
 ROOT = Path(graphpatch_notebook.__file__).parent
 FILES = sorted(file for file in ROOT.rglob("*.py") if "_alias" not in file.parts)
@@ -25,6 +24,7 @@ LAYERS = [
     "warning_places",
     "torch_compat",
     "lazy_names",
+    "texts",
     "paths",
     "values",
     "patches",
@@ -32,7 +32,6 @@ LAYERS = [
     "capture",
     "patching/sharding",
     "patching/model_state",
-    "patching/comparison",
     "components",
     "inspection",
     "distributed/processes",
@@ -61,9 +60,9 @@ LAYERS = [
     "notebook/search",
     "notebook/session",
     "notebook/export",
-    "notebook/run",
+    "notebook/run_report",
+    "notebook/runs",
     "notebook/views",
-    "notebook/browser",
     "notebook/magics",
     "notebook/completion",
     "notebook/extension",
@@ -193,21 +192,6 @@ def test_two_seams_lead_to_other_processes() -> None:
         assert not any(f"{ROOT.name}.experiments" in name for name in imported_names(parse(file).body, file))
 
 
-def test_only_contexts_import_patched_calls() -> None:
-    """A run imports plans, patch maps and positions; none of these imports it."""
-    live = tuple(f"{ROOT.name}.patching.{name}." for name in LIVE)
-    files = [file for file in FILES if file.parent != ROOT / "patching" or file.stem not in LIVE]
-    importing = {
-        name_of(file)
-        for file in files
-        if any(name.startswith(live) for name in imported_names(ast.walk(parse(file)), file))
-    }
-    assert importing == {"patching/__init__.py", "patching/context.py"}
-
-
-LIVE = ("run", "apply", "stand_in")
-
-
 @pytest.mark.parametrize(("own", "layer"), sorted(DOORS))
 def test_doors_are_opened_by_functions(own: str, layer: str) -> None:
     file = ROOT / DOORS[own, layer]
@@ -220,19 +204,6 @@ def test_doors_are_opened_by_functions(own: str, layer: str) -> None:
     assert {name for name in imported_names(ast.walk(tree), file) if name.startswith(door)} <= in_functions | for_types
     assert any(name.startswith(door) for name in in_functions)
     assert not any(name.startswith(door) for name in imported_names(tree.body, file))
-
-
-def test_a_name_of_a_type_means_one_thing() -> None:
-    """Classes and aliases, whichever file they are in; those with an underscore stay in theirs."""
-    found: dict[str, list[str]] = {}
-    for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(path.name)
-            elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
-                found.setdefault(ast.unparse(node.target), []).append(path.name)
-    assert "Frame" in found
-    assert {name: files for name, files in found.items() if len(files) > 1 and not name.startswith("_")} == {}
 
 
 def test_widgets_have_one_base() -> None:
@@ -278,67 +249,6 @@ fx.graph._z
         "torch.nn.Module._call_impl",
         "torch.fx.graph._z",
     }
-
-
-# What tells whether two calls look alike, or whether two runs do the same. Other modules ask `patching/comparison.py`.
-ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_change", "IncomparableError"}
-SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
-COMPARE_TENSORS = {
-    "notebook/run/model_calls.py",
-    "files/saving.py",
-}
-
-
-def test_calls_and_runs_are_compared_in_one_room_only() -> None:
-    found, comparing = {}, set()
-    for file in FILES:
-        if layer_of(file).split("/")[0] in ("patching", "notebook") or name_of(file) == SEES_SWITCHES:
-            continue
-        asked = {node.attr for node in ast.walk(parse(file)) if isinstance(node, ast.Attribute)}
-        imported = imported_names(ast.walk(parse(file)), file)
-        if answers := ANSWERS & (asked | {full.rpartition(".")[2] for full in imported}):
-            found[name_of(file)] = answers
-        if f"{ROOT.name}.patching.model_state.difference" in imported:
-            comparing.add(name_of(file))
-    assert found == {}
-    assert comparing <= COMPARE_TENSORS
-
-
-SHARDED = ("DTensor", "torch.distributed.tensor", "torch.distributed._tensor")
-
-
-def test_whether_a_tensor_is_sharded_is_decided_in_one_place() -> None:
-    asking = set()
-    for file in FILES:
-        nodes = list(ast.walk(parse(file)))
-        named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        named |= {node.attr for node in nodes if isinstance(node, ast.Attribute)} | imported_names(nodes, file)
-        if any(name in SHARDED or name.startswith(SHARDED[1:]) for name in named):
-            asking.add(name_of(file))
-    making = {"distributed/placements.py", "distributed/sharding.py", "torch_compat.py"}  # such tensors
-    assert asking - making == {"patching/sharding.py"}
-
-
-def test_whose_a_hook_is_is_decided_in_one_place() -> None:
-    asking = {
-        name_of(file)
-        for file in FILES
-        for node in ast.walk(parse(file))
-        if isinstance(node, ast.Call) and [ast.unparse(part) for part in node.args[:2]] == ["hook", "'__module__'"]
-    }
-    assert asking == {"patching/model_state.py"}
-
-
-def test_texts_of_doubts_are_made_in_one_place() -> None:
-    beginnings = tuple(reason.value.partition("{")[0].rstrip(" (") for reason in Reason)
-    texts = {
-        (name_of(file), node.value)
-        for file in FILES
-        if name_of(file) != "capture/records.py"
-        for node in ast.walk(parse(file))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    assert {(name, text) for name, text in texts if text.startswith(beginnings)} == set()
 
 
 def test_no_code_reads_the_texts_of_errors() -> None:
@@ -432,44 +342,12 @@ def test_no_import_cycles() -> None:
     tuple(graphlib.TopologicalSorter(imports).static_order())
 
 
-# Other answers to "has the model changed?" that there were.
-FORMER_STATES = {
-    "BufferState", "ModuleLook", "changed_object", "Settings", "KeptState", "AttributeTensors", "RandomNumbers",
-    "draws_random_numbers",
-}  # fmt: skip
-MODEL_STATE = "patching/model_state.py"
-# The walk that it is made of, and stand-ins for modules, which are copies of them.
-COPY_ATTRIBUTES = {"capture/held_values.py", "patching/stand_in.py"}
-
-
-COPY = re.compile(r"dict\(([\w.]*\.__dict__|vars\(.*\))\)|[\w.]*\.__dict__\.copy")
-
-
-def test_one_answer_to_whether_the_model_has_changed() -> None:
-    assert {name_of(file): found for file in FILES if (found := other_answers(file))} == {}
-
-
-def other_answers(file: Path) -> set[str]:
-    """Returns what a file defines, reads or calls that only the one answer may."""
-    nodes = list(ast.walk(parse(file)))
-    name = name_of(file)
-    found = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))} & FORMER_STATES
-    if name == MODEL_STATE:
-        return found
-    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    found |= read & {"get_rng_state", "get_rng_state_all", "getstate"}
-    if name not in COPY_ATTRIBUTES:
-        calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
-        found |= {text for text in calls if COPY.match(text)}
-    return found
-
-
 # Packages of which others import only what their `__init__` offers, and the modules that they import as well: the
 # `__init__` of `capture` says why. Nothing is added to these sets.
 CLOSED = ("capture", "patching")
 REACHED_INTO: dict[str, set[str]] = {
     "capture": {"custom_graphs", "frame_recorder", "held_values", "inputs", "observers", "records"},
-    "patching": {"comparison", "model_state", "sharding"},
+    "patching": {"model_state", "sharding"},
 }
 
 

@@ -27,16 +27,13 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from tests.notebook.shells import opened
+from tests.zoo.submodules import Submodules
 
 X = torch.ones(3, 4)
 
 
-class Mlp(nn.Module):
+class Mlp(Submodules, up=(4, 8), down=(8, 2), other=(8, 2)):
     """Two linear maps, of which the second one may be left out, and a mask that need not be given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.other = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, is_other: bool = False) -> Tensor:
         hidden = torch.relu(self.up(x))
@@ -45,12 +42,8 @@ class Mlp(nn.Module):
         return self.other(hidden) if is_other else self.down(hidden)
 
 
-class Nested(nn.Module):
+class Nested(Submodules, inner=[(4, 4)]):
     """A model with a module in a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * 2
@@ -170,7 +163,7 @@ def test_steps_that_were_not_reached_are_listed(pg: PatchableGraph) -> None:
         (
             lambda: PatchableGraph(Mlp(), ExtractionOptions(skip_compilation="no"), X),  # type: ignore[arg-type]
             CaptureError,
-            "skip_compilation is True or False, not 'no'",
+            "skip_compilation takes True or False, not 'no'",
         ),
         (
             lambda: PatchableGraph(Mlp(), ExtractionOptions(decompose="scaled_dot_product_attention"), X),

@@ -210,52 +210,6 @@ def test_steps_of_the_attribution_patching_demo_equal_hooks(names: Callable[[str
             close(page["exact"].sel(layer=layer, head=number), metric(model(corrupted)))
 
 
-def path_by_hooks(
-    model: Any, new: Tensor, original: Tensor, metric: Any, sender: tuple[int, int], receivers: Any = None
-) -> Tensor:
-    """Returns the metric with the path from a head to receivers (their layer, heads and kind)."""
-    at_new, at_original = values(model, new), values(model, original)
-    z = {layer: at_original["z", layer] for layer in range(2)}
-    z[sender[0]] = mixed(z[sender[0]], at_new["z", sender[0]], sender[1])
-    with with_z(model, z):
-        through = values(model, original)
-        if receivers is None:
-            return metric(model(original))
-    layer, heads, kind = receivers
-    places = [head(number, PARTS[kind]) for number in heads]
-    hooks = [(model.transformer.h[layer].attn.c_attn, written(at, through["qkv", layer][at])) for at in places]
-    with hooked(*hooks):
-        return metric(model(original))
-
-
-@torch.no_grad()
-def test_path_patching_equals_hooks(names: Callable[[str], dict[str, Any]]) -> None:
-    page = names("path_patching_ioi")
-    model, original, other, metric = loaded(), page["original"], page["other"], page["metric"]
-    ends = [metric(model(tokens)) for tokens in (original, other)]
-
-    def scaled(value: Tensor) -> Tensor:
-        return (value - ends[0]) / (ends[1] - ends[0])
-
-    for layer, number in np.ndindex(2, HEADS):
-        expected = scaled(path_by_hooks(model, other, original, metric, (layer, number)))
-        close(page["to_logits"].sel(layer=layer, head=number), expected)
-    for number in range(HEADS):
-        expected = scaled(path_by_hooks(model, other, original, metric, (0, number), (1, [1, 3], "v")))
-        close(page["scores"].sel(head=number), expected)
-
-    means = [values(model, other)["z", layer].mean(0, keepdim=True) for layer in range(2)]
-    hooks: list[Any] = []
-    for block, mean in zip(model.transformer.h, means, strict=True):
-
-        def keep_one(module: Any, args: Any, mean: Tensor = mean) -> Any:
-            return (mixed(mean.expand_as(args[0]), args[0], 3),)
-
-        hooks.append(block.attn.c_proj.register_forward_pre_hook(keep_one))
-    close(page["kept"].detach(), metric(model(original)) / ends[0])
-    assert len(hooks) == 2
-
-
 @torch.no_grad()
 def test_steps_of_nnsights_tutorials_equal_hooks(names: Callable[[str], dict[str, Any]]) -> None:
     page = names("from_nnsight_tutorials")

@@ -26,7 +26,6 @@ HEAVY = "IPython accelerate anywidget bitsandbytes ipywidgets rich safetensors t
 # What few programs use, among the modules of the package.
 LATER = (
     "patching.compiled_model",
-    "patching.replay",
     "experiments",
     "graphs.plain_fx",
     "graphs.verification",

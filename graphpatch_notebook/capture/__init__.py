@@ -14,13 +14,14 @@ consists of; `inputs`, `held_values` and `frame_recorder`, which are about calls
 
 from __future__ import annotations
 
-import operator
 import warnings
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.call_sites import INVOKE, is_own
@@ -36,9 +37,9 @@ from graphpatch_notebook.capture.frame_recorder import (
     plain,
 )
 from graphpatch_notebook.capture.held_values import (
+    OF_EACH_MODULE,
     PLAIN_VALUES,
     WRITTEN,
-    all_modules,
     mutable_containers,
     reachable_modules,
 )
@@ -51,15 +52,14 @@ from graphpatch_notebook.capture.meta_device import (
     parameter_without_values,
     result_of_size,
 )
-from graphpatch_notebook.capture.observers import Swaps, apply_observer, observer, visible_apply
-from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of
+from graphpatch_notebook.capture.observers import Swaps, all_modules, observer, visible_apply
+from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of, passed_as, unpacked
 from graphpatch_notebook.capture.recorder import FrameCount, OpPlace, Recorder, frame_count
 from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_doubts
 from graphpatch_notebook.errors import CaptureError, GraphPatchWarning
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import eager_code, is_any_compiled, version_of
-from graphpatch_notebook.values import rebuilt
+from graphpatch_notebook.torch_compat import eager_code, has_compiled_frames, is_any_compiled, may_compile, version_of
 
 __all__ = [
     "INVOKE",
@@ -90,8 +90,10 @@ __all__ = [
     "packing_of",
     "parameter_without_values",
     "part_count_by_values",
+    "passed_as",
     "record",
     "result_of_size",
+    "unpacked",
 ]
 
 
@@ -104,7 +106,6 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         CaptureError: An option has an invalid value; nothing ran.
         CaptureError: The module never ran its `forward`, or this torch is too old for a compiled module.
     """
-    __tracebackhide__ = True
     options.check()
     recorder = Recorder(module, options)
     tensors = (tensor for one in all_modules(module) for tensor in (*one._parameters.values(), *one._buffers.values()))
@@ -121,7 +122,6 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         )
         warnings.warn(GraphPatchWarning(message, "compilation"), stacklevel=4)
     root.capture.options = options
-    root.capture.has_escaped_sizes = recorder.escapes.found
     _report_failures(recorder)
     _report_unopened(recorder)
     _check_unused(root, options)
@@ -130,27 +130,64 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
 
 def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
     """Runs the module of `recorder` and returns the record of the run, under the conditions of `capture`."""
-    __tracebackhide__ = True
     module = recorder.root_module
     modules = reachable_modules(module)
-    has_compiled = is_any_compiled(modules)
-    if has_compiled and not eager_code.is_possible:
+    if is_any_compiled(modules) and not eager_code.is_possible:
         raise CaptureError(eager_code.reason)
-    swaps = Swaps()
-    observed, applied = observer.set(recorder), apply_observer.set(recorder)
+    has_dynamo = may_compile()  # then functions may be compiled, too
+    swaps = Swaps(lambda module: recorder.unseen.add(id(module)))
+    lazy = [each for each in modules if isinstance(each, LazyModuleMixin) and each.has_uninitialized_params()]
+    observed = observer.set(recorder)
     try:
         swaps.hold(modules)
-        with visible_apply, eager_code if has_compiled else nullcontext(), recorder:
+        for each in lazy:  # what they do once only is no part of the model
+            each.__dict__["initialize_parameters"] = partial(_unrecorded, recorder, each.initialize_parameters)
+        with visible_apply, eager_code if has_dynamo else nullcontext(), recorder:
             module(*args, **kwargs)
     finally:
         observer.reset(observed)
-        apply_observer.reset(applied)
         swaps.let_go()
-        if recorder.has_kept_values():
-            _replace_sizes(module, recorder)
+        for each in lazy:
+            del each.__dict__["initialize_parameters"]
+        _replace_sizes(modules)
+    if not has_dynamo and has_compiled_frames():
+        raise CaptureError(
+            f"{type(module).__name__} compiled a part of itself (torch.compile) in this run, and what runs in compiled "
+            "code cannot be seen: make the PatchableGraph once more, now that it is compiled"
+        )
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")
+    recorder.root_frame.capture.unseen = recorder.unseen
     return recorder.root_frame
+
+
+def _unrecorded(recorder: Recorder, initialize: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with recorder.mute():
+        initialize(*args, **kwargs)
+
+
+def _replace_sizes(modules: Iterable[Module]) -> None:
+    """Puts plain numbers in place of sizes that the model keeps, also in its containers, and as keys of these."""
+    seen = set[int]()  # the config, say, is held by all modules
+    for _, container in (each for module in modules for each in mutable_containers(module, OF_EACH_MODULE, seen)):
+        if isinstance(container, list) and any(_plain(item) is not item for item in container):
+            container[:] = map(_plain, container)
+        elif isinstance(container, dict):
+            if any(type(key) is Size for key in container):
+                items = [(_plain(key), value) for key, value in container.items()]
+                container.clear()
+                container.update(items)
+            for key, value in list(container.items()):
+                if type(value) not in PLAIN_VALUES and (new := _plain(value)) is not value:
+                    container[key] = new
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is Size:
+        return plain(value)
+    if type(value) is tuple and any(type(item) is Size for item in value):
+        return tuple(map(_plain, value))
+    return value
 
 
 def _report_failures(recorder: Recorder) -> None:
@@ -191,30 +228,3 @@ def _check_unused(root: Frame, options: ExtractionOptions) -> None:
             f"the example inputs do not reach these submodules: {', '.join(sorted(unused))}; give inputs that do, or "
             "set allow_unused_submodules=True"
         )
-
-
-def _replace_sizes(root: Module, recorder: Recorder) -> None:
-    """Puts plain integers in place of sizes that the model kept for itself, and its own tensors in place of aliases."""
-    for module in reachable_modules(root):
-        for _, container in mutable_containers(module):
-            if isinstance(container, list):
-                container[:] = [_plain(value, recorder) for value in container]
-            elif isinstance(container, dict):
-                if any(type(key) is Size for key in container):
-                    items = [(_plain(key, recorder), value) for key, value in container.items()]
-                    container.clear()
-                    container.update(items)
-                for key, value in list(container.items()):
-                    if type(value) not in PLAIN_VALUES and (plain := _plain(value, recorder)) is not value:
-                        container[key] = plain
-
-
-def _plain(value: Any, recorder: Recorder) -> Any:
-    if type(value) is Size:
-        return plain(value)
-    if isinstance(value, Tensor):
-        return recorder.original(value)
-    if isinstance(value, tuple):
-        items = [_plain(item, recorder) for item in value]
-        return rebuilt(type(value), (), items) if any(map(operator.is_not, items, value)) else value
-    return value

@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import bisect
 import dis
+import inspect
+import linecache
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, lru_cache
 from itertools import dropwhile, islice
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 import torch
 
-from graphpatch_notebook.capture.records import Site
+from graphpatch_notebook.capture.records import Site, source_texts
+from graphpatch_notebook.errors import GraphPatchError
 
 # -- the bytecode around a call ----------------------------------------------------------------------------------------
 
@@ -37,43 +41,47 @@ _DUPLICATES = {"COPY", "DUP_TOP"}  # `a = b = f()` and `(a := f())`
 _PADDING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "NOT_TAKEN"}
 
 
-class _Instructions:
-    """The instructions of a code object, kept with it so that its `id` stays its own."""
+class Bytecode(dict[int, int]):
+    """The offsets of the instructions of a code object by `lasti`, each read off the bytecode when it is first needed.
+
+    The same call has other offsets in `f_lasti` before and after Python 3.11 and later specialize the code.
+    """
 
     def __init__(self, code: CodeType) -> None:
-        self.code = code
-        self.instructions = [i for i in dis.get_instructions(code) if i.opname not in _PADDING]
-        self.offsets = [i.offset for i in self.instructions]
-        self.early_calls = {i.offset for i in dis.get_instructions(code) if i.opname == "PRECALL"}
-        self.assigned: dict[int, Assigned] = {}
+        super().__init__()
+        self._code = code
+        self._assigned: dict[int, Assigned] = {}
+
+    @cached_property
+    def instructions(self) -> list[dis.Instruction]:
+        """The instructions, without padding."""
+        return [i for i in dis.get_instructions(self._code) if i.opname not in _PADDING]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """The offsets of the instructions."""
+        return [i.offset for i in self.instructions]
+
+    @cached_property
+    def early_calls(self) -> set[int]:
+        """Where Python 3.11 runs specialized calls: in the instruction before the call itself."""
+        return {i.offset for i in dis.get_instructions(self._code) if i.opname == "PRECALL"}
 
     def position(self, lasti: int) -> int:
         """Returns the index of the instruction at `lasti`."""
         while lasti >= 0 and lasti not in self.early_calls and lasti not in self.offsets:
             lasti -= 2  # a cache entry behind its instruction
-        # Python 3.11 runs specialised calls in the instruction before the call itself.
-        is_early = lasti in self.early_calls
-        return bisect.bisect_right(self.offsets, lasti) - (0 if is_early else 1)
+        return bisect.bisect_right(self.offsets, lasti) - (lasti not in self.early_calls)
 
+    def __missing__(self, lasti: int) -> int:
+        found = self[lasti] = self.offsets[self.position(lasti)]
+        return found
 
-# Hashing a code object hashes its whole content: look them up by id, and keep them alive.
-_instructions: dict[int, _Instructions] = {}
-
-
-def _known(code: CodeType) -> _Instructions:
-    known = _instructions.get(id(code))
-    if known is None:
-        known = _instructions[id(code)] = _Instructions(code)
-    return known
-
-
-def instruction_offset(code: CodeType, lasti: int) -> int:
-    """Returns the offset of the instruction at `lasti`, also if the interpreter has specialized it.
-
-    The same call has other offsets in `f_lasti` before and after Python 3.11 and later specialize the code.
-    """
-    known = _known(code)
-    return known.offsets[known.position(lasti)]
+    def assigned(self, lasti: int) -> Assigned:
+        """Returns the variable(s) that the result of the instruction at `lasti` is stored in."""
+        if lasti not in self._assigned:
+            self._assigned[lasti] = _read(self, lasti)
+        return self._assigned[lasti]
 
 
 def assigned_variable(code: CodeType, lasti: int) -> Assigned:
@@ -87,13 +95,10 @@ def assigned_variable(code: CodeType, lasti: int) -> Assigned:
         >>> assigned_variable(f.__code__, call.offset)
         'y'
     """
-    known = _known(code)
-    if lasti not in known.assigned:
-        known.assigned[lasti] = _read(known, lasti)
-    return known.assigned[lasti]
+    return facts_of(code).offsets.assigned(lasti)
 
 
-def _read(code: _Instructions, lasti: int) -> Assigned:
+def _read(code: Bytecode, lasti: int) -> Assigned:
     position = code.position(lasti) + 1
     following = code.instructions[position : position + 40]
     # `a = f() if x else g()`: before Python 3.12, and in blocks, one branch jumps to the store of the other.
@@ -154,7 +159,6 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules", "")
 _MODULE_MACHINERY = os.path.join(_TORCH_MODULES, "module.py")
 _SHARDING = os.path.join(_TORCH, "distributed", "fsdp", "")
-_COLLECTING = os.path.join("transformers", "utils", "generic.py")
 _PARALLEL = (  # what transformers puts around the forwards of modules that it shards: 5.0 to 5.4, and since
     os.path.join("transformers", "integrations", "tensor_parallel.py"),
     os.path.join("transformers", "distributed", ""),
@@ -164,29 +168,11 @@ _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 def invoke(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a module's `forward`: the Python frame at which the walk up the stack ends."""
-    # Also in other functions of the engine between the user's code and the model's: IPython and pytest leave such
-    # frames out of tracebacks, where they would be the majority.
-    __tracebackhide__ = True
     return forward(*args, **kwargs)
 
 
 INVOKE = invoke.__code__
 """The code at which a frame begins."""
-
-
-class _Offsets(dict[int, int]):
-    """The offsets of the instructions of a code object by `lasti`, each read off the bytecode when it is first needed.
-
-    The interpreter's own offsets are others: specialized code has several for one instruction.
-    """
-
-    def __init__(self, code: CodeType) -> None:
-        super().__init__()
-        self._code = code
-
-    def __missing__(self, lasti: int) -> int:
-        found = self[lasti] = instruction_offset(self._code, lasti)
-        return found
 
 
 class CodeFacts:
@@ -197,13 +183,8 @@ class CodeFacts:
         is_parallel: Whether transformers puts it around the forwards of modules that it shards over processes. It is
             not a step of call sites: an op has the same call site as in the model of a single process.
         is_offloading: Whether it moves weights and inputs around a module's own forward: accelerate, FSDP, shards.
-        is_collecting: Whether transformers (before 5.2) puts it around the forwards of layers, to collect outputs.
-        offsets: The offsets of its instructions by `lasti`: always the same dictionary.
+        offsets: The offsets of its instructions by `lasti`, and the variables: always the same object.
     """
-
-    __slots__ = (
-        "code", "is_collecting", "is_hook_of_offloading", "is_offloading", "is_parallel", "is_users", "offsets",
-    )  # fmt: skip
 
     def __init__(self, code: CodeType) -> None:
         file = code.co_filename
@@ -216,8 +197,7 @@ class CodeFacts:
         of_accelerate = accelerate is not None and file.startswith(os.path.join(os.path.dirname(accelerate), ""))
         self.is_offloading = is_sharding or of_accelerate or self.is_parallel
         self.is_hook_of_offloading = self.is_offloading and code.co_name in ("pre_forward", "post_forward")
-        self.is_collecting = code.co_name == "wrapped_forward" and file.endswith(_COLLECTING)
-        self.offsets: Mapping[int, int] = _Offsets(code)
+        self.offsets = Bytecode(code)
 
 
 # By id: hashing a code object hashes its whole content.
@@ -276,6 +256,10 @@ class SiteTable:
 
     def _add(self, key: tuple[int, ...]) -> Site:
         site = self._sites[key] = Site(steps_of(key))
+        for code, _ in site.steps:
+            if id(code) not in source_texts:
+                linecache.checkcache(code.co_filename)
+                source_texts[id(code)] = linecache.getlines(code.co_filename)
         steps = [facts_of(code) for code, _ in site.steps]
         if steps and (steps[-1].is_offloading or any(facts.is_hook_of_offloading for facts in steps)):
             self._offloading.add(site)
@@ -328,3 +312,20 @@ _DISPATCHERS = {"handle_torch_function", "wrapped", "fn", "inner", "wrapper", "a
 def caller(depth: int) -> FrameType:
     """Returns the Python frame `depth` calls above the caller of this function."""
     return sys._getframe(depth + 1)
+
+
+def hide_frames(error: Exception) -> None:
+    """Hides the frames of this package, and for an error of ours, which names its path, all of the way down to it.
+
+    IPython and pytest leave out frames with a variable of this name: in most tracebacks, they would be the majority.
+    """
+    is_ours = isinstance(error, GraphPatchError) and error.__cause__ is None  # else the user's code raised it
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    above: FrameType | None = sys._getframe(1)
+    while above is not None and (above.f_code.co_filename == _MODULE_MACHINERY or is_own(above.f_code)):
+        frames.append(above)
+        above = above.f_back
+    for frame in frames:
+        # Of functions only: the variables of modules and classes stay.
+        if (is_ours or is_own(frame.f_code)) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            frame.f_locals["__tracebackhide__"] = True

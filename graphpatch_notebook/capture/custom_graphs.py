@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import enum
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.frame_recorder import function_name
+from graphpatch_notebook.capture.held_values import held_at
 from graphpatch_notebook.capture.records import (
     RECORD,
     Frame,
@@ -26,11 +27,10 @@ from graphpatch_notebook.capture.records import (
     OpNode,
     map_leaves,
 )
-from graphpatch_notebook.errors import CaptureError
+from graphpatch_notebook.errors import CaptureError, GraphError
 from graphpatch_notebook.paths import unique_name
-from graphpatch_notebook.values import describe
+from graphpatch_notebook.values import ABSENT, describe
 
-_ABSENT = object()
 _WRITABLE = frozenset({*dir(builtins), "inf", "nan", "torch", "device"})
 
 
@@ -55,40 +55,36 @@ def extracted_graph(
     graph = function(module)
     who = f"the custom extraction function for {type(module).__name__} ({path or '<root>'!r})"
     if not isinstance(graph, fx.Graph):
-        raise CaptureError(f"{who} must return a torch.fx.Graph, not {type(graph).__name__}{_hint(graph)}")
-    _check_placeholders(graph, parameters, who)
-    for problem in problems_in(graph, module, module, is_wrapped=True, is_known=lambda _: False):
-        raise CaptureError(f"{who} {problem}")
+        raise CaptureError(
+            f"{who} must return a torch.fx.Graph, such as graph_module.graph, not {type(graph).__name__}"
+        )
+    wanted = {parameter.starred_name: parameter for parameter in parameters}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    found = [str(node.target) for node in placeholders]
+    if sorted(found) != sorted(wanted):
+        raise CaptureError(f"{who} must have the parameters of forward as placeholders: {[*wanted]}; it has {found}")
+    for node in sorted(placeholders, key=lambda node: [*wanted].index(node.target), reverse=True):
+        next(iter(graph.nodes)).prepend(node)
+        parameter = wanted[str(node.target)]
+        if not node.args and parameter.default is not inspect.Parameter.empty:
+            node.args = (parameter.default,)
     try:
+        check_graph(graph, module, module, is_wrapped=True)
         graph.lint()
     except RuntimeError as error:
-        raise CaptureError(f"{who} returned a graph that is not well formed: {error}") from error
+        raise CaptureError(f"{who} returned a graph that cannot run: {error}") from error
     return graph
 
 
-def _hint(value: Any) -> str:
-    return "; return its .graph" if isinstance(value, fx.GraphModule) else "; make one with graph = torch.fx.Graph()"
-
-
-def _check_placeholders(graph: fx.Graph, parameters: Sequence[InputParameter], who: str) -> None:
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    wanted = [parameter.starred_name for parameter in parameters]
-    found = [str(node.target) for node in placeholders]
-    if found != wanted:
-        repair = "; ".join(f"graph.placeholder({name!r})" for name in wanted) or "no placeholders"
-        raise CaptureError(
-            f"{who} must have the parameters of forward as placeholders, in their order: "
-            f"{', '.join(wanted) or 'none'}; it has {', '.join(found) or 'none'}; write {repair}"
-        )
-    for node, parameter in zip(placeholders, parameters, strict=True):
-        if not node.args and parameter.default is not inspect.Parameter.empty:
-            node.args = (parameter.default,)
-
-
-def problems_in(
-    graph: fx.Graph, owner: Module, module: Module, *, is_wrapped: bool, is_known: Callable[[fx.Node], bool]
-) -> Iterator[str]:
-    """Yields what code cannot hold, or what is not there, in a graph that replaces the user's `module`.
+def check_graph(
+    graph: fx.Graph,
+    owner: Module,
+    module: Module,
+    *,
+    is_wrapped: bool,
+    is_known: Callable[[fx.Node], bool] = lambda _: False,
+) -> None:
+    """Raises a `GraphError` if a graph that replaces the user's `module` has what code cannot hold, or is not there.
 
     Args:
         graph: The graph.
@@ -97,34 +93,27 @@ def problems_in(
         is_wrapped: Whether the output is to be in a tuple.
         is_known: Whether a node reads what the module itself read, which may exist only during calls.
     """
-    put = "the module: module.register_buffer({!r}, tensor)" if owner is module else "the graph module: {} = tensor"
-    outputs = [node for node in graph.nodes if node.op == "output"]
-    value = outputs[0].args[0] if len(outputs) == 1 and outputs[0].args else None
-    if len(outputs) != 1 or (is_wrapped and not (isinstance(value, tuple) and len(value) == 1)):
-        found = f"an output of {value!r}" if len(outputs) == 1 else f"{len(outputs) or 'no'} outputs"
+    repair = "put tensors on the module (module.register_buffer), or on a graph module (graph_module.NAME = tensor)"
+    outputs = [node.args[0] for node in graph.nodes if node.op == "output"]
+    if len(outputs) != 1 or (is_wrapped and not (isinstance(outputs[0], tuple) and len(outputs[0]) == 1)):
         written = "graph.output((value,)), in a one-element tuple" if is_wrapped else "graph.output(value)"
-        yield f"must have one output; it has {found}; write {written}"
+        raise GraphError(f"it must have one output, not {outputs}; write {written}")
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module") and not is_known(node):
-            target = str(node.target)
-            held = _attribute(owner, target)
-            if held is _ABSENT or (node.op == "call_module" and not callable(held)):
-                registries = (owner._parameters, owner._buffers, owner._modules)
-                names = ", ".join(name for registry in registries for name in registry)
-                name = target if owner is module else f"graph_module.{target}"
-                yield (
-                    f"has a node {node.name!r} that {'reads' if node.op == 'get_attr' else 'calls'} self.{target}, "
-                    f"which {type(module).__name__} does not have, or which cannot be called; it has {names}; a tensor "
-                    f"that you want there, put on {put.format(name)}"
+            held = held_at(owner, str(node.target))
+            if held is ABSENT or (node.op == "call_module" and not callable(held)):
+                raise GraphError(
+                    f"its node {node.name!r} uses self.{node.target}, which {type(module).__name__} does not have, or "
+                    f"which cannot be called; {repair}"
                 )
         literals: list[Any] = []
         if node.op != "placeholder":
             map_arguments((node.args, node.kwargs), literals.append)
         for literal in literals:
             if not _is_writable(literal):
-                yield (
-                    f"has a node {node.name!r} with an object ({type(literal).__name__}) among its arguments, which "
-                    f"code cannot hold; put it on {put.format('NAME')}, and read it with graph.get_attr('NAME')"
+                raise GraphError(
+                    f"its node {node.name!r} has an object ({type(literal).__name__}) among its arguments, which code "
+                    f"cannot hold; {repair}, and read it with graph.get_attr('NAME')"
                 )
 
 
@@ -139,13 +128,6 @@ def _is_writable(value: Any) -> bool:
     except (SyntaxError, ValueError):
         return False
     return _WRITABLE.issuperset(code.co_names)
-
-
-def _attribute(module: Module, path: str) -> Any:
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name, _ABSENT)
-    return found
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -232,7 +214,7 @@ def custom_record(fx_node: fx.Node, module: Module) -> Node:
 
 def _kind(module: Module, path: str) -> Kind:
     *parents, name = path.split(".")
-    holder = _attribute(module, ".".join(parents)) if parents else module
+    holder = held_at(module, ".".join(parents)) if parents else module
     if name in getattr(holder, "_parameters", ()):
         return "parameter"
     return "buffer" if name in getattr(holder, "_buffers", ()) else "attribute"

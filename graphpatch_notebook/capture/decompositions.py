@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.call_sites import count_as_users
-from graphpatch_notebook.errors import CaptureError, GraphPatchError
+from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.interrupts import holding
-from graphpatch_notebook.torch_compat import flex_attention, flex_attention_output, safe_softmax
+from graphpatch_notebook.torch_compat import safe_softmax
 from graphpatch_notebook.values import PLAIN_TENSORS, TensorSpec
 
 INNER_NODES = {"scores": "matmul", "pattern": "softmax"}
@@ -63,16 +63,16 @@ class Decomposition:
     Attributes:
         name: What the options call it: its name in `torch.nn.functional`.
         is_exact: Whether the steps are bit-identical to the function.
-        problem: Takes the arguments of a call; returns the reason why this call cannot be opened, or `None`.
         make_steps: Returns the function that takes the steps, with the signature of `function`.
+        exclusive: Arguments that a call which is opened may not have all at once: the kernels differ on these.
         inner: The steps that are inner nodes by default; `None` for a function that has none.
     """
 
     name: str
     function: Callable[..., Any]
     is_exact: bool
-    problem: Callable[..., str | None]
     make_steps: Callable[[], Callable[..., Any]]
+    exclusive: tuple[str, ...] = ()
     inner: InnerSteps | None = None
 
     def steps(self, *, is_fused: bool) -> Callable[..., Any]:
@@ -87,10 +87,13 @@ class Decomposition:
 
     def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Returns why this call cannot be opened; `None` if it can."""
-        try:
-            return self.problem(*args, **kwargs)
-        except (TypeError, AttributeError, RuntimeError) as error:  # the function itself raises the error
-            return f"its arguments are invalid ({error})"
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if any(type(t) not in PLAIN_TENSORS or t.is_nested or t.layout != torch.strided for t in tensors):
+            return "it is called with nested or sparse tensors, or with classes of tensors"
+        given = self.by_name(args, kwargs)
+        if self.exclusive and not any(given[name] is None or given[name] is False for name in self.exclusive):
+            return f"it is called with {' and '.join(self.exclusive)} at once, which torch's kernels take differently"
+        return None
 
 
 _signature = cache(inspect.signature)
@@ -98,12 +101,12 @@ _signature = cache(inspect.signature)
 
 def decomposition_of(function: Any) -> Decomposition | None:
     """Returns how `function`, as torch dispatches it, can be opened; `None` for all but a few functions."""
-    return _by_id().get(id(function))
+    return _BY_ID.get(id(function))
 
 
 def opened_by_default(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, Decomposition]:
     """Returns the functions with inner nodes, by id: those of attention, unless `decompose` lists what to open."""
-    return {} if decompose is not None else {key: found for key, found in _by_id().items() if found.inner is not None}
+    return {} if decompose is not None else {key: found for key, found in _BY_ID.items() if found.inner is not None}
 
 
 def chosen_decompositions(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, Decomposition]:
@@ -119,7 +122,7 @@ def chosen_decompositions(decompose: Collection[str | Callable[..., Any]] | None
 
 
 def _found_decomposition(item: str | Callable[..., Any]) -> Decomposition:
-    by_name = {decomposition.name: decomposition for decomposition in _by_id().values()}
+    by_name = {decomposition.name: decomposition for decomposition in _BY_ID.values()}
     found = by_name.get(item) if isinstance(item, str) else decomposition_of(item)
     if found is not None:
         return found
@@ -236,155 +239,14 @@ def _attention_specs(
 def _scores_shape(query: Tensor, key: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> torch.Size:
     heads = (*key.shape[:-3], 1) if enable_gqa else key.shape[:-2]
     shapes = [(*query.shape[:-1], 1), (*heads, 1, key.shape[-2]), () if attn_mask is None else attn_mask.shape]
-    sizes = []
     # Not by `torch.broadcast_shapes`: its first call takes seconds, since it imports half of torch.
-    for along in zip_longest(*map(reversed, shapes), fillvalue=1):
-        different = {size for size in along if size != 1}
-        if len(different) > 1:
-            raise RuntimeError(f"sizes {along} cannot be broadcast")
-        sizes.append(different.pop() if different else 1)
-    return torch.Size(reversed(sizes))
+    along = zip_longest(*map(reversed, shapes), fillvalue=1)
+    return torch.Size(reversed([next((size for size in sizes if size != 1), 1) for sizes in along]))
 
 
 def _is_autocast(tensor: Tensor) -> bool:
     device = tensor.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def _attention_problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,  # noqa: ARG001  # the signature is that of the function
-    enable_gqa: bool = False,
-) -> str | None:
-    if attn_mask is not None and type(attn_mask) not in PLAIN_TENSORS:
-        return f"its attn_mask is a {type(attn_mask).__name__}"
-    given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    if any(tensor.is_nested or tensor.layout != torch.strided for tensor in given):
-        return "it is called with nested or sparse tensors"
-    if attn_mask is not None and is_causal:
-        return "it is called with attn_mask and is_causal at once, which torch's kernels take differently"
-    _scores_shape(query, key, attn_mask, enable_gqa)  # raises if the mask does not fit
-    is_cast = _is_autocast(query)
-    has_dtypes = is_cast or len({tensor.dtype for tensor in given[:3]}) == 1
-    heads = query.shape[-3] if enable_gqa else 1
-    has_groups = not enable_gqa or (heads % key.shape[-3] == 0 and heads % value.shape[-3] == 0)
-    has_shapes = query.shape[-1] == key.shape[-1] and key.shape[-2] == value.shape[-2] and query.dim() > 1
-    mask_dtypes = (None, torch.bool, torch.float32, query.dtype)
-    has_mask = getattr(attn_mask, "dtype", None) in mask_dtypes or (is_cast and given[-1].is_floating_point())
-    is_valid = has_dtypes and has_groups and has_shapes and has_mask and 0 <= dropout_p <= 1
-    if is_valid and len({tensor.device for tensor in given}) == 1:
-        return None
-    return "its arguments have inconsistent shapes, dtypes or devices"
-
-
-# -- flex_attention ----------------------------------------------------------------------------------------------------
-
-
-def _flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | None = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,  # noqa: ARG001  # the signature is that of the function
-    *,
-    return_aux: Any = None,
-) -> Any:
-    """Flex attention by its formula, as torch computes it where it is not compiled."""
-    dtype = query.dtype
-    precision = _flex_dtype(query)
-    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    if enable_gqa:
-        repeated_key = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
-        repeated_value = value.repeat_interleave(query.size(1) // value.size(1), dim=1)
-        key, value = repeated_key, repeated_value
-    dot_products = torch.matmul(query.to(precision), key.to(precision).transpose(-2, -1))
-    scaled = dot_products * scale
-    changed = scaled if score_mod is None else _for_all_scores(score_mod, scaled, scaled)
-    is_masked = torch.zeros((), dtype=torch.bool, device=query.device)
-    if block_mask is not None:
-        is_allowed = _for_all_scores(block_mask.mask_mod, scaled)
-        _check_blocks(block_mask, is_allowed)
-        is_masked = ~is_allowed
-    scores = changed.masked_fill(is_masked, -math.inf)
-    probabilities = safe_softmax(scores, -1)
-    pattern = probabilities.to(dtype)
-    output = torch.matmul(pattern, value.to(dtype))
-    if not return_lse and return_aux is None:
-        return output
-    lse = scores.logsumexp(-1)
-    if return_aux is None:
-        return output, lse
-    named = {"lse": lse, "max_scores": scores.amax(-1)}
-    wanted = {name: found if getattr(return_aux, name) else None for name, found in named.items()}
-    return output, flex_attention_output(**wanted)
-
-
-def _flex_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-def _for_all_scores(function: Callable[..., Tensor], scores: Tensor, *given: Tensor) -> Tensor:
-    """Returns the results of a `score_mod` or `mask_mod`, a function of one score and its indices, for all scores."""
-    for each in range(3, -1, -1):
-        function = torch.vmap(
-            function, in_dims=(*(0 for _ in given), *(0 if dim == each else None for dim in range(4)))
-        )
-    with _IndexedByTensors():
-        return function(*given, *(torch.arange(size, device=scores.device) for size in scores.shape))
-
-
-class _IndexedByTensors(TorchFunctionMode):
-    """Lets functions of one score write `bias[head, query]`, whose indices `vmap` cannot read into Python."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.__getitem__:
-            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if all(isinstance(index, (Tensor, int)) for index in indices):
-                tensors = [torch.as_tensor(index, device=args[0].device) for index in indices]
-                return torch.ops.aten.index(args[0], tensors)
-        return func(*args, **(kwargs or {}))
-
-
-def _check_blocks(block_mask: Any, is_allowed: Tensor) -> None:
-    """Checks that the blocks which a kernel skips have no entries that the function of the mask allows.
-
-    If they have, a kernel, and torch's own code without a compiler, compute different results.
-    """
-    blocks = block_mask.to_dense().bool()
-    rows, columns = (
-        torch.arange(length, device=blocks.device) // size
-        for length, size in zip(is_allowed.shape[-2:], block_mask.BLOCK_SIZE, strict=True)
-    )
-    if bool((is_allowed & ~blocks[..., rows[:, None], columns]).any()):
-        raise GraphPatchError(
-            "the block mask of flex_attention leaves out blocks that its mask_mod allows, so its pattern is not known; "
-            "make it by create_block_mask, or give BlockMask.from_kv_blocks the mask_mod that belongs to it"
-        )
-
-
-def _flex_specs(query: Tensor, key: Tensor, **_: Any) -> tuple[TensorSpec, TensorSpec]:
-    shape = torch.Size((*query.shape[:-1], key.shape[-2]))
-    return TensorSpec(shape, _flex_dtype(query), query.device), TensorSpec(shape, query.dtype, query.device)
-
-
-def _flex_problem(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> str | None:
-    given = (query, key, value)
-    if any(tensor.is_nested for tensor in given):
-        return "it is called with nested tensors"
-    if _is_autocast(query):
-        return "it is called under autocast"
-    return None if all(tensor.dim() == 4 for tensor in given) else "its tensors do not have four dimensions"
 
 
 # -- multi_head_attention_forward --------------------------------------------------------------------------------------
@@ -423,10 +285,6 @@ def _never(*_: Any) -> bool:
     return False
 
 
-def _multi_head_problem(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> str | None:
-    return "it is called with nested tensors" if any(tensor.is_nested for tensor in (query, key, value)) else None
-
-
 _heads: ContextVar[int] = ContextVar("graphpatch_heads", default=1)
 
 
@@ -463,15 +321,15 @@ def _multi_head_specs(query: Tensor, key: Tensor, **given: Any) -> tuple[TensorS
     return TensorSpec(shape, score_dtype, query.device), TensorSpec(shape, query.dtype, query.device)
 
 
-for _function in (_attention, _flex_attention, _multi_head_attention, _softmax):
+for _function in (_attention, _multi_head_attention, _softmax):
     count_as_users(_function.__code__)
 _ALL = (
     Decomposition(
         "scaled_dot_product_attention",
         functional.scaled_dot_product_attention,
         is_exact=False,
-        problem=_attention_problem,
         make_steps=lambda: _attention,
+        exclusive=("attn_mask", "is_causal"),
         inner=InnerSteps(
             reads=("query", "key", "attn_mask"),
             specs=_attention_specs,
@@ -483,7 +341,6 @@ _ALL = (
         "multi_head_attention_forward",
         functional.multi_head_attention_forward,
         is_exact=True,
-        problem=_multi_head_problem,
         make_steps=_opened_multi_head_attention,
         inner=InnerSteps(
             reads=("query", "key", "in_proj_weight", "attn_mask", "key_padding_mask"),
@@ -495,23 +352,3 @@ _ALL = (
     ),
 )
 _BY_ID = {id(decomposition.function): decomposition for decomposition in _ALL}
-
-
-def _by_id() -> dict[int, Decomposition]:
-    """Returns all decompositions, by the id of their function."""
-    function = flex_attention()
-    if function is not None and id(function) not in _BY_ID:
-        _BY_ID[id(function)] = Decomposition(
-            "flex_attention",
-            function,
-            is_exact=False,
-            problem=_flex_problem,
-            make_steps=lambda: _flex_attention,
-            inner=InnerSteps(
-                reads=("query", "key", "block_mask"),
-                specs=_flex_specs,
-                make_steps=lambda: _flex_attention,
-                example=lambda: (torch.ones(1, 1, 1, 1, device="cpu"),) * 3,
-            ),
-        )
-    return _BY_ID

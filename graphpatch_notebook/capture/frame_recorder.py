@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,12 +33,12 @@ from graphpatch_notebook.capture.held_values import (
     held_tensors,
     memory_of,
     plain_tensors,
-    still_used,
     weak,
 )
 from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import (
     CallNode,
+    Capture,
     CompositeCall,
     Doubt,
     ElementNode,
@@ -64,7 +64,6 @@ from graphpatch_notebook.values import (
     TensorSpec,
     children,
     describe,
-    readable_children,
     tensor_specs,
 )
 
@@ -182,33 +181,24 @@ def is_call_sized_by_values(name: str, args: tuple[Any, ...]) -> bool:
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Escapes:
-    """Whether a size was used outside of its frame, where it is a plain number; shared by all sizes of a capture."""
-
-    found: bool = False
-
-
 class Size(int):
     """A size, or what was computed from sizes."""
 
     owner: FrameRecorder | None
     ref: Ref | None
-    escapes: Escapes
+    capture: Capture
 
     @staticmethod
-    def of(value: int, owner: FrameRecorder, ref: Ref, escapes: Escapes) -> Size:
+    def of(value: int, owner: FrameRecorder, ref: Ref) -> Size:
         size = int.__new__(Size, value)
-        size.owner = owner
-        size.ref = ref
-        size.escapes = escapes
+        size.owner, size.ref, size.capture = owner, ref, owner.record.capture
         return size
 
     def current_owner(self) -> FrameRecorder | None:
         """Returns the frame that it belongs to if that runs now; else it is used as a plain number, which is noted."""
         if self.owner is not None and self.owner.is_current:
             return self.owner
-        self.escapes.found = True
+        self.capture.has_escaped_sizes = True
         return None
 
     def release(self) -> None:
@@ -229,86 +219,43 @@ plain = int.__index__
 """Returns the plain number of a size."""
 
 
-def _guard(func: Callable[..., Any] | None, operands: tuple[Any, ...], result: Any) -> None:
-    size = next(operand for operand in operands if type(operand) is Size)
-    if (owner := size.current_owner()) is not None:
-        owner.guard_size(func, operands, result)
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    name: getattr(operator, name) for name in "add sub mul floordiv mod truediv pow eq ne lt le gt ge neg".split()
+}
+"""What is recorded, if its result is a size; else a graph checks that the result is the same."""
+
+_READS = "and or xor lshift rshift divmod abs ceil float floor hash int invert pos round trunc format repr".split()
+"""What uses a size as a plain number, which a graph then holds as a constant."""
 
 
-def _fix(size: Size) -> None:
-    _guard(None, (size,), plain(size))
-
-
-def _arithmetic(func: Callable[..., Any], reflected: bool) -> Callable[[Size, Any], Any]:
-    def method(self: Size, other: Any) -> Any:
-        if not isinstance(other, int) or isinstance(other, bool):
-            if not isinstance(other, float):
-                if isinstance(other, (list, tuple, str)):
-                    _fix(self)
-                return NotImplemented  # a tensor: torch goes on with the plain number
-            _fix(self)
-            return func(other, plain(self)) if reflected else func(plain(self), other)
-        operands = (other, self) if reflected else (self, other)
-        result = func(*map(plain, operands))
-        if not isinstance(result, int):
-            _guard(func, operands, result)
-        elif (owner := self.current_owner()) is not None:
-            return owner.record_size(func, operands, result)
-        return result
-
-    return method
-
-
-def _comparison(func: Callable[..., Any], name: str) -> Callable[[Size, Any], Any]:
-    of_int = getattr(int, name)
-
-    def method(self: Size, other: Any) -> Any:
-        result = of_int(self, other)
-        if result is not NotImplemented:
-            _guard(func, (self, other), result)
-        elif isinstance(other, float):
-            _fix(self)
-        return result
-
-    return method
-
-
-def _plain_method(name: str) -> Callable[..., Any]:
+def _method(name: str, func: Callable[..., Any] | None, *, is_reflected: bool = False) -> Callable[..., Any]:
     of_int = getattr(int, name)
 
     def method(self: Size, *others: Any) -> Any:
-        _fix(self)
-        return of_int(plain(self), *others)
+        result = of_int(self, *others)
+        # Python goes on with the plain number; so does torch, but not its function modes, which see the call.
+        is_fixed = func is None or (result is NotImplemented and isinstance(others[0], (float, list, tuple, str)))
+        if (result is NotImplemented and not is_fixed) or (owner := self.current_owner()) is None:
+            return result
+        operands = (*others, self) if is_reflected else (self, *others)
+        if is_fixed or func is None:
+            owner.guard_size(None, (self,), plain(self))
+        elif type(result) is int:
+            return owner.record_size(func, operands, result)
+        else:
+            owner.guard_size(func, operands, result)
+        return result
 
     return method
 
 
-def _bool(self: Size) -> bool:
-    result = plain(self) != 0
-    _guard(operator.truth, (self,), result)
-    return result
-
-
-def _negative(self: Size) -> Any:
-    owner = self.current_owner()
-    return -plain(self) if owner is None else owner.record_size(operator.neg, (self,), -plain(self))
-
-
-for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
-    setattr(Size, f"__{_name}__", _arithmetic(getattr(operator, _name), reflected=False))
-    setattr(Size, f"__r{_name}__", _arithmetic(getattr(operator, _name), reflected=True))
-for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
-    setattr(Size, _name, _comparison(getattr(operator, _name), _name))
-for _name in ("and", "or", "xor", "lshift", "rshift", "divmod"):
-    setattr(Size, f"__{_name}__", _plain_method(f"__{_name}__"))
-    setattr(Size, f"__r{_name}__", _plain_method(f"__r{_name}__"))
-for _name in ("abs", "ceil", "float", "floor", "hash", "int", "invert", "pos", "round", "trunc", "format", "repr"):
-    setattr(Size, f"__{_name}__", _plain_method(f"__{_name}__"))
+for _name, _func in (*_OPERATIONS.items(), ("bool", operator.truth), *((name, None) for name in _READS)):
+    setattr(Size, f"__{_name}__", _method(f"__{_name}__", _func))
+    if hasattr(int, f"__r{_name}__"):
+        setattr(Size, f"__r{_name}__", _method(f"__r{_name}__", _func, is_reflected=True))
 for _name in ("bit_length", "bit_count", "to_bytes"):
     if hasattr(int, _name):
-        setattr(Size, _name, _plain_method(_name))
-Size.__bool__ = _bool  # type: ignore[assignment]
-Size.__neg__ = _negative  # type: ignore[assignment]
+        setattr(Size, _name, _method(_name, None))
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------
@@ -319,7 +266,6 @@ _WITHOUT_A_NODE = (
     *NUMBERS, str, bytes, type(None), type(Ellipsis), type, Module,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,
 )  # fmt: skip
-_OF_THE_MODEL = ("parameter", "buffer", "attribute")
 _EMPTY = inspect.Parameter.empty
 
 
@@ -347,13 +293,12 @@ class FrameRecorder:
     def close(self) -> None:
         """Drops the values. Sizes that the model keeps somewhere become plain numbers."""
         self._values.clear()
-        self.recorder.kept_sizes += still_used(self._sizes)
         for size in self._sizes:
             size.release()
         self._sizes.clear()
 
     def _size(self, value: int, ref: Ref) -> Size:
-        size = Size.of(value, self, ref, self.recorder.escapes)
+        size = Size.of(value, self, ref)
         self._sizes.append(size)
         return size
 
@@ -364,13 +309,11 @@ class FrameRecorder:
         return self._lookup(value) is not None
 
     def alias_of(self, value: Tensor) -> Tensor:
-        """Returns an alias of a tensor that a call received and returned, to distinguish the two values."""
-        result, original = alias(value), self.recorder.original(value)
-        node = self.node_of(value)
-        # The model may put the alias where it had the tensor: `self.table = self.table.to(device)`. Both live anyway.
-        if result is not value and ((node is not None and node.kind in _OF_THE_MODEL) or original is not value):
-            self.recorder.held[id(result)] = (result, original)
-        return result
+        """Returns an alias of a tensor that a call received and returned, to distinguish the two values.
+
+        The model's own tensors stay: code may put back what it gets (`self.table = self.table.to(device)`).
+        """
+        return value if self.recorder.held.get(id(value)) is value else alias(value)
 
     def node_of(self, value: Any) -> Node | None:
         """Returns the node whose value is this object, not a part of its value."""
@@ -395,7 +338,7 @@ class FrameRecorder:
             return
         # Containers and objects are held for the length of the frame: many of them cannot be referenced weakly.
         self._values[id(value)] = ((lambda: value), Ref(node, dig))
-        for key, child in readable_children(value) or ():
+        for key, child in children(value) or ():
             self.register(child, node, (*dig, key))
 
     def _own(self, value: Any, node: Node) -> None:
@@ -405,7 +348,7 @@ class FrameRecorder:
                 self.recorder.owners.setdefault(memory, []).append(node)
                 node.is_mutated_later |= memory in self.recorder.freed_later
             return
-        for _, child in readable_children(value) or ():
+        for _, child in children(value) or ():
             self._own(child, node)
 
     def refs(self, value: Any) -> Any:
@@ -427,7 +370,7 @@ class FrameRecorder:
         return self._object_from_elsewhere(leaf)
 
     def _size_from_elsewhere(self, size: Size) -> int:
-        self.recorder.escapes.found = True
+        self.record.capture.has_escaped_sizes = True
         return plain(size)
 
     def _is_unchanged(self, known: Ref, inside: list[tuple[Key, Any]]) -> bool:
@@ -442,10 +385,12 @@ class FrameRecorder:
         source = find_source(self.record.module, tensor)
         if source is not None:
             node = _held_node(self.record.module, source, tensor)
+            self.recorder.held[id(tensor)] = tensor
         else:
+            callers = self.recorder.stack[:-1]
             node = Node(
                 kind="constant", op="constant", target=weakref.ref(tensor), spec=describe(tensor), is_live=False,
-                base_name="constant",
+                base_name="constant", is_of_caller=any(each.node_of(tensor) is not None for each in callers),
             )  # fmt: skip
         if node.kind == "parameter" and self.gathers_weights:
             self.recorder.freed_later.add(memory_of(tensor) or 0)
@@ -578,7 +523,9 @@ class FrameRecorder:
         if (wrote or result is None) and _is_on_parameter(node):
             self.doubt(Reason.WRITES_PARAMETER, node.op)  # a graph that ran on trial would do so, too
         if node.is_in_place:
-            return self._add_in_place(node, result, wrote[0])
+            node.spec = describe(wrote[0])
+            self._append(node, wrote[0])
+            return result
         if isinstance(result, Tensor):
             if self.has_node_of(result):
                 result = self.alias_of(result)
@@ -607,11 +554,6 @@ class FrameRecorder:
     def _append(self, node: Node, value: Any) -> None:
         self.record.nodes.append(node)
         self.register(value, node)
-
-    def _add_in_place(self, node: OpNode, result: Any, wrote: Tensor) -> Any:
-        node.spec = describe(wrote)
-        self._append(node, wrote)
-        return result
 
     def _mark_mutated(self, tensor: Tensor) -> None:
         """Marks the nodes whose values change with `tensor`: those that use its memory, in any frame."""
@@ -644,7 +586,7 @@ class FrameRecorder:
                 continue
             element = ElementNode(
                 op=node.op, target=node.target, spec=describe(value), base_name=variable, whole=node, position=position,
-                is_size=node.is_size,
+                is_size=node.is_size, site=node.site, occurrence=node.occurrence, composite=node.composite,
             )  # fmt: skip
             self.record.nodes.append(element)
             if type(value) is Size:
@@ -716,12 +658,12 @@ SIZE_PREFIX = "size_"
 def name_nodes(frame: Frame, size_prefix: str = SIZE_PREFIX) -> None:
     """Fixes `Node.name` of every node of `frame` (with `size_prefix`, if it carries sizes), and fills `frame.names`."""
     frame.names.clear()
-    _number_calls(frame)
+    numbers = _number_calls(frame)
     # Each numbering continues where it stopped: counting from one each time takes minutes in a loop of 50,000 ops.
     numberings: dict[str, Iterator[str]] = {}
     for node in sorted(frame.nodes, key=_rank):  # a stable sort: execution order within a rank
         if not node.name:
-            node.name = base = _base(node, size_prefix)
+            node.name = base = _base(node, size_prefix, numbers)
             if base in frame.names:
                 numbering = numberings.get(base) or numberings.setdefault(base, numbered(base))
                 node.name = next(n for n in numbering if n not in frame.names)
@@ -733,22 +675,54 @@ def _rank(node: Node) -> int:
     return rank if node.composite is None else 6 + node.is_size
 
 
-def _base(node: Node, size_prefix: str) -> str:
+def _base(node: Node, size_prefix: str, numbers: Mapping[int, int]) -> str:
     base = node.base_name or node.op
     if isinstance(node, CallNode):
         base = call_name(base)
-        return f"{base}_{node.call_index}" if node.call_count > 1 else base
+        return f"{base}_{numbers[id(node)]}" if node.call_count > 1 else base
     if node.kind in ("parameter", "buffer", "attribute"):
         return base.replace(".", "_")
     return f"{size_prefix}{base}" if node.is_size and not tensor_specs(node.spec) else base
 
 
-def _number_calls(frame: Frame) -> None:
+def _number_calls(frame: Frame) -> dict[int, int]:
+    """Counts the calls of each module, and returns their numbers in names, by the ids of their nodes."""
     by_module: dict[int, list[CallNode]] = {}
     for node in frame.calls():
         by_module.setdefault(id(node.frame.module), []).append(node)
+    numbers = {}
     for nodes in by_module.values():
         # An attempt that raised leaves a gap, but still was the call with that number.
         count = max(len(nodes), nodes[-1].call_index + 1)
         for node in nodes:
-            node.call_count = count
+            node.call_count, numbers[id(node)] = count, node.call_index
+        if count > 1:
+            _order_by_reads(nodes, numbers)
+    return numbers
+
+
+def _order_by_reads(nodes: Sequence[CallNode], numbers: dict[int, int]) -> None:
+    """Orders the calls of one line that only their texts, buffers and numbers tell apart by these.
+
+    Loops over sets of texts (`for layer_type in set(config.layer_types)`) run in another order in each process.
+    """
+    by_line: dict[Site | None, list[CallNode]] = {}
+    for node in nodes:
+        by_line.setdefault(node.site, []).append(node)
+    for calls in by_line.values():
+        texts, held, computed = zip(*map(_given, calls), strict=True)
+        keys = texts if len(set(computed)) > 1 else [*zip(texts, held, strict=True)]
+        if len(set(keys)) == len(calls) > 1:
+            ordered = sorted(range(len(calls)), key=keys.__getitem__)
+            places = [numbers[id(node)] for node in calls]
+            numbers.update({id(calls[number]): place for number, place in zip(ordered, places, strict=True)})
+
+
+def _given(call: CallNode) -> tuple[tuple[str, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Returns what a call is given: its texts, what the module holds (by name) with its numbers, and other values."""
+    values = (*call.args, *call.kwargs.values())
+    own = [value for value in values if isinstance(value, Ref) and value.node.kind in ("parameter", "buffer")]
+    names = tuple(re.sub(r"\d+", lambda found: found[0].zfill(9), ref.node.target) for ref in own)
+    numbers = tuple(value for value in values if isinstance(value, (bool, int, float)))
+    texts = tuple(value for value in values if isinstance(value, str))
+    return texts, (names, numbers), tuple(ref for ref in call.sources if ref not in own)

@@ -1,18 +1,17 @@
 """What modules hold and where it is, and which tensor is which.
 
 `mutable_containers` yields where a module holds values, `find_source` finds where a tensor that no op made is held;
-`alias`, `memory_of` and `still_used` distinguish tensors that share memory.
+`alias` and `memory_of` distinguish tensors that share memory.
 """
 
 from __future__ import annotations
 
 import enum
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Kind
 from graphpatch_notebook.torch_compat import without_torch_functions
-from graphpatch_notebook.values import PLAIN_TENSORS, readable_children
+from graphpatch_notebook.values import ABSENT, PLAIN_TENSORS, children
 
 MANY = 1000
 """Larger containers are data: their items are not searched."""
@@ -57,25 +56,10 @@ class TensorSource(NamedTuple):
 
 def find_source(module: Module, tensor: Tensor) -> TensorSource | None:
     """Returns where `module`, or a module inside it, holds this tensor object."""
-    own = _held_by(module, tensor)
-    if own is not None:
-        return own
-    for path, submodule in registered_modules(module):
-        if submodule is not module and (found := _held_by(submodule, tensor)) is not None:
-            return TensorSource(found.kind, f"{path}.{found.attribute_path}")
-    return None
-
-
-def _held_by(module: Module, tensor: Tensor) -> TensorSource | None:
-    for name, parameter in module._parameters.items():
-        if parameter is tensor:
-            return TensorSource("parameter", name)
-    for name, buffer in module._buffers.items():
-        if buffer is tensor:
-            return TensorSource("buffer", name)
-    for name, value in module.__dict__.items():
-        if value is tensor:
-            return TensorSource("attribute", name)
+    for path, holder in registered_modules(module):
+        for source, held in held_tensors(holder):
+            if held is tensor:
+                return TensorSource(source.kind, f"{path}.{source.attribute_path}") if path else source
     return None
 
 
@@ -83,15 +67,12 @@ def held_tensors(module: Module) -> Iterator[tuple[TensorSource, Tensor]]:
     """Yields all tensors that `module` itself holds, and can be run with others: parameters, buffers, attributes."""
     if isinstance(module, torch.jit.ScriptModule):
         return
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield TensorSource("parameter", name), parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield TensorSource("buffer", name), buffer
-    for name, value in module.__dict__.items():
-        if isinstance(value, Tensor):
-            yield TensorSource("attribute", name), value
+    registries: tuple[tuple[Kind, Any], ...]
+    registries = ("parameter", module._parameters), ("buffer", module._buffers), ("attribute", module.__dict__)
+    for kind, held in registries:
+        for name, value in held.items():
+            if isinstance(value, Tensor):
+                yield TensorSource(kind, name), value
 
 
 def reachable_modules(root: Module) -> list[Module]:
@@ -121,23 +102,25 @@ def registered_modules(module: Module) -> Iterator[tuple[str, Module]]:
         waiting.extend((f"{path}.{n}" if path else n, m) for n, m in current._modules.items() if m is not None)
 
 
-def all_modules(module: Module) -> list[Module]:
-    """Returns `module` and all modules in it, each once: faster than `module.modules()`, which makes their names."""
-    found = [module]
-    seen = {id(module)}
-    for current in found:
-        for inside in current._modules.values() if current._modules else ():
-            if inside is not None and id(inside) not in seen:
-                seen.add(id(inside))
-                found.append(inside)
-    return found
-
-
 def module_at(module: Module, path: str) -> Module | None:
     """Returns the submodule at an attribute path; `None` where there is none."""
     found: Module | None = module
     for name in path.split(".") if path else ():
         found = found._modules.get(name) if found is not None else None
+    return found
+
+
+def held_at(module: Any, path: str) -> Any:
+    """Returns what a module holds at an attribute path; `ABSENT` where there is nothing.
+
+    What is registered comes first: a parameter may have the name of a method of the class.
+    """
+    found = module
+    for name in path.split("."):
+        state = found.__dict__ if isinstance(found, Module) else {}
+        holders = [state.get(registry, {}) for registry in REGISTRIES]
+        holder = next((each for each in holders if name in each), None)
+        found = getattr(found, name, ABSENT) if holder is None else holder[name]
     return found
 
 
@@ -148,10 +131,16 @@ def unregistered_modules(module: Module) -> Iterator[tuple[str, Module]]:
             continue
         if isinstance(value, Module):
             yield name, value
-        elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, Module))
-        elif isinstance(value, dict):
-            yield from ((f"{name}.{key}", item) for key, item in value.items() if isinstance(item, Module))
+        elif isinstance(value, (list, tuple, dict)):
+            yield from ((f"{name}.{key}", item) for key, item in _entries(value) if isinstance(item, Module))
+
+
+def _entries(container: Any) -> list[tuple[Any, Any]]:
+    """Returns the keys and items of a container as the built-in class has them: a subclass may say anything."""
+    if isinstance(container, dict):
+        return list(dict.items(container))
+    kind: Any = next(kind for kind in (list, tuple, set, deque) if isinstance(container, kind))
+    return list(enumerate(kind.__iter__(container)))
 
 
 def mutable_containers(
@@ -170,9 +159,9 @@ def mutable_containers(
         seen.add(id(container))
         if not isinstance(container, tuple):
             yield name, container
-        if container and name != "_modules" and (len(container) <= MANY or name in REGISTRIES):
+        if name != "_modules" and (len(container) <= MANY or name in REGISTRIES):
             prefix = f"{name}." if name else ""
-            for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
+            for key, item in _entries(container):
                 if type(item) in PLAIN_VALUES or (not name and (key in without or key in NOT_STATE)):
                     continue
                 if (inside := _inside(item)) is not None:
@@ -182,6 +171,11 @@ def mutable_containers(
 def _inside(value: Any) -> Any:
     """Returns the container in which a value holds others; `None` for modules, tensors, functions and the like."""
     if isinstance(value, (dict, list, set, deque, tuple)):
+        try:
+            len(value)
+            next(iter(value.items() if isinstance(value, dict) else value), None)
+        except Exception:  # a class with methods of its own, as e3nn's `Irreps`: what it holds is its own
+            return None
         return value
     is_plain = not (callable(value) or isinstance(value, (Tensor, enum.Enum)))
     if not is_plain or type(value).__module__.partition(".")[0] in _SHARED_BY_PROGRAM:
@@ -202,8 +196,7 @@ class AttributePaths:
 
     def __init__(self, root: Module) -> None:
         self._root = root
-        self._registered: dict[int, dict[int, str]] = {}
-        self._unregistered: dict[int, dict[int, str]] = {}
+        self._known: dict[int, dict[int, str]] = {}
 
     def path(self, module: Module, child: Module) -> str:
         """Returns how `module`'s code would write `child`; from the root if `child` is elsewhere."""
@@ -211,27 +204,22 @@ class AttributePaths:
             for name, held in module._modules.items():  # most calls are of these
                 if held is child:
                     return name
-            if path := self._inside(module, child):
+            if path := self._inside(module).get(id(child)):
                 return path
-        from_root = self._inside(self._root, child)
+        from_root = self._inside(self._root).get(id(child), "")
         if child is module:  # recursion: it is known by its own name
             from_root = from_root.rsplit(".", 1)[-1]
         return from_root or type(child).__name__.lower()
 
-    def _inside(self, module: Module, child: Module) -> str:
-        """Returns the path of `child` in `module`, through plain attributes if it is not registered; "" if outside."""
-        known = self._registered.get(id(module))
-        if known is None:
-            known = self._registered[id(module)] = {id(inner): path for path, inner in registered_modules(module)}
-        if id(child) in known:
-            return known[id(child)]
-        others = self._unregistered.get(id(module))
-        if others is None:
-            others = self._unregistered[id(module)] = {}
-            for prefix, holder in registered_modules(module):
+    def _inside(self, module: Module) -> dict[int, str]:
+        """Returns the paths of the modules in `module`, through plain attributes if they are not registered."""
+        if id(module) not in self._known:
+            registered = list(registered_modules(module))
+            paths = self._known[id(module)] = {id(inner): path for path, inner in registered}
+            for prefix, holder in registered:
                 for name, inner in unregistered_modules(holder):
-                    others.setdefault(id(inner), f"{prefix}.{name}" if prefix else name)
-        return others.get(id(child), "")
+                    paths.setdefault(id(inner), f"{prefix}.{name}" if prefix else name)
+        return self._known[id(module)]
 
 
 def looking_at(*values: Any) -> AbstractContextManager[None]:
@@ -248,7 +236,7 @@ def plain_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
-    for child in value if type(value) in (tuple, list) else [child for _, child in readable_children(value) or ()]:
+    for child in value if type(value) in (tuple, list) else [child for _, child in children(value) or ()]:
         if isinstance(child, Tensor):
             found.append(child)
         elif type(child) not in PLAIN_VALUES:
@@ -257,9 +245,6 @@ def plain_tensors(value: Any) -> list[Tensor]:
 
 
 # -- which tensor is which ---------------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -288,10 +273,3 @@ def weak(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
-
-
-def still_used(values: list[T], holders: int = 1) -> list[T]:
-    """Returns the values of a list that something other than the `holders` references of the caller refers to."""
-    counts = [sys.getrefcount(value) for value in values]
-    own = next(sys.getrefcount(value) for value in [object()]) + holders - 1
-    return [value for value, count in zip(values, counts, strict=True) if count > own]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, Ref
-from graphpatch_notebook.torch_compat import version_of, without_torch_functions
+from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import (
-    IMMUTABLE,
     ContainerSpec,
     ScalarSpec,
     TensorSpec,
     ValueSpec,
-    is_same_plain,
-    readable_children,
+    digest,
     rebuilt,
 )
 
@@ -216,13 +214,10 @@ class ExampleInputs:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args = args
         self.kwargs = kwargs
-        self._before = self._contents()
+        self._before = self._digests()
 
     def change(self) -> str | None:
-        """Returns what has changed since this object was made, or `None`.
-
-        Seen are writes into tensors that torch counts (not those through `.data`, numpy, or into inference tensors),
-        and what containers, and objects such as caches, hold.
+        """Returns what has changed since this object was made, or `None`: numbers, or what objects hold (`digest`).
 
         Example:
             >>> import torch
@@ -233,32 +228,10 @@ class ExampleInputs:
             >>> inputs.change()
             'argument 0'
         """
-        names: list[str] = [*(f"argument {position}" for position in range(len(self.args))), *self.kwargs]
-        pairs = zip(names, self._before, self._contents(), strict=True)
-        return next((name for name, before, now in pairs if not _is_same(before, now)), None)
+        now = self._digests()
+        return next((name for name, before in self._before.items() if now[name] != before), None)
 
-    def _contents(self) -> list[list[Any]]:
+    def _digests(self) -> dict[str, str]:
+        named = {f"argument {position}": value for position, value in enumerate(self.args)} | self.kwargs
         with without_torch_functions():  # some subclasses have no shape otherwise: see `describe`
-            return [[*_contents(value, set())] for value in (*self.args, *self.kwargs.values())]
-
-
-def _contents(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yields the plain values, tensors and versions of tensors in a value, each container and object once."""
-    yield value
-    if isinstance(value, Tensor):
-        yield from (version_of(value), *value.shape, value.requires_grad)
-    elif not isinstance(value, IMMUTABLE) and id(value) not in seen:
-        seen.add(id(value))
-        inside = readable_children(value)
-        if inside is None and not callable(value):
-            inside = list(getattr(value, "__dict__", {}).items())
-        for key, child in inside or ():
-            yield key
-            yield from _contents(child, seen)
-
-
-def _is_same(before: list[Any], now: list[Any]) -> bool:
-    return len(before) == len(now) and all(
-        one is other or (isinstance(one, IMMUTABLE) and isinstance(other, IMMUTABLE) and is_same_plain(one, other))
-        for one, other in zip(before, now, strict=True)
-    )
+            return {name: digest(value) for name, value in named.items()}

@@ -48,7 +48,7 @@ def built_without_weights(build: Callable[[], Module], dtype: torch.dtype | None
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype or default)
     try:
-        with torch.random.fork_rng(devices=[]), _EmptyOnMeta(torch.device("cpu")):
+        with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
             module = build()
     finally:
         torch.set_default_dtype(default)
@@ -88,6 +88,8 @@ class OnMeta(TorchFunctionMode):
             return args[0]
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], map_leaves(args[1], _any_index), *args[2:])
+        if name in ("max", "min", "maximum", "minimum"):  # of two tensors: a number would be a dimension
+            args = (args[0], *(each.to(META) if isinstance(each, Tensor) else each for each in args[1:]))
         args, kwargs = map_leaves(args, _moved), map_leaves(kwargs, _moved)
         if name == "to":
             args = tuple(META if isinstance(each, str) else each for each in args)
@@ -113,29 +115,6 @@ _THE_SAME = frozenset(
 )
 
 
-class _EmptyOnMeta(OnMeta):
-    """Builds a model: tensors that are created without values, or with very many values, are on the meta device."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = raw_name(func)
-        if name in _WITHOUT_VALUES or (name in _WITH_VALUES and _count(args, kwargs) > _MOST_VALUES):
-            kwargs = {**(kwargs or {}), "device": META}
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-_WITHOUT_VALUES = frozenset({"empty", "empty_strided", "new_empty", "empty_like"})
-_WITH_VALUES = frozenset({"zeros", "ones", "full", "rand", "randn"})
-_MOST_VALUES = 2**24
-
-
-def _count(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> int:
-    """Returns how many entries a new tensor has."""
-    size = args[0] if args and not isinstance(args[0], int) else args or (kwargs or {}).get("size", ())
-    return math.prod(size)
-
-
 class WithoutWeights(OnMeta):
     """Runs a model on the meta device that has never had values.
 
@@ -155,6 +134,32 @@ class WithoutWeights(OnMeta):
             self.guessed[name] = None
             return result_of_size(func, name, args, kwargs, _most(name, args, kwargs))
         return func(*args, **kwargs)
+
+
+class _EmptyOnMeta(WithoutWeights):
+    """Builds a model: tensors that are created without values, or with very many values, are on the meta device.
+
+    Code that initializes weights may read them.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = raw_name(func)
+        if name in _WITHOUT_VALUES or (name in _WITH_VALUES and _count(args, kwargs) > _MOST_VALUES):
+            kwargs = {**(kwargs or {}), "device": META}
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_WITHOUT_VALUES = frozenset({"empty", "empty_strided", "new_empty", "empty_like"})
+_WITH_VALUES = frozenset({"zeros", "ones", "full", "rand", "randn"})
+_MOST_VALUES = 2**24
+
+
+def _count(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> int:
+    """Returns how many entries a new tensor has."""
+    size = args[0] if args and not isinstance(args[0], int) else args or (kwargs or {}).get("size", ())
+    return math.prod(size)
 
 
 def has_values(arguments: Any) -> bool:

@@ -17,13 +17,18 @@ from torch.autograd import Function
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
-from graphpatch_notebook.capture.call_sites import facts_of, invoke
+from graphpatch_notebook.capture.call_sites import facts_of
+from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.torch_compat import Switch, called_attribute, visible_flex_attention
 from graphpatch_notebook.values import ABSENT
 
 
 class Observer(Protocol):
-    """Sees each call of a swapped `forward` made in its context."""
+    """Sees each call of a swapped `forward` made in its context.
+
+    If it has a method `on_call`, it is handed swapped calls of modules, too, with the hooks of these; and if it has
+    one `on_apply`, the calls of `Function.apply`: each runs what it is given, and returns the result for the caller.
+    """
 
     def on_forward(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -57,22 +62,17 @@ class _SwappedForward:
         return getattr(self.__wrapped__, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         watching = observer.get()
         if watching is None:
             return self._unobserved(args, kwargs)
         return watching.on_forward(self._module, self.original, args, kwargs)
 
     def _unobserved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        __tracebackhide__ = True
         watching = self.of_unobserved(self._module) if self.of_unobserved is not None else None
         if watching is None:
             return self.original(*args, **kwargs)
-        token = observer.set(watching)
-        try:
+        with holding(observer, watching):
             return self(*args, **kwargs)
-        finally:
-            observer.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the module must run its own weights, not those of the module that it was copied from.
@@ -95,7 +95,6 @@ class _SwappedCall(_SwappedForward):
     """Replaces what `Module.__call__` calls: `forward` with the hooks of the module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         watching = observer.get()
         if watching is None:
             return self._unobserved(args, kwargs)
@@ -103,7 +102,6 @@ class _SwappedCall(_SwappedForward):
 
     def observed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Hands a call of the module, or of a copy that stands for it, to the observer."""
-        __tracebackhide__ = True
         on_call = getattr(observer.get(), "on_call", None)
         return call(*args, **kwargs) if on_call is None else on_call(self._module, call, args, kwargs)
 
@@ -131,6 +129,18 @@ def declared_forward(module: Module, forward: Callable[..., Any]) -> Callable[..
     code = getattr(forward, "__code__", None)
     is_around = code is not None and facts_of(code).is_parallel
     return getattr(type(module), "forward").__get__(module) if is_around else forward  # noqa: B009
+
+
+def all_modules(module: Module) -> list[Module]:
+    """Returns `module` and all modules in it, each once: faster than `module.modules()`, which makes their names."""
+    found = [module]
+    seen = {id(module)}
+    for current in found:
+        for inside in current._modules.values() if current._modules else ():
+            if inside is not None and id(inside) not in seen:
+                seen.add(id(inside))
+                found.append(inside)
+    return found
 
 
 class Swaps:
@@ -184,22 +194,7 @@ def original_forward(module: Module) -> Callable[..., Any]:
     return original
 
 
-__all__ = ["Observer", "Swaps", "innermost_forward", "invoke", "is_swapped", "observer", "original_forward"]
-
-
 # -- autograd functions ------------------------------------------------------------------------------------------------
-
-
-class ApplyObserver(Protocol):
-    """Sees calls of `Function.apply`."""
-
-    def on_apply(
-        self, cls: type[Function], apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Runs `apply` and returns the result for its caller."""
-
-
-apply_observer: ContextVar[ApplyObserver | None] = ContextVar("graphpatch_apply_observer", default=None)
 
 
 # These run whole modules inside. Users want the nodes of these.
@@ -207,7 +202,7 @@ TRANSPARENT = (CheckpointFunction,)
 
 
 class _VisibleApply(Switch):
-    """Passes calls of `Function.apply` to the `apply_observer` of their context, and shows modes flex attention."""
+    """Passes calls of `Function.apply` to the observer of their context, and shows modes flex attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,10 +229,10 @@ class _VisibleApply(Switch):
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply = visible_apply.original.__get__(None, cls)
-    watching = apply_observer.get()
-    if watching is None or issubclass(cls, TRANSPARENT) or visible_flex_attention.is_inside():
+    on_apply = getattr(observer.get(), "on_apply", None)
+    if on_apply is None or issubclass(cls, TRANSPARENT) or visible_flex_attention.is_inside():
         return apply(*args, **kwargs)
-    return watching.on_apply(cls, apply, args, kwargs)
+    return on_apply(cls, apply, args, kwargs)
 
 
 visible_apply = _VisibleApply()

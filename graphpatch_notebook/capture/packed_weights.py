@@ -1,6 +1,7 @@
 """Quantized weights: unpacks a packed weight, and runs the module's forward with another weight.
 
-How the modules of bitsandbytes pack their weights is below.
+A tensor of a class with a `dequantize` of its own (torchao, quanto) says by itself what it represents: `unpacked`. How
+the modules of bitsandbytes pack their weights is below.
 
     module.weight        what the module holds: packed integers, which mean nothing by themselves
     Packing.spec         the spec of the represented weight, without unpacking it
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn import Module, functional
 
 from graphpatch_notebook.capture.held_values import module_at
+from graphpatch_notebook.capture.records import map_leaves
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.values import TensorSpec
 
@@ -57,17 +59,16 @@ class Packing(ABC):
         )
 
 
+# Torch makes a class for each parametrized module, which would keep the module alive.
 _packings: WeakKeyDictionary[type[Module], Packing | None] = WeakKeyDictionary()
 
 
 def packing_of(module: Module) -> Packing | None:
     """Returns how `module` packs its weight; `None` if it does not."""
     kind = type(module)
-    try:
-        return _packings[kind]
-    except KeyError:
-        found = _packings[kind] = _packing_of(kind)
-        return found
+    if kind not in _packings:
+        _packings[kind] = _packing_of(kind)
+    return _packings[kind]
 
 
 def _packing_of(kind: Any) -> Packing | None:
@@ -83,6 +84,33 @@ def held_by(module: Module, path: str) -> tuple[Packing, Module] | None:
     holder = module_at(module, parents)
     packing = packing_of(holder) if holder is not None else None
     return (packing, holder) if holder is not None and packing is not None and name == "weight" else None
+
+
+# -- tensors that are quantized themselves -----------------------------------------------------------------------------
+
+
+def unpacked(value: Any) -> Any:
+    """Returns the tensor that a quantized one represents, by the `dequantize` of its class; others as they are."""
+    is_packed = getattr(type(value), "dequantize", Tensor.dequantize) is not Tensor.dequantize
+    return value.dequantize() if is_packed else value
+
+
+def passed_as(packed: Tensor, plain: Tensor) -> Tensor:
+    """Returns `plain` for a module whose code may look whether its weight is of the class of `packed`, as quanto's."""
+    result: Any = plain.as_subclass(_passed_as(type(packed)))
+    result.graphpatch_plain = plain
+    return cast(Tensor, result)
+
+
+@functools.cache
+def _passed_as(kind: Any) -> Any:
+    class Passed(kind):  # type: ignore[misc]
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            args, kwargs = map_leaves((args, kwargs or {}), lambda leaf: getattr(leaf, "graphpatch_plain", leaf))
+            return func(*args, **kwargs)
+
+    return Passed
 
 
 # -- bitsandbytes ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,15 +24,13 @@ from graphpatch_notebook.capture.decompositions import (
     opened_by_default,
 )
 from graphpatch_notebook.capture.frame_recorder import (
-    Escapes,
     FrameRecorder,
-    Size,
     function_name,
     name_nodes,
     raw_name,
     writes_in_place,
 )
-from graphpatch_notebook.capture.held_values import AttributePaths, looking_at, still_used
+from graphpatch_notebook.capture.held_values import AttributePaths, looking_at
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, with_input
 from graphpatch_notebook.capture.observers import declared_forward
 from graphpatch_notebook.capture.packed_weights import packing_of
@@ -45,11 +44,12 @@ from graphpatch_notebook.capture.records import (
     Reason,
     Ref,
     Site,
+    attention_named_by,
 )
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_higher_order, is_overload, version_of
-from graphpatch_notebook.values import PLAIN_TENSORS, describe, readable_children, replaced
+from graphpatch_notebook.values import children, describe, replaced
 
 _AROUND_CALLS = ("torch.nn.modules", "torch.distributed.fsdp")
 """Where torch's machinery around the calls of modules is: their backward hooks."""
@@ -76,9 +76,8 @@ class Recorder(TorchFunctionMode):
         stack: The frames that run at this moment, innermost last.
         owners: For each memory address, the nodes whose values are there at present.
         freed_later: The addresses of weights that are gathered for a call only.
-        written: The addresses of the model's own tensors that were written into, or got other data or gradients.
-        held: Aliases of the model's own tensors, by their id, each with the tensor that it is an alias of.
-        kept_sizes: Sizes that were still in use when their frame was over.
+        held: The model's own tensors that it has used, by id.
+        unseen: The modules (by id) that ran where calls are not recorded: in other threads, or inside of an operation.
         root_frame: The record, after the run.
         failures: The frames that could not be recorded, each with the error.
         unopened: The composite functions that were not opened, by name and reason, each with a frame that calls it.
@@ -99,9 +98,8 @@ class Recorder(TorchFunctionMode):
         self.has_opened = False
         self.unopened: dict[tuple[str, str], Frame] = {}
         self.failures: list[tuple[Frame, BaseException]] = []
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
-        self.kept_sizes: list[Size] = []
-        self.escapes = Escapes()
+        self.held: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self.unseen: set[int] = set()
         self.muted = 0
         self.depth = 0
         self.count = frame_count.get()
@@ -110,15 +108,6 @@ class Recorder(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         self.depth = function_mode_depth()
         return self
-
-    def original(self, value: Any) -> Any:
-        """Returns the tensor of the model that `value` is an alias of, or else `value` itself."""
-        known = self.held.get(id(value))
-        return known[1] if known is not None and known[0] is value else value
-
-    def has_kept_values(self) -> bool:
-        """Whether sizes or aliases of this capture are still in use after the run: the model may hold them."""
-        return bool(still_used(self.kept_sizes) or still_used([alias for alias, _ in self.held.values()], holders=2))
 
     @contextmanager
     def mute(self) -> Iterator[None]:
@@ -192,7 +181,6 @@ class Recorder(TorchFunctionMode):
     def _op(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> Any:
-        __tracebackhide__ = True
         frame = self.stack[-1]
         python_frame = call_sites.caller(1)
         occurrence, site = 0, None
@@ -241,8 +229,7 @@ class Recorder(TorchFunctionMode):
         self, fused: Decomposition, node: OpNode, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Node, ...]:
         """Returns the inner nodes of a fused call, without computing their values; none if it cannot be opened."""
-        is_plain = all(type(value) in PLAIN_TENSORS for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        if not is_plain or fused.inner is None or fused.refusal(args, kwargs) is not None or node.site is None:
+        if fused.inner is None or node.site is None or fused.refusal(args, kwargs) is not None:
             return ()
         inner, specs = fused.inner, fused.inner.specs(**fused.by_name(args, kwargs))
         call = CompositeCall(fused.name, node.site, node.occurrence, node.composite, is_fused=True)
@@ -263,7 +250,6 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], _name: str, args: tuple[Any, ...], kwargs: dict[str, Any], _place: OpPlace
     ) -> Any:
         """Returns the result of `func`; subclasses may compute it in another way."""
-        __tracebackhide__ = True
         return func(*args, **kwargs)
 
     @staticmethod
@@ -291,10 +277,10 @@ class Recorder(TorchFunctionMode):
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs one frame and records it."""
-        __tracebackhide__ = True
         parent = self.stack[-1] if self.stack else None
         # Modules called inside an `autograd.Function`, where the mode is muted, belong to its one node.
         if self.muted or (parent is None and (self.root_frame is not None or module is not self.root_module)):
+            self.unseen.add(id(module))
             return invoke(forward, args, kwargs)
         with self.mute(), looking_at(args, kwargs):
             frame, args, kwargs = self._enter(parent, module, forward, args, kwargs)
@@ -322,7 +308,6 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs the graph of a custom extraction function in place of `forward`, if there is one for this module."""
-        __tracebackhide__ = True
         extract = self.options.extraction_function(module)
         if extract is None:
             return invoke(forward, args, kwargs)
@@ -409,7 +394,10 @@ class Recorder(TorchFunctionMode):
 
 def _conditions(module: Module) -> Conditions:
     hooks = frozenset((*module._forward_hooks, *module._forward_pre_hooks))
-    return Conditions(module.training, hooks or _NO_HOOKS, grad_mode=torch.is_grad_enabled())
+    attention = attention_named_by(module)
+    return Conditions(
+        getattr(module, "training", False), hooks or _NO_HOOKS, grad_mode=torch.is_grad_enabled(), attention=attention
+    )
 
 
 _NO_HOOKS: frozenset[int] = frozenset()
@@ -442,7 +430,7 @@ def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:
     is_theirs = isinstance(output, (list, dict)) and parent.has_node_of(output)
     if is_theirs or not isinstance(output, (tuple, list, dict)):
         return output
-    for key, child in readable_children(output) or ():
+    for key, child in children(output) or ():
         other = _distinct(child, parent, seen)
         if other is not child:
             output = replaced(output, key, other)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import inspect
 import linecache
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import fx
@@ -52,6 +54,17 @@ class SourceLine:
         return f'File "{self.file}", line {self.line}, in {self.function}' + (f"\n    {text}" if text else "")
 
 
+source_texts: dict[int, list[str]] = {}
+"""The lines of the files of code objects that were captured, as they were then, by the ids of these."""
+
+
+def source_line(code: CodeType, line: int) -> SourceLine:
+    """Returns a line of the file of a code object: as it was when the code was captured, if it was."""
+    texts = source_texts.get(id(code))
+    text = None if texts is None else "".join(texts[line - 1 : line]).strip()
+    return SourceLine(code.co_filename, line, code.co_name, text)
+
+
 def _itself(self: T, _: dict[int, Any]) -> T:
     """Copies of captures share what never changes."""
     return self
@@ -66,6 +79,7 @@ class Site:
     """
 
     steps: tuple[tuple[CodeType, int], ...]
+    lines: tuple[SourceLine, ...] | None = None  # those of a file or an exported program, in place of those of the code
 
     @property
     def leaf(self) -> tuple[CodeType, int]:
@@ -74,22 +88,13 @@ class Site:
 
     def source_lines(self) -> list[SourceLine]:
         """Returns the user's source lines, outermost first."""
-        return [SourceLine(code.co_filename, line_at(code, offset), code.co_name) for code, offset in self.steps]
+        of_code = (source_line(code, line_at(code, offset)) for code, offset in self.steps)
+        return list(of_code if self.lines is None else self.lines)
 
     __deepcopy__ = _itself
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedSite(Site):
-    """A call site of a file or an exported program: it has the source lines, but no code objects."""
-
-    lines: tuple[SourceLine, ...] = ()
-
-    def source_lines(self) -> list[SourceLine]:
-        """Returns the user's source lines, outermost first."""
-        return list(self.lines)
-
-
+@functools.lru_cache(maxsize=4096)
 def line_at(code: CodeType, offset: int) -> int:
     """Returns the line of the instruction at `offset` of `code`."""
     found = code.co_firstlineno
@@ -221,9 +226,6 @@ def at_keys(value: Any, keys: tuple[Key, ...]) -> Any:
 class Node:
     """One value in a frame: an input, a held tensor, the output. Subclasses are for values that the frame computes.
 
-    Code can read the properties below from all nodes: a node that does not have such a property
-    returns an empty value.
-
     Attributes:
         kind: The kind of node.
         op: For people: the name of the torch function (`linear`, `mul`), else of the input, parameter, submodule...
@@ -238,6 +240,16 @@ class Node:
         is_live: Whether a live run sees this value (it does not see arithmetic on sizes).
         is_mutated_later: Whether an op of the model wrote into this tensor later, or its memory was freed.
         is_view_filled_later: Whether that tensor is a view, so that the write was meant for its base.
+        is_of_caller: Whether a constant is a value that a calling frame has, which came in a closure.
+        args: The positional arguments of the operation that computed the value, with `Ref`s, also in containers.
+        kwargs: The keyword arguments, likewise.
+        site: The call site of the operation that computed the value.
+        occurrence: How often the call site was reached before in this frame; for a step of an opened call, in that
+            call.
+        composite: The opened or fused call that this is a step of.
+        position: The position of the value in the result of the call at `site`; `None` if it is the whole result.
+        written_argument: The argument that the op wrote into and that is its value: its position, or its keyword.
+        inner: The inner nodes of a fused call, in order; the value of the node is computed from the last of them.
     """
 
     kind: Kind
@@ -250,36 +262,20 @@ class Node:
     is_live: bool = True
     is_mutated_later: bool = False
     is_view_filled_later: bool = False
+    is_of_caller: bool = False
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    site: Site | None = None
+    occurrence: int = 0
+    composite: CompositeCall | None = None
+    position: int | None = None
+    written_argument: int | str | None = None
+    inner: tuple[Node, ...] = ()
 
     @staticmethod
     def named(kind: Kind, name: str, spec: ValueSpec) -> Node:
         """Returns the node of a value that the model itself has a name for."""
         return Node(kind=kind, op=name, target=name, spec=spec, base_name=name)
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """The positional arguments of the operation that computed the value, with `Ref`s, also in containers."""
-        return ()
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """The keyword arguments, likewise."""
-        return {}
-
-    @property
-    def site(self) -> Site | None:
-        """The call site of the operation that computed the value."""
-        return None
-
-    @property
-    def occurrence(self) -> int:
-        """How often the call site was reached before in this frame; for a step of an opened call, in that call."""
-        return 0
-
-    @property
-    def composite(self) -> CompositeCall | None:
-        """The opened or fused call that this is a step of."""
-        return None
 
     @property
     def is_inner(self) -> bool:
@@ -291,25 +287,10 @@ class Node:
         return self.composite is not None and self.composite.is_fused
 
     @property
-    def inner(self) -> tuple[Node, ...]:
-        """The inner nodes of a fused call, in order; the value of the node is computed from the last of them."""
-        return ()
-
-    @property
     def sources(self) -> Iterator[Ref]:
         """The values that the value is computed from."""
         yield from refs_in((self.args, self.kwargs))
         yield from map(Ref, self.inner[-1:])
-
-    @property
-    def position(self) -> int | None:
-        """The position of the value in the result of the call at `site`; `None` if it is the whole result."""
-        return None
-
-    @property
-    def written_argument(self) -> int | str | None:
-        """The argument that the op wrote into and that is its value: its position, or its keyword."""
-        return None
 
     @property
     def is_in_place(self) -> bool:
@@ -339,14 +320,6 @@ class OpNode(Node):
     """
 
     kind: Kind = "op"
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    site: Site | None = None
-    occurrence: int = 0
-    composite: CompositeCall | None = None
-    position: int | None = None
-    written_argument: int | str | None = None
-    inner: tuple[Node, ...] = ()
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
@@ -355,19 +328,6 @@ class ElementNode(Node):
 
     kind: Kind = "op"
     whole: OpNode = field()
-    position: int = field()
-
-    @property
-    def site(self) -> Site | None:
-        return self.whole.site
-
-    @property
-    def occurrence(self) -> int:
-        return self.whole.occurrence
-
-    @property
-    def composite(self) -> CompositeCall | None:
-        return self.whole.composite
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
@@ -381,9 +341,6 @@ class CallNode(Node):
 
     kind: Kind = "call"
     frame: Frame = field()
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    site: Site | None = None
     call_index: int = 0
     call_count: int = 1
 
@@ -421,12 +378,27 @@ class Conditions:
         same_inputs: Pairs of places in the inputs, as parameter and dig, that were given one tensor: the records
             refer to it by the second place only.
         grad_mode: Whether gradients were enabled; `None` if it is not known, and for loaded graphs that hold for both.
+        attention: Which implementation of attention the module's config named, in transformers; `None` if unknown.
     """
 
     training: bool = False
     hooks: frozenset[int] = frozenset()
     same_inputs: tuple[tuple[InputPlace, InputPlace], ...] = ()
     grad_mode: bool | None = None
+    attention: str | None = None
+
+
+ATTENTION_IN_CONFIG = "_attn_implementation_internal"
+"""Where transformers 5 keeps it: the attribute itself takes ten times as long. Tested by: test_changed_models.py."""
+
+
+def attention_named_by(module: Module) -> str | None:
+    """Returns which implementation of attention the config of a module of transformers names, if it has one."""
+    config = module.__dict__.get("config")
+    known: dict[str, Any] = getattr(config, "__dict__", {})
+    if ATTENTION_IN_CONFIG in known:
+        return cast("str | None", known[ATTENTION_IN_CONFIG])
+    return getattr(config, "_attn_implementation", None)
 
 
 class Reason(enum.Enum):
@@ -472,17 +444,38 @@ class Capture:
 
     Attributes:
         has_escaped_sizes: Whether the model used a size as a plain number outside of the module call that read it.
+        edits: How often graphs were edited.
         is_program: Whether the model is an exported program, which checks sizes itself: names mean one value at all.
+        unseen: The modules (by id) that ran where calls are not recorded: in other threads, or inside of an operation.
     """
 
     options: ExtractionOptions | None = None
     findings: dict[Callable[..., Any], Any] = field(default_factory=dict)
     has_escaped_sizes: bool = False
+    edits: int = 0
     is_program: bool = False
+    unseen: set[int] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
         result = memo[id(self)] = dataclasses.replace(self, findings={})
         return result
+
+
+_analyzing = threading.RLock()
+
+
+def once_a_capture(analysis: Callable[[Frame], T]) -> Callable[[Frame], T]:
+    """Makes an analysis of a root frame run once for each capture, which keeps the result in its `findings`."""
+
+    @functools.wraps(analysis)
+    def known(root: Frame) -> T:
+        findings = root.capture.findings
+        with _analyzing:
+            if known not in findings:
+                findings[known] = analysis(root)
+            return cast(T, findings[known])
+
+    return known
 
 
 @dataclass(slots=True, eq=False)
@@ -503,9 +496,11 @@ class Frame:
             all (a value from outside of the inputs and the module).
         custom_graph: The graph that a custom extraction function returned.
         is_edited: Whether the user edited the graph of this frame, which then runs in place of the module.
+        runs_own_graphs: Whether such a graph, or a custom one, is that of this frame or of one below it.
         custom_failure: Why the custom extraction function did not return a graph.
         value_reads: The values that were read into Python, and where.
         size_guards: What Python found out about sizes: branches, for example, depend on it.
+        example_values: The values that an exported program describes its nodes by (`meta["val"]`), by their names.
     """
 
     module: Module
@@ -522,9 +517,11 @@ class Frame:
     custom_graph: Any = None
     custom_failure: str | None = None
     is_edited: bool = False
+    runs_own_graphs: bool = False
     names: dict[str, Node] = field(default_factory=dict)
     value_reads: list[ValueRead] = field(default_factory=list)
     size_guards: list[SizeGuard] = field(default_factory=list)
+    example_values: dict[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -548,10 +545,10 @@ class Frame:
         """Whether a graph (edited, or custom) replaces the module, rather than records it."""
         return self.is_edited or self.custom_graph is not None
 
-    @property
-    def is_below_own_graph(self) -> bool:
-        """Whether a graph replaces the module of some frame above."""
-        return self.parent is not None and (self.parent.has_own_graph or self.parent.is_below_own_graph)
+    def note_own_graph(self) -> None:
+        """Notes that a graph replaces the module of this frame."""
+        for frame in self.frames_above():
+            frame.runs_own_graphs = True
 
     @property
     def attribute_path_from_root(self) -> str:
@@ -588,6 +585,7 @@ class Frame:
         if self.parent is not None:
             memo.setdefault(id(self.parent), self.parent)
             memo.setdefault(id(self.call), self.call)
+        memo[id(self.example_values)] = self.example_values
         # In order of execution, so that what a node refers to is known by then.
         for node in self.nodes:
             memo.update((id(shared), shared) for shared in (node.spec, node.target))

@@ -1,9 +1,9 @@
 """Components: the standard parts of a transformer, found in the records of a capture, and their names.
 
-`flow` follows values across frames, and `operations` sorts torch functions by what they do. `chain` finds the layers,
-the residual stream through them, and what lies between linear maps and a value, `writes` what each layer adds to the
-stream; `attention`, `mlp` and `ends` find the parts inside these. `roles` runs parts of layers again with changes,
-which decides what dimensions are, and what is an attention. `components` names the findings, and `proofs` checks that
+`flow` follows values across frames, and `operations` sorts torch functions by what they do. `chain` follows the stream,
+and what lies between linear maps and a value; `stacks` finds the layers along it, `writes` what each layer adds to the
+stream; `attention`, `mlp` and `ends` find the parts inside these. `roles` runs parts of layers again with
+changes, which decides what dimensions are, and what is an attention. `components` names the findings, and checks that
 the stream is their sum. `names` is the text of the names: it parses them, and looks them up. `weights` finds which
 parts of the model's matrices belong to components.
 
@@ -18,8 +18,7 @@ from graphpatch_notebook.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from graphpatch_notebook.capture.records import Frame
-    from graphpatch_notebook.components.components import Component, Components
-    from graphpatch_notebook.components.proofs import ProofRun
+    from graphpatch_notebook.components.components import Component, Components, ProofRun
     from graphpatch_notebook.components.weights import ComponentWeights, NoWeightError, Projection, Weights, projection
 
 __all__ = [
@@ -42,4 +41,4 @@ def find(root: Frame) -> Components:
     return components.find(root)
 
 
-__getattr__ = lazy_names(__name__, __all__, ("components", "proofs", "weights"))
+__getattr__ = lazy_names(__name__, __all__, ("components", "weights"))

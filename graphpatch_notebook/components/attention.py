@@ -7,40 +7,33 @@ its arguments are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import NamedTuple
 
 import torch
 
-from graphpatch_notebook.capture.records import Node, Ref
-from graphpatch_notebook.components.chain import Region, Trails, region
+from graphpatch_notebook.capture.records import HELD_KINDS, Node, Ref
+from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.flow import Axes, Flow, Value, walk
-from graphpatch_notebook.components.operations import (
-    ADDITIONS,
-    CREATIONS,
-    FUSED_ATTENTION,
-    MOMENTS,
-    NORMS,
-    PRODUCTS,
-    ROTATIONS,
-    SAME_VALUES,
-    SCALINGS,
-    VIEWS,
-)
-from graphpatch_notebook.components.roles import PartRoles, Study, joined
-from graphpatch_notebook.values import TensorSpec
+from graphpatch_notebook.components.operations import CREATIONS, FUSED_ATTENTION, VIEWS
+from graphpatch_notebook.components.roles import PartRoles, Study, differs, joined
 
-_FARTHEST = 60
+_FARTHEST, _LARGEST, _MANY = 60, 300, 50
+_SUBTRACTIONS = ("sub", "isub", "sub_", "rsub")
 _NAMES = ("q", "k", "v", "q_rot", "k_rot", "scores", "pattern", "z")
-_OUTPUT_STEPS = VIEWS | SAME_VALUES | SCALINGS | ADDITIONS | NORMS | PRODUCTS
+_WHOLE_ATTENTION = "multi_head_attention_forward"
 _UNKNOWN_DIMENSIONS = "no change of its values decides which of its dimensions are which"
-_PLAIN = ("Tensor", "Parameter")
-_FUSED_REASON = "attention is one fused call that cannot be opened"
-_FUSED_CLOSED = "attention is one fused call: leave decompose out of the ExtractionOptions to see the values inside"
-_FUSED_GRAPH = (
-    "attention is one fused call in this graph; it is opened in a PatchableGraph of the model, and apart in the graphs "
-    'of a model with attn_implementation="eager"'
+_FILLED = "the model fills in this tensor part by part"
+_NOT_ROTATED = "nothing rotates it (as rotary embeddings do) before the product of queries and keys"
+_FUSED_REASON = (
+    "attention is one fused call here; it is opened in a PatchableGraph of the model, without decompose in the "
+    'ExtractionOptions, if its arguments are plain tensors; attn_implementation="eager" has no such call'
+)
+_FUSED_WHOLE = (
+    f"it is inside of one call, {_WHOLE_ATTENTION}, which has scores and a pattern; "
+    f"ExtractionOptions(decompose={{{_WHOLE_ATTENTION!r}}}) shows all values inside"
 )
 
 Names = dict[int, str]
@@ -64,7 +57,6 @@ class Attention:
         v: The values, as the product with the pattern reads them.
         found: The values that have names: `q`, `k`, `v`, `q_rot`, `k_rot`, `scores`, `pattern`, `z`.
         missing: Why the others were not found.
-        output: What the linear map of `z` returns, if there is one.
         tiled: Which of `k` and `v` have heads that the heads of queries read by turns: `0, 1, 0, 1`, not `0, 0, 1, 1`.
     """
 
@@ -72,16 +64,23 @@ class Attention:
     v: Value | None = None
     found: dict[str, Part] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    output: Value | None = None
     tiled: set[str] = field(default_factory=set)
 
 
 def attentions(trails: Trails, roles: PartRoles, inside: frozenset[Node]) -> list[Attention]:
     """Returns all attentions among the nodes of a part of a layer, in order of execution."""
     finder = _Finder(trails, roles, inside)
-    fused = map(finder.fused, (node for node in inside if node.op in FUSED_ATTENTION))
-    found = [*finder.written_out(), *(each for each in fused if each is not None)]
-    return sorted(found, key=lambda each: trails.flow.order[each.z.node])
+    calls = dict.fromkeys(node.whole for node in inside if node.op in {*FUSED_ATTENTION, _WHOLE_ATTENTION})
+    fused = [each for node in calls if (each := finder.fused(node)) is not None]
+    return sorted([*finder.written_out(), *fused], key=lambda each: trails.flow.order[each.z.node])
+
+
+class _Product(NamedTuple):
+    """The product of queries and keys, with the names of its atoms, and its factors."""
+
+    result: Value
+    names: Names
+    factors: tuple[Value, Value]
 
 
 class _Finder:
@@ -94,18 +93,15 @@ class _Finder:
 
     def written_out(self) -> list[Attention]:
         """Returns the attentions whose patterns are values of the code."""
-        patterns = [value for value in self._study.floats if self._is_pattern(value)]
-        by_z: dict[Value, list[tuple[Value, int]]] = {}
-        for pattern in patterns:
+        by_z: dict[Value, list[tuple[Value, Value, int]]] = {}
+        for pattern in filter(self._is_pattern, self._study.floats):
             if (found := self._z(pattern)) is not None:
-                z, key = found
-                by_z.setdefault(z, []).append((pattern, key))
-        every = []
-        for z, candidates in by_z.items():
-            # Dimensions that are merged for the product, or added for it, are separate before.
-            pattern, key = min(reversed(candidates), key=lambda each: self._layout_cost(each[0]))
-            every.append(self._attention(pattern, key, z))
-        return every
+                z, operand, key = found
+                by_z.setdefault(z, []).append((pattern, operand, key))
+        # Dimensions that are merged for the product, or added for it, are separate before.
+        chosen = {z: min(reversed(found), key=lambda each: self._layout_cost(each[0])) for z, found in by_z.items()}
+        made = (self._attention(*found, z) for z, found in chosen.items())
+        return [each for each in made if each is not None]
 
     def _layout_cost(self, value: Value) -> tuple[int, int]:
         atoms = self._study.atoms(value)
@@ -116,7 +112,7 @@ class _Finder:
         assert tensor is not None
         if tensor.ndim < 2 or bool((tensor < -1e-6).any()) or not bool((tensor <= 1 + 1e-3).all()):
             return False
-        return any(self._keys_of(value)) and self._study.depends(value, self._roles.start)
+        return any(True for _ in self._keys_of(value)) and self._study.depends(value, self._roles.start)
 
     def _keys_of(self, value: Value) -> Iterator[int]:
         """Yields the atoms along which a value sums to at most one, and nearly always to something."""
@@ -130,81 +126,69 @@ class _Finder:
             if atoms[e].size > 1 and bool((sums <= 1 + 1e-3).all()) and (sums > 1e-3).float().mean() > 0.5:
                 yield e
 
-    def _z(self, pattern: Value) -> tuple[Value, int] | None:
-        """Returns the first value that has no keys any more, and channels instead."""
+    def _z(self, pattern: Value) -> tuple[Value, Value, int] | None:
+        """Returns the first product of a pattern with values, what is multiplied there, and the keys of that.
+
+        This is the pattern, or the result of a map that mixes its heads.
+        """
         study, order = self._study, self._flow.order
         later = study.run.later_than(pattern.node)
-        targets = [value for value in study.floats if value.node in later]
+        targets = sorted((value for value in study.floats if value.node in later), key=lambda each: order[each.node])
         study.ask(pattern, targets)
-        atoms = study.atoms(pattern)
-        for target in sorted(targets, key=lambda each: order[each.node]):
-            if not study.depends(target, pattern):
-                continue
-            for key in self._keys_of(pattern):
-                pairs = self._pairs(pattern, target, [j for j in range(len(atoms)) if j != key])
-                rest = [e for e, atom in enumerate(study.atoms(target)) if e not in pairs.values() and atom.size > 1]
-                is_kept = any(self._moves(pattern, key, target, e) for e in range(len(study.atoms(target))))
-                if (
-                    len(rest) == 1
-                    and not is_kept
-                    and all(atoms[j].size == 1 or j in pairs for j in range(len(atoms)) if j != key)
-                ):
-                    return target, key
+        targets = [target for target in targets if study.depends(target, pattern)]
+        alike = [target for target in targets if study.size(target) == study.size(pattern)]
+        for operand, key in product([pattern, *alike], self._keys_of(pattern)):
+            at = key if operand == pattern else study.pairs(pattern, operand, [key]).get(key)
+            after = (target for target in targets if order[target.node] > order[operand.node])
+            z = None if at is None else next((each for each in after if self._is_product(operand, at, each)), None)
+            if at is not None and z is not None:
+                return z, operand, at
         return None
 
-    def _moves(self, value: Value, j: int, target: Value, e: int) -> bool:
-        """Whether atom `j` of a value is atom `e` of the target, or is split along it."""
-        return self._study.is_same(value, j, target, e) or self._study.is_split(value, j, target, e)
-
-    def _pairs(self, value: Value, target: Value, among: Sequence[int]) -> dict[int, int]:
-        """Returns which atom of a target each atom of a value is: the same one, or else one that it splits."""
-        found: dict[int, int] = {}
-        for test in (self._study.is_same, self._study.is_split):
-            for j in among:
-                if j not in found:
-                    fitting = [
-                        e
-                        for e in range(len(self._study.atoms(target)))
-                        if e not in found.values() and test(value, j, target, e)
-                    ]
-                    if len(fitting) == 1:
-                        found[j] = fitting[0]
-        return found
+    def _is_product(self, operand: Value, key: int, target: Value) -> bool:
+        """Whether a value has no keys any more, and channels instead."""
+        study, ends = self._study, range(len(self._study.atoms(target)))
+        others = {j for j in range(len(study.atoms(operand))) if j != key}
+        pairs = study.pairs(operand, target, others)
+        channels = [e for e in ends if e not in pairs.values() and study.atoms(target)[e].size > 1]
+        has_keys = any(test(operand, key, target, e) for test in (study.is_same, study.is_split) for e in ends)
+        return len(channels) == 1 and not has_keys and all(study.atoms(operand)[j].size == 1 for j in others - {*pairs})
 
     # -- what its dimensions are ---------------------------------------------------------------------------------------
 
-    def _attention(self, pattern: Value, key: int, z: Value) -> Attention:
-        study = self._study
-        pairs = self._pairs(pattern, z, [j for j in range(len(study.atoms(pattern))) if j != key])
+    def _attention(self, pattern: Value, operand: Value, key: int, z: Value) -> Attention | None:
+        """Returns an attention; `None` if its keys are no positions: experts of a token, or states of other layers."""
+        study, one = self._study, Attention(z)
+        pairs = study.pairs(operand, z, [j for j in range(len(study.atoms(operand))) if j != key])
         of_z: Names = {e: self._outer(z, e) for e in pairs.values()}
-        one = Attention(z)
-        if (group := study.atoms(pattern)[key].group) is not None:
+        is_position = self._roles.group_role(study.atoms(operand)[key]) == "position"
+        if (group := study.atoms(operand)[key].group) is not None:
             self._roles.groups.setdefault(group, "position")
-        if list(of_z.values()).count("query") != 1:
+        outer = list(of_z.values())
+        if outer.count("query") != 1 or outer.count("head") > 1:  # the latter: heads of keys, and of queries for each
             one.missing = dict.fromkeys(_NAMES, _UNKNOWN_DIMENSIONS)
             return one
         channel = next(e for e, atom in enumerate(study.atoms(z)) if e not in of_z and atom.size > 1)
-        of_pattern = {j: of_z[e] for j, e in pairs.items()} | {key: "key"}
-        product, before = self._scores_before(pattern, of_pattern)
-        if product is not None and list(of_z.values()).count("head") == 2:
-            # Two dimensions of heads: those of the keys, and those of the queries that share each.
-            of_product = self._paired(product.k, product.result, product.names)
-            keys = [e for e in of_product.values() if product.names.get(e) == "head"]
-            if len(keys) == 1:
-                back = self._pairs(product.result, pattern, range(len(study.atoms(product.result))))
-                of_pattern = {j: _of_group(name, j == back.get(keys[0])) for j, name in of_pattern.items()}
-                of_z = {e: of_pattern[j] for j, e in pairs.items()}
-                product, before = self._scores_before(pattern, of_pattern)
+        v, query = self._values(operand, z, channel), next(e for e, name in of_z.items() if name == "query")
+        of_v = {} if v is None else self._by_target(v, z, of_z | {channel: "channel"}, "key")
+        if not is_position:  # experts of a token, and states of other layers, are read at one position
+            keys = [] if v is None or v.node.kind in HELD_KINDS else [j for j, name in of_v.items() if name == "key"]
+            read = [each for j in keys if v is not None for each in study.hits(v, j, z, query).values()]
+            if "query" in of_v.values() or all(len(each) == 1 for each in read):
+                return None
+        of_operand = {j: of_z[e] for j, e in pairs.items()} | {key: "key"}
+        of_pattern = of_operand if operand == pattern else self._by_target(pattern, operand, of_operand, "head")
+        found, before = self._scores_before(pattern, of_pattern)
         of_z[channel] = "channel"
         operands: dict[str, tuple[Value, Names]] = {}
-        if product is not None:
-            for letter, operand in (("q", product.q), ("k", product.k)):
-                operands[letter] = operand, self._by_target(operand, product.result, product.names, "channel")
-        if (v := self._values(pattern, z, channel)) is not None:
-            one.v, operands["v"] = v, (v, self._by_target(v, z, of_z, "key"))
+        for letter, factor in zip("qk", found.factors if found is not None else (), strict=False):
+            assert found is not None
+            operands[letter] = factor, self._by_target(factor, found.result, found.names, "channel")
+        if v is not None:
+            one.v, operands["v"] = v, (v, of_v)
         for name, value, names in (("pattern", pattern, of_pattern), ("z", z, of_z)):
             self._add(one, name, *self._separated(value, names))
-        if (scores := self._scores(pattern, key, before)) is not None:
+        if (scores := self._scores(pattern, of_pattern, before)) is not None:
             self._add(one, "scores", *self._separated(*scores))
         else:
             one.missing["scores"] = "no softmax of a value is the pattern"
@@ -212,8 +196,8 @@ class _Finder:
 
     def _outer(self, z: Value, e: int) -> str:
         """Returns what an atom of `z` is that the pattern has, too: batch, query, or head."""
-        role = self._roles.carried(z, e)
-        return "head" if role is None else "query" if role == "position" else role
+        role = self._roles.carried(z, e) or ("head" if self._study.atoms(z)[e].group is None else "unknown")
+        return "query" if role == "position" else role
 
     def _by_target(self, value: Value, target: Value, of_target: Names, last: str) -> Names:
         """Returns what the atoms of a value are, by what they are in a target; the one that is left is `last`."""
@@ -223,13 +207,12 @@ class _Finder:
         return names | ({rest[0]: last} if len(rest) == 1 and last else {})
 
     def _paired(self, value: Value, target: Value, of_target: Names) -> dict[int, int]:
-        pairs = self._pairs(value, target, range(len(self._study.atoms(value))))
-        return {j: e for j, e in pairs.items() if e in of_target}
+        return {j: e for j, e in self._study.pairs(value, target).items() if e in of_target}
 
     def _add(self, one: Attention, name: str, value: Value, names: Names) -> None:
         axes = self._axes(value, names)
         if value.op in CREATIONS:
-            one.missing[name] = "the model fills in this tensor part by part"
+            one.missing[name] = _FILLED
         elif not _is_decided(axes) or len(axes) != len(value.shape):
             one.missing[name] = _UNKNOWN_DIMENSIONS
         else:
@@ -243,139 +226,132 @@ class _Finder:
             known = set(names.values())
             is_grouped = any("head" in name for name in known)
             names[single[0]] = "batch" if "batch" not in known else "group" if is_grouped else "head"
-        return joined(atoms, [names.get(j) for j in range(len(atoms))])
+        found = joined(atoms, [names.get(j) for j in range(len(atoms))])
+        is_unsized = self._study.dimensions.reason is not None
+        if is_unsized and "batch" in self._roles.start_axes and "batch" not in found:
+            return (None,) * len(found)  # a dimension may hold the heads of all rows
+        return found
 
     def _separated(self, value: Value, names: Names) -> tuple[Value, Names]:
         """Returns a view with batch and heads in two dimensions of a value that has them in one."""
-        users, study = self._flow.users.get(value.node, ()), self._study
+        study = self._study
         if self._layout_cost(value)[0] == 0:
             return value, names
+
+        def after(view: Value) -> list[Value]:
+            users = map(Value, self._flow.users.get(view.node, ()))
+            return [user for user in users if user.op in VIEWS and study.size(user) == study.size(value)]
+
+        def sizes(view: Value) -> list[int]:  # a view may merge heads and channels instead
+            return sorted(atom.size for atom in study.atoms(view) if atom.size > 1)
+
         before = self._flow.reads(value.node)[:1] if value.op in VIEWS else []
-        for view in [*(Value(user) for user in users if user.op in VIEWS and len(users) == 1), *before]:
-            is_alike = study.size(view) == study.size(value) and self._layout_cost(view)[0] == 0
-            if is_alike and view in before:
-                return view, self._by_target(view, value, names, "")
-            if is_alike:
-                return view, {
-                    e: names[j]
-                    for j, e in self._pairs(value, view, range(len(study.atoms(value)))).items()
-                    if j in names
-                }
+        for view in (*walk(after(value), after, _FARTHEST), *before):
+            if sizes(view) == sizes(value) and self._layout_cost(view)[0] == 0:
+                if view in before:
+                    return view, self._by_target(view, value, names, "")
+                return view, {e: names[j] for j, e in study.pairs(value, view).items() if j in names}
         return value, names
 
     # -- queries, keys, scores and values ------------------------------------------------------------------------------
 
     def _scores_before(self, pattern: Value, of_pattern: Names) -> tuple[_Product | None, dict[Value, Names]]:
         """Returns the product of queries and keys, and all values between that have both, the nearest first."""
-        names: dict[Value, Names] = {pattern: of_pattern}
-        waiting, study = [pattern], self._study
-        while waiting and len(names) < _FARTHEST:
-            value = waiting.pop(0)
-            reads = self._flow.reads(value.node)[value.op == "baddbmm" :]  # the first is added
-            reads = [read for read in reads if study.tensor(read) is not None]
-            if value.node not in self._inside:
+        names, study = {pattern: of_pattern}, self._study
+        for value in (waiting := [pattern]):
+            if value.node not in self._inside or len(names) > _FARTHEST:
                 continue
+            reads = self._flow.reads(value.node)[value.op == "baddbmm" :]  # the first is added
             moving = [read for read in dict.fromkeys(reads) if study.depends(value, read)]
             of_reads = {read: self._by_target(read, value, names[value], "") for read in moving}
-            found: dict[str, list[Value]] = {"query": [], "key": []}
-            for read, each in of_reads.items():
-                if len(side := {"query", "key"} & set(each.values())) == 1:
-                    found[next(iter(side))].append(read)
-            if all(found.values()):
-                q, k = (
-                    min(each, key=lambda read: not self._has_channels(read, of_reads[read])) for each in found.values()
-                )
-                return _Product(value, names[value], q, k), names
+            q, k = (
+                [read for read in moving if {"query", "key"} & {*of_reads[read].values()} == {side}]
+                for side in ("query", "key")
+            )
+            if q and k:  # a bias has no channels
+                factors = (min(side, key=lambda read: not self._rest(read, of_reads[read])) for side in (q, k))
+                return _Product(value, names[value], (next(factors), next(factors))), names
             for read in moving:
-                if "key" not in of_reads[read].values() and study.size(read) == study.size(value):
-                    of_reads[read] = self._by_target(read, value, names[value], "key")  # of a softmax, all change
-                if {"query", "key"} <= set(of_reads[read].values()) and read not in names:
-                    names[read] = of_reads[read]
+                each = of_reads[read]
+                if "key" not in each.values() and study.size(read) == study.size(value):  # of a softmax, all change
+                    each = self._by_target(read, value, names[value], "key")
+                if {"query", "key"} <= {*each.values()} and read not in names:
+                    rest = self._rest(read, each)  # heads, if these are mixed: scores have no channels
+                    names[read] = each | ({rest[0]: "head"} if len(rest) == 1 and "head" not in each.values() else {})
                     waiting.append(read)
         return None, names
 
-    def _has_channels(self, value: Value, names: Names) -> bool:
-        """Whether an atom of a value is none of those that scores have, as a bias has none."""
-        return any(atom.size > 1 and j not in names for j, atom in enumerate(self._study.atoms(value)))
+    def _rest(self, value: Value, names: Names) -> list[int]:
+        return [j for j, atom in enumerate(self._study.atoms(value)) if atom.size > 1 and j not in names]
 
-    def _scores(self, pattern: Value, key: int, before: Mapping[Value, Names]) -> tuple[Value, Names] | None:
+    def _scores(self, pattern: Value, of_pattern: Names, before: Mapping[Value, Names]) -> tuple[Value, Names] | None:
         """Returns what the softmax reads that gives the pattern, or that and a share that goes to no position."""
         study, result = self._study, self._study.tensor(pattern)
         assert result is not None
-        dim = study.atoms(pattern)[key].dim
+        dim = next(study.atoms(pattern)[j].dim for j, name in of_pattern.items() if name == "key")
         fitting: dict[Value, Names] = {}
         for value, names in before.items():
             tensor = study.tensor(value)
             if value == pattern or tensor is None or tensor.numel() != result.numel():
                 continue
             at = [study.atoms(value)[j].dim for j, name in names.items() if name == "key"]
-            if not at or tensor.ndim < 2:
+            is_alike = tensor.shape == result.shape or (at and at[0] - tensor.ndim == dim - result.ndim)
+            if not at or tensor.ndim < 2 or not is_alike:
                 continue
-            shares = torch.softmax(tensor, at[0]).nan_to_num()
-            like = (
-                result
-                if tensor.shape == result.shape
-                else result.reshape(tensor.shape)
-                if at[0] - tensor.ndim == dim - result.ndim
-                else None
-            )
-            if like is not None and torch.allclose(shares * like.sum(at[0], keepdim=True), like, 1e-3, 1e-5):
+            like, shares = result.reshape(tensor.shape), torch.softmax(tensor, at[0]).nan_to_num()
+            if torch.allclose(shares * like.sum(at[0], keepdim=True), like, 1e-3, 1e-5):
                 fitting[value] = names
-        found = next(iter(fitting), None)
-        while found is not None and found.op in ("sub", "isub", "sub_", "rsub"):  # the maximum, for exact exponentials
-            before_it = next((read for read in self._flow.reads(found.node) if read in fitting), None)
-            if before_it is None:
-                break
-            found = before_it
-        return None if found is None else (found, fitting[found])
+        # Exact exponentials are those of differences from the maximum.
+        shifted = {
+            value
+            for value in fitting
+            if value.op in _SUBTRACTIONS and any(read in fitting for read in self._flow.reads(value.node))
+        }
+        return next(((value, names) for value, names in fitting.items() if value not in shifted), None)
 
     def _values(self, pattern: Value, z: Value, channel: int) -> Value | None:
         """Returns what is multiplied with the pattern: its channels are those of `z`."""
         study, order = self._study, self._flow.order
         later = study.run.later_than(pattern.node) | {pattern.node}
-        for node in study.run.nodes:
-            if node not in later or node is pattern.node or order[node] > order[z.node]:
-                continue
-            reads = self._flow.reads(node)
-            if not any(read.node in later for read in reads):
-                continue
-            for read in reads:
-                if read.node in later or study.tensor(read) is None or not study.depends(z, read):
-                    continue
-                if any(study.is_same(read, j, z, channel) for j in range(len(study.atoms(read)))):
+        nodes = [node for node in study.run.nodes if node in later and order[node] <= order[z.node]]
+        for reads in (self._flow.reads(node) for node in nodes if node is not pattern.node):
+            others = [read for read in reads if read.node not in later and study.tensor(read) is not None]
+            for read in others if len(others) < len(reads) else ():
+                places = range(len(study.atoms(read)) if study.depends(z, read) else 0)
+                if any(study.is_same(read, j, z, channel) for j in places):
                     return read
         return None
 
     def fused(self, node: Node) -> Attention | None:
         """Returns a fused call: its documentation says what the last two dimensions of what it reads are."""
         given = [self._argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
-        z = Value(node)
-        one = Attention(z, given[2])
+        inner = {step.base_name: Value(step) for step in node.inner}
+        one = Attention(Value(node), given[2])
+        if node.op == _WHOLE_ATTENTION:
+            one.missing = dict.fromkeys((name for name in _NAMES if name not in inner), _FUSED_WHOLE)
+            one.found = {name: Part(value, ("batch", "head", "query", "key")) for name, value in inner.items()}
+            return one
         operands: dict[str, tuple[Value, Names]] = {}
-        for letter, value in zip("qkvz", (*given, z), strict=True):
+        self._study.ask(self._roles.start, [value for value in (*given, one.z) if value is not None])  # at once
+        for letter, value in zip("qkvz", (*given, one.z), strict=True):
             if value is None:
                 return None
-            names = self._of_fused(value, "key" if letter in "kv" else "query")
-            if letter == "z":
-                self._add(one, letter, *self._separated(value, names))
-            else:
-                operands[letter] = value, names
-        inner = {step.base_name: Value(step) for step in node.inner}
+            operands[letter] = value, self._of_fused(value, "key" if letter in "kv" else "query")
+        self._add(one, "z", *self._separated(*operands.pop("z")))
         axes = self._axes(*operands["q"])
-        for name in ("scores", "pattern"):
-            if name in inner and len(inner[name].shape) == len(axes) and None not in axes:
-                one.found[name] = Part(inner[name], (*axes[:-1], "key"))
+        for name, value in inner.items():
+            if name in _NAMES and len(value.shape) == len(axes) and _is_decided(axes):
+                one.found[name] = Part(value, (*axes[:-1], "key"))
         return self._completed(one, operands)
 
     def _of_fused(self, value: Value, side: str) -> Names:
-        atoms, names = self._study.atoms(value), Names()
-        rank = len(value.shape)
-        for j, atom in enumerate(atoms):
+        names, rank = Names(), len(value.shape)
+        for j, atom in enumerate(self._study.atoms(value)):
             if atom.dim >= rank - 2:
                 names[j] = side if atom.dim == rank - 2 else "channel"
             elif (role := self._roles.carried(value, j)) is not None:
                 names[j] = role
-            elif atom.size > 1:
+            elif atom.size > 1 and atom.group is None:
                 names[j] = "head"
         return names
 
@@ -387,22 +363,72 @@ class _Finder:
 
     def _completed(self, one: Attention, operands: Mapping[str, tuple[Value, Names]]) -> Attention:
         for letter, (operand, names) in operands.items():
-            between = region(self._trails, operand, self._inside)
-            known = self._known(between, operand, names)
-            self._follow(letter, operand, between, known, one)
-        one.output = self._output_map(one.z)
-        for name in ("scores", "pattern"):
+            self._follow(letter, operand, names, one)
+        for name in _NAMES:
             if name not in one.found:
-                one.missing.setdefault(name, self._why_fused(one))
-        for name in ("q", "k", "v", "z"):
-            if name not in one.found:
-                one.missing.setdefault(name, _UNKNOWN_DIMENSIONS)
+                is_fused = name in ("scores", "pattern") and one.z.node.op in FUSED_ATTENTION
+                one.missing.setdefault(name, _FUSED_REASON if is_fused else _UNKNOWN_DIMENSIONS)
         return one
 
-    def _known(self, between: Region, operand: Value, names: Names) -> dict[Value, Names]:
+    def _follow(self, name: str, operand: Value, names: Names, one: Attention) -> None:
+        """Follows an operand of the products back to the linear map that it comes from."""
+        sources, waists = self._waists(operand)
+        if any(waist.op in CREATIONS for waist in waists):
+            one.missing |= dict.fromkeys([name] if name == "v" else [name, f"{name}_rot"], _FILLED)
+            return
+        known, steps = self._known(waists, operand, names), list(pairwise(waists))
+        # A cache, or repeated heads, add to these: `k` and `v` have the positions and heads of the call.
+        stops = [after for before, after in steps if self._is_extended(before, after)]
+        is_plain = name == "v"  # values are what the pattern is multiplied with: neither rotated nor scaled
+        changed = [] if is_plain else [(before, after) for before, after in steps if not self._is_view(before, after)]
+        scaled = [after for before, after in changed if self._is_scaling(before, after)]
+        place = next((j for j, each in names.items() if each in ("query", "key")), 0)
+        turned = {
+            after: self._is_rotation(before, after, operand, place)
+            for before, after in changed
+            if after not in scaled and after not in stops
+        }
+        if None in turned.values():
+            one.missing[name] = one.missing[f"{name}_rot"] = _UNKNOWN_DIMENSIONS
+            return
+        rotated = [after for after, is_rotated in turned.items() if is_rotated]
+        if rotated:
+            later = waists[waists.index(rotated[-1]) :]
+            ends = [each for each in (*stops, *scaled, *turned) if each in later[1:]]
+            self._add(one, f"{name}_rot", *(self._best(_before(later, ends), known) or (operand, names)))
+            stops = rotated[:1]
+        elif not is_plain:
+            one.missing[f"{name}_rot"] = _NOT_ROTATED
+        part = self._best(_before(waists, [*stops, *scaled]), known) or self._best(_before(waists, stops), known)
+        if part is not None:
+            self._add(one, name, *part)
+            if name != "q" and self._is_tiled(part, operand, names):
+                one.tiled.add(name)
+        elif len(sources) > 1:
+            one.missing[name] = "it is made of the results of several linear maps, or of their parts"
+        else:
+            one.missing[name] = "no value has heads as a dimension that is read whole, and not rotated yet"
+
+    def _waists(self, operand: Value) -> tuple[list[Value], list[Value]]:
+        """Returns the linear maps behind an operand, and the values that all of it passes through on the way."""
+
+        def before(value: Value) -> list[Value]:
+            is_end = value.node not in self._inside or self._flow.is_linear_map(value)
+            return [] if is_end else self._flow.moving(value.node)
+
+        values = sorted(walk([operand], before, _LARGEST), key=lambda value: self._flow.order[value.node])
+        sources = [value for value in values if not before(value)]
+
+        def is_waist(waist: Value) -> bool:
+            around = walk([operand], lambda value: [] if value == waist else before(value))
+            return waist == operand or all(value == waist or before(value) for value in around)
+
+        return sources, list(filter(is_waist, values))
+
+    def _known(self, waists: list[Value], operand: Value, names: Names) -> dict[Value, Names]:
         """Returns the atoms of the waists, from the operand back to where it is a part of something larger."""
         study, found = self._study, {operand: names}
-        for source, waist in reversed(list(pairwise(between.waists))):
+        for source, waist in reversed(list(pairwise(waists))):
             size = study.size(source)
             if size > study.size(waist) or not size:
                 break
@@ -412,52 +438,58 @@ class _Finder:
             found[source] = of_source
         return found
 
+    def _is_extended(self, before: Value, after: Value) -> bool:
+        """Whether others are put beside a value, or copies of it; the others may be an empty cache."""
+        reads = self._flow.reads(after.node)
+        is_joined = before in reads and len(reads) > 1 and self._is_view(before, after)
+        return is_joined or self._study.size(after) > self._study.size(before)
+
+    def _is_view(self, before: Value, after: Value) -> bool:
+        """Whether a value has only numbers that another one has, too."""
+        one, other = self._study.tensor(before), self._study.tensor(after)
+        if one is None or other is None:
+            return after.op in VIEWS
+        one, other = (
+            torch.view_as_real(each).flatten() if each.is_complex() else each.flatten() for each in (one, other)
+        )
+        some = other[:: other.numel() // _MANY + 1, None]
+        return bool((some == one).any(1).all())
+
     def _channels(self, value: Value, names: Names) -> int:
         return max((self._study.atoms(value)[j].size for j, name in names.items() if name == "channel"), default=0)
 
-    def _follow(self, name: str, operand: Value, between: Region, known: Mapping[Value, Names], one: Attention) -> None:
-        """Follows an operand of the products back to the linear map that it comes from."""
-        place_of, size = between.waists.index, self._study.size
-        rotated = [waist for waist in between.waists if _is_rotation(between, waist)]
-        # A cache, or repeated heads, add to these: `k` and `v` have the positions and heads of the call.
-        stops = [w for before, w in pairwise(between.waists) if size(w) > size(before) or between.ops[w] == ("cat",)]
-        # Queries and keys are often scaled before the product; values are what the pattern is multiplied with.
-        scaled = [w for w in between.waists if between.ops[w] and set(between.ops[w]) <= SCALINGS and name != "v"]
-        if rotated:
-            last = place_of(rotated[-1])
-            stops = [waist for waist in stops if place_of(waist) > last]
-            after = [w for w in between.waists if place_of(w) > last and (between.is_norm(w) or w in scaled)]
-            ends = {waist: names for waist, names in known.items() if place_of(waist) >= last}
-            part = next(self._before(ends, between, [*stops, *after]), None)
-            self._add(one, f"{name}_rot", *(part or (operand, known[operand])))
-            stops = [rotated[0]]
-        elif name != "v":
-            one.missing[f"{name}_rot"] = (
-                "nothing rotates it (as rotary embeddings do) before the product of queries and keys"
-            )
-        part = next(self._before(known, between, [*stops, *scaled]), None) or next(
-            self._before(known, between, stops), None
-        )
-        if part is not None:
-            self._add(one, name, *part)
-            if name != "q" and self._is_tiled(part, operand, known[operand]):
-                one.tiled.add(name)
-        elif len(between.sources) > 1:
-            one.missing[name] = "it is made of the results of several linear maps, or of their parts"
-        else:
-            one.missing[name] = "no value has heads as a dimension that is read whole, and not rotated yet"
+    def _is_rotation(self, before: Value, after: Value, operand: Value, place: int) -> bool | None:
+        """Whether a step treats each position in another way, and mixes channels; `None` if there is one position."""
+        study, found = self._study, list[int]()
+        for value in (before, after):
+            same = (j for j in range(len(study.atoms(value))) if study.is_same(value, j, operand, place))
+            found.append(next(same, -1))
+        if -1 in found:
+            return None
+        result = study.with_equal(before, found[0], after)
+        if result is None or not differs(result.narrow(found[1], 0, 1).expand_as(result), result).any():
+            return False
+        is_apart = [
+            any(study.is_same(before, j, after, e) for e in range(result.ndim))
+            for j, atom in enumerate(study.atoms(before))
+            if atom.size > 1
+        ]
+        return not all(is_apart) or result.is_complex()
 
-    def _before(
-        self, known: Mapping[Value, Names], between: Region, stops: Sequence[Value]
-    ) -> Iterator[tuple[Value, Names]]:
-        """Yields the waists with all axes before the first of `stops`, last ones first, best axes first."""
-        waists = list(between.waists)
-        end = min((waists.index(stop) for stop in stops), default=len(waists))
-        chosen = [waist for waist in reversed(waists[:end]) if waist in known and waist.is_float]
+    def _is_scaling(self, before: Value, after: Value) -> bool:
+        one, other = self._study.tensor(before), self._study.tensor(after)
+        if one is None or other is None or one.shape != other.shape:
+            return False
+        factor = (one * other).sum() / (one * one).sum()
+        return bool(factor != 1) and torch.allclose(one * factor, other, 1e-4, 1e-6)
+
+    def _best(self, waists: Sequence[Value], known: Mapping[Value, Names]) -> tuple[Value, Names] | None:
+        """Returns the value among waists whose axes are all known: with heads as one of them, the last one."""
+        chosen = [waist for waist in reversed(waists) if waist in known and waist.is_float]
         axes = {waist: self._axes(waist, known[waist]) for waist in chosen}
         whole = [waist for waist, each in axes.items() if _is_decided(each) and "group" not in each]
-        for waist in sorted(whole, key=lambda each: ("head" not in axes[each], axes[each][-1] != "channel")):
-            yield waist, known[waist]
+        found = min(whole, key=lambda each: ("head" not in axes[each], axes[each][-1] != "channel"), default=None)
+        return None if found is None else (found, known[found])
 
     def _is_tiled(self, part: tuple[Value, Names], operand: Value, of_operand: Names) -> bool:
         """Whether the heads of queries read the heads of a part by turns."""
@@ -466,52 +498,15 @@ class _Finder:
         if len(own) != 1 or len(other) != 1 or value == operand:
             return False
         reached = [
-            s for (j, _, _), sets in self._study.reach(value, operand).items() if j == own[0] and (s := sets[other[0]])
+            s for (j, _), sets in self._study.reach(value, operand).items() if j == own[0] and (s := sets[other[0]])
         ]
         return any(max(each) - min(each) >= len(each) > 1 for each in reached)
 
-    def _output_map(self, z: Value) -> Value | None:
-        """Returns the result of the linear map of `z`."""
-        users = self._flow.users
-        after = walk(
-            users.get(z.node, ()), lambda node: users.get(node, ()) if node.op in _OUTPUT_STEPS else (), _FARTHEST
-        )
-        return next(filter(self._flow.is_linear_map, map(Value, after)), None)
 
-    def _why_fused(self, one: Attention) -> str:
-        """Returns why there are no scores and no pattern: mostly because they are inside a fused call of attention."""
-        node = one.z.node
-        if node.op not in FUSED_ATTENTION:
-            return _UNKNOWN_DIMENSIONS
-        frame = self._flow.frame_of[node]
-        if frame.has_own_graph:
-            return _FUSED_GRAPH
-        if (options := frame.capture.options) is not None and options.decompose is not None:
-            return _FUSED_CLOSED
-        specs = [read.spec for read in self._flow.reads(node)]
-        kind = next((s.type_name for s in specs if isinstance(s, TensorSpec) and s.type_name not in _PLAIN), None)
-        return _FUSED_REASON + ("" if kind is None else f": its arguments are {kind}s, and only plain tensors can be")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Product:
-    """The product of queries and keys, with the names of its atoms, and its factors."""
-
-    result: Value
-    names: Names
-    q: Value
-    k: Value
+def _before(waists: Sequence[Value], ends: Iterable[Value]) -> Sequence[Value]:
+    """Returns the waists before the first of `ends`."""
+    return waists[: min(map(waists.index, ends), default=len(waists))]
 
 
 def _is_decided(axes: Axes) -> bool:
-    return None not in axes and len(set(axes)) == len(axes)
-
-
-def _of_group(name: str, is_key: bool) -> str:
-    return name if name != "head" else "key_head" if is_key else "query_head"
-
-
-def _is_rotation(between: Region, waist: Value) -> bool:
-    """Whether a waist is a rotation of the one before: parts of it, times constants, put together again."""
-    ops = set(between.ops[waist])
-    return bool(ops & ROTATIONS) or (bool(ops & SCALINGS) and len(ops) > 1 and not ops & MOMENTS)
+    return not {None, "unknown"} & {*axes} and len(set(axes)) == len(axes)

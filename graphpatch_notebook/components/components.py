@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
-from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.components.attention import Attention
-from graphpatch_notebook.components.chain import Layer, Stack, Stacks, Trails
-from graphpatch_notebook.components.ends import end_of, ends_alone, start_of
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.capture.records import Frame, once_a_capture
+from graphpatch_notebook.components.attention import Attention, Part
+from graphpatch_notebook.components.chain import Step, Trails
+from graphpatch_notebook.components.ends import find_ends
 from graphpatch_notebook.components.flow import Axes, Flow, Value
-from graphpatch_notebook.components.mlp import Mlp, mlp_of
+from graphpatch_notebook.components.mlp import mlp_of
 from graphpatch_notebook.components.names import find_one, look_up, why_missing
-from graphpatch_notebook.components.operations import CHOICES, CREATIONS
-from graphpatch_notebook.components.proofs import Evidence, NamedLayer, NamedWrite, ProofRun, norm_name, prove
-from graphpatch_notebook.components.writes import Write, WriteKind, Writes, norm_of
+from graphpatch_notebook.components.operations import CREATIONS
+from graphpatch_notebook.components.stacks import Layer, Stack, stacks_of
+from graphpatch_notebook.components.writes import Parts, Write, Writes, norm_of
+from graphpatch_notebook.patches.kinds import CustomPatch, Patch
 from graphpatch_notebook.patching.model_state import RandomState
 from graphpatch_notebook.paths import format_path
 
@@ -62,15 +66,23 @@ class Component:
         return [dim for dim in range(len(self.shape)) if dim >= len(self.index) or isinstance(self.index[dim], slice)]
 
 
-@dataclass(slots=True)
-class _Findings:
-    """What was found in a capture; all `Components` of the capture share it."""
+@dataclass(slots=True, eq=False)
+class Evidence:
+    """What was found in a capture.
 
-    evidence: Evidence
-    by_name: dict[str, Component] = field(default_factory=dict)
-    layers: dict[str, int] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    Attributes:
+        trails: The flow of values, and the norms.
+        stacks: The stacks of layers.
+        values: The value of each component, by name.
+    """
 
+    trails: Trails
+    stacks: list[Stack] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+
+
+ProofRun: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], Any]"
+"""Runs the model with patches, on the inputs of the checks, and returns its result."""
 
 Verify: TypeAlias = "Callable[[Callable[[ProofRun, Collection[str]], None], tuple[Any, ...], dict[str, Any]], None]"
 """Calls a function with a runner of the captured model on inputs, and the paths that can be patched."""
@@ -82,6 +94,7 @@ class Components(Mapping[str, Component]):
     Attributes:
         layers: The number of layers of each stack, by the name of the stack (`""` if there is only one).
         missing: Why components were not found, by their name, or by a pattern such as `layers[*]`.
+        groups: What each group of the inputs' dimensions is, by its number in `dimensions_of`: `batch`, or `position`.
         evidence: What the proofs are made from.
 
     Example:
@@ -100,16 +113,19 @@ class Components(Mapping[str, Component]):
         (('batch', 'position', 'channel'), ())
     """
 
-    def __init__(self, findings: _Findings, verify: Verify | None = None) -> None:
-        self._findings = findings
-        self._verify = verify
-        self.layers: Mapping[str, int] = findings.layers
-        self.missing: Mapping[str, str] = findings.missing
-        self.evidence = findings.evidence
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.layers: dict[str, int] = {}
+        self.missing: dict[str, str] = {}
+        self.groups: dict[int, str] = {}
+        self._by_name: dict[str, Component] = {}
+        self._verify: Verify | None = None
 
     def with_runs(self, verify: Verify) -> Components:
         """Returns the same components, which can be verified in runs of the model."""
-        return Components(self._findings, verify)
+        found = copy.copy(self)
+        found._verify = verify
+        return found
 
     def verify(self, *args: Any, **kwargs: Any) -> Components:
         """Checks the residual sum in a run of the model on these inputs, or on the example inputs.
@@ -126,36 +142,47 @@ class Components(Mapping[str, Component]):
         self._verify(self._prove, args, kwargs)
         return self
 
+    def add(self, component: Component, value: Value) -> None:
+        """Adds a component, with its value in the flow of values."""
+        self._by_name[component.name] = component
+        self.evidence.values[component.name] = value
+
     def take(self, proved: Mapping[str, Component]) -> None:
         """Takes the proofs and doubts of the same components, proved elsewhere."""
         for name, component in proved.items():
-            found = self._findings.by_name[name]
-            self._findings.by_name[name] = replace(found, proof=component.proof, doubt=component.doubt)
+            self._by_name[name] = replace(self._by_name[name], proof=component.proof, doubt=component.doubt)
 
     def _prove(self, run: ProofRun, known: Collection[str]) -> None:
-        found = self._findings
-        verdicts = prove(found.evidence, {name: each.path for name, each in found.by_name.items()}, known, run)
-        for name, component in found.by_name.items():
-            proof = "; ".join(dict.fromkeys(verdicts.proofs.get(name, ())))
-            doubt = verdicts.doubts.get(name, "" if proof else "nothing proves it")
-            found.by_name[name] = replace(component, proof="" if doubt else proof, doubt=doubt)
+        problems = sum_problems(self, run, known)
+        for name, component in self._by_name.items():
+            doubt = problems.get(name, "")
+            proof = "found by running; residual sum recomputed" if name in problems else "found by running"
+            self._by_name[name] = replace(component, proof="" if doubt else proof, doubt=doubt)
 
     def __getitem__(self, name: str) -> Component:
-        found = self._findings.by_name.get(name)
+        found = self._by_name.get(name)
         return find_one(self, name, name) if found is None else found
 
     def __contains__(self, name: object) -> bool:
-        return name in self._findings.by_name
+        return name in self._by_name
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._findings.by_name)
+        return iter(self._by_name)
 
     def __len__(self) -> int:
-        return len(self._findings.by_name)
+        return len(self._by_name)
 
     def why_missing(self, name: str) -> str | None:
         """Returns why a component was not found; `None` if that is not known."""
-        return why_missing(self.missing, name)
+        reason = why_missing(self.missing, name)
+        part, layers = _PART.search(name), (layer for stack in self.evidence.stacks for layer in stack.layers.values())
+        kinds = next(([*layer.writes] for layer in layers if name.startswith(layer.name)), [])
+        if reason is not None or not kinds or part is None:
+            return reason
+        if "mlp" in kinds and part[1] in ("router", "experts"):
+            return "no MLP chooses among experts"
+        alone = " and ".join(f"{kind}_out" for kind in kinds)
+        return f"only {alone} {'is' if len(kinds) == 1 else 'are'} added to the stream here"
 
     def axes_at(self, path: str) -> Axes:
         """Returns the names of the dimensions of the value at a path, if it is a component or contains one."""
@@ -176,22 +203,22 @@ class Components(Mapping[str, Component]):
         return table(self)
 
 
-_NO_STACK = "no module of a list adds to its input, nor do modules of a dict, or with numbered names, in turn"
+_NO_STACK = (
+    "nothing is added again and again to what it is computed from, by modules of a list or in a loop; you can say "
+    "which modules are the layers: ExtractionOptions(layers=[...])"
+)
+_NO_NORM = "no norm reads"
 _ATTENTION = ("q", "k", "v", "q_rot", "k_rot", "scores", "pattern", "z")
-_lock = threading.RLock()
 
 
+@once_a_capture
 def find(root: Frame) -> Components:
     """Returns the components of a captured model, found in its records; each capture is searched once."""
-    with _lock:
-        findings = root.capture.findings
-        if find not in findings:
-            before = RandomState()  # operations that draw numbers do so from one state
-            try:
-                findings[find] = _ComponentFinder(root).found
-            finally:
-                before.restore()
-        return Components(findings[find])
+    before = RandomState()  # operations that draw numbers do so from one state
+    try:
+        return _ComponentFinder(root).found
+    finally:
+        before.restore()
 
 
 def _unrecorded(frame: Frame) -> str:
@@ -206,66 +233,49 @@ class _ComponentFinder:
     def __init__(self, root: Frame) -> None:
         self._flow = Flow(root)
         self._trails = Trails(self._flow)
-        self.found = _Findings(Evidence(self._trails))
+        self.found = Components(Evidence(self._trails))
         self._writes = Writes(self._trails)
-        stacks = Stacks(self._trails).found
+        self.found.groups = self._writes.groups
+        options = root.capture.options
+        stacks = stacks_of(self._trails, None if options is None else options.layers)
+        find_ends(self._writes, stacks)
         for stack in stacks:
             axes = self._writes.stream_axes(stack)
-            for layer in stack.layers:
+            for layer in stack.layers.values():
                 layer.axes = axes
             self._add_start(stack.prefix, stack)
             self._add_stack(stack.prefix, stack)
-        self._add_end(stacks)
+        self._add_end(stacks[::-1])
         if not stacks:
             opaque = self._flow.opaque
             why = _unrecorded(opaque[0]) if opaque else _NO_STACK
-            self.found.missing |= dict.fromkeys(("layers[*]", "@logits", "@embed")[: 3 if opaque else 1], why)
-        if len(stacks) < 2 and "@logits" in self.found.missing:
-            self._add_ends_alone()
-
-    def _add_ends_alone(self) -> None:
-        """Adds the embedding and the logits of a model in which no stack of layers was found between them."""
-        start, end = ends_alone(self._trails)
-        if end.logits is None:
-            return
-        value, embed = end.logits.value, start.tokens[0]
-        axes = self._writes.axes_alone(embed, value)
-        roles = self._writes.between(embed, value, axes)
-        self._add("@logits", end.logits.path, value, roles.axes(value, "vocab"))
-        self.found.evidence.ends.append(("", end))
-        if "@embed" not in self.found.by_name:
-            self._add_value("@embed", embed, self._flow.root, axes)
-            self.found.evidence.starts.append(("", start))
-        for name in ("@embed", "@logits"):
-            self.found.missing.pop(name, None)
+            self.found.missing |= dict.fromkeys(("layers[*]", "@embed", "@logits"), why)
 
     def _add_stack(self, start: str, stack: Stack) -> None:
         self.found.layers[stack.name] = len(stack.layers) + len(stack.unlike)
         for number, frame in stack.unlike.items():
             why = "its output is not its input plus something" if frame.opaque_reason is None else _unrecorded(frame)
             self.found.missing[f"{start}layers[{number}]"] = why
-        numbers = (n for n in range(len(stack.layers) + len(stack.unlike)) if n not in stack.unlike)
-        named = [
-            self._add_layer(NamedLayer(f"{start}layers[{number}].", layer))
-            for number, layer in zip(numbers, stack.layers, strict=True)
-        ]
-        self._join_missing(f"{start}layers[*].", named)
-        self.found.evidence.stacks.append((stack, named))
+        for number, layer in stack.layers.items():
+            layer.name = f"{start}layers[{number}]."
+            self._add_layer(layer)
+        self._join_missing(f"{start}layers[*].", [*stack.layers.values()])
+        self.found.evidence.stacks.append(stack)
 
-    def _join_missing(self, all_layers: str, named: Sequence[NamedLayer]) -> None:
+    def _join_missing(self, all_layers: str, layers: Sequence[Layer]) -> None:
         """Says at once what is missing in all layers of a stack for the same reason."""
         missing = self.found.missing
-        first = named[0].name
+        first = layers[0].name
         for name, why in list(missing.items()):
             part = name.removeprefix(first)
             is_of_all = part != name and not re.search(r"\[\d", part)  # numbers of experts are looked up one by one
-            if is_of_all and all(missing.get(f"{layer.name}{part}") == why for layer in named):
-                for layer in named:
+            if is_of_all and all(missing.get(f"{layer.name}{part}") == why for layer in layers):
+                for layer in layers:
                     del missing[f"{layer.name}{part}"]
                 missing[f"{all_layers}{part}"] = why
 
-    def _add_layer(self, named: NamedLayer) -> NamedLayer:
-        start, layer = named.name, named.layer
+    def _add_layer(self, layer: Layer) -> None:
+        start = layer.name
         self._add(f"{start}resid_pre", layer.start.path, layer.start.value, layer.axes)
         counts: Counter[str] = Counter()
         for number, write in enumerate(self._writes.of(layer)):
@@ -276,26 +286,10 @@ class _ComponentFinder:
             if write.kind == "unknown":
                 opaque = next(frame for frame in self._flow.opaque if frame.call in write.inside)
                 self.found.missing |= dict.fromkeys((f"{start}attn_out", f"{start}mlp_out"), _unrecorded(opaque))
-                continue
-            named.writes.append(self._add_write(start, kind, write, layer))
+            else:
+                layer.writes[kind] = write
+                self._add_write(start, kind, write, layer)
         self._add(f"{start}resid_post", layer.end.path, layer.end.value, self._writes.layout(layer, layer.end.value))
-        if not counts["unknown"]:
-            self._add_absent(start, counts)
-        return named
-
-    def _add_absent(self, start: str, kinds: Collection[str]) -> None:
-        """Adds the reasons why kinds of writes are missing that a layer does not have."""
-        alone = " and ".join(f"{kind}_out" for kind in kinds)
-        why = f"only {alone} {'is' if len(kinds) == 1 else 'are'} added to the stream here"
-        absent = [kind for kind in get_args(WriteKind) if kind not in (*kinds, "unknown")]
-        reasons = {part: why for kind in absent for part in (kind, f"{kind}_out", norm_name(kind))}
-        if len(kinds) == 1:
-            reasons["resid_mid"] = why
-        if f"{start}router" not in self.found.by_name:
-            reasons |= dict.fromkeys(("router", "experts"), why if "mlp" in absent else "no MLP chooses among experts")
-        for part, reason in reasons.items():
-            if f"{start}{part}" not in self.found.by_name:
-                self.found.missing.setdefault(f"{start}{part}", reason)
 
     def _add_middle(self, start: str, layer: Layer, write: Write) -> None:
         if write.is_parallel:
@@ -306,110 +300,175 @@ class _ComponentFinder:
             state = next((step.result for step in reversed(before) if step.kind != "same"), write.state)
             self._add_value(f"{start}resid_mid", state, layer.frame, self._writes.layout(layer, state))
 
-    def _add_write(self, start: str, kind: str, write: Write, layer: Layer) -> NamedWrite:
-        named = NamedWrite(kind, write)
-        norm = norm_of(write, layer)
+    def _add_write(self, start: str, kind: str, write: Write, layer: Layer) -> None:
+        norm, norm_name = norm_of(write, layer), f"{start}{_norm_name(kind)}"
         if norm is not None:
-            axes = write.roles.axes(norm) if norm.node in write.inside else self._writes.layout(layer, norm)
-            self._add_value(f"{start}{norm_name(kind)}", norm, layer.frame, axes)
+            self._add_value(norm_name, norm, layer.frame, self._writes.layout(layer, norm))
         else:
-            self.found.missing[f"{start}{norm_name(kind)}"] = self._trails.why_no_norm("the stream for it")
-        if len(write.attentions) > 1:
-            paths = list(dict.fromkeys(repr(self._path(each.z, layer.frame)) for each in write.attentions))
+            self.found.missing[norm_name] = f"{_NO_NORM} the stream for it"
+        if write.code.parts is None:  # this is the first layer with it
+            write.code.parts = self._parts(write, layer)
+        parts = write.code.parts
+        names = {key: f"{start}{kind if key[0] in '._' else ''}{key}" for key in (*parts.found, *parts.missing)}
+        for key, part in parts.found.items():
+            self._add_value(names[key], write.here(part.value), layer.frame, part.axes, is_tiled=key in parts.tiled)
+        self.found.missing |= {names[key]: why for key, why in parts.missing.items()}
+
+    def _parts(self, write: Write, layer: Layer) -> Parts:
+        """Returns the values inside of a write that have names."""
+        parts, own = Parts(), write.attentions
+        axes = {axis for one in own for part in one.found.values() for axis in part.axes}
+        are_heads = "head" not in axes and len({tuple(one.found) for one in own}) == 1
+        if len(own) == 1:
+            _add_attention(parts, ".", own[0])
+        elif own and are_heads and own[0].found:  # a module for each head
+            for number, one in enumerate(own):
+                _add_attention(parts, f".heads[{number}].", one)
+        elif own:
+            paths = list(dict.fromkeys(repr(self._trails.path(each.z, layer.frame)) for each in own))
             returned = ", ".join([*paths[:3], *["..."][: len(paths) - 3]])
-            why = f"it consists of {len(write.attentions)} attentions; what they return is {returned}"
-            self.found.missing[f"{start}{kind}.*"] = why
-        elif write.attentions:
-            named.parts = self._add_attention(start, kind, write, layer)
+            parts.missing[".*"] = f"it consists of {len(own)} attentions; what they return is {returned}"
         elif write.kind == "attn":
-            self.found.missing[f"{start}{kind}.*"] = (
+            parts.missing[".*"] = (
                 "no softmax lies between two products alone, and no call that can be opened computes all three"
             )
         elif write.kind == "mlp":
-            named.mlp = self._add_mlp(start, kind, write, layer)
-        path = self._path(write.value, layer.frame)
-        is_written_into = write.value.node.is_in_place and path == self._flow.path(write.value)
-        if is_written_into and any(node.op in CHOICES for node in write.inside):
+            self._add_mlp(parts, write, layer)
+        is_written_into = self._trails.path(write.value, layer.frame) == self._flow.path(write.value)
+        if is_written_into and write.value.node.is_in_place and self._flow.choices(write.inside):
             why = "the layer writes the results of experts into it one by one, and other inputs may have other experts"
-            self.found.missing[f"{start}{kind}_out"] = f"{why}; a module of its own for the mixture would return all"
+            parts.missing["_out"] = f"{why}; a module of its own for the mixture would return all"
         else:
-            self._add(f"{start}{kind}_out", path, write.value, write.roles.axes(write.value))
-        return named
-
-    def _add_attention(self, start: str, kind: str, write: Write, layer: Layer) -> Attention:
-        parts = write.attentions[-1]
-        for name in _ATTENTION:
-            if (part := parts.found.get(name)) is not None:
-                self._add_value(f"{start}{kind}.{name}", part.value, layer.frame, part.axes)
-        for name in parts.tiled & set(parts.found):
-            own = f"{start}{kind}.{name}"
-            self.found.by_name[own] = replace(self.found.by_name[own], is_tiled=True)
-        for name, reason in parts.missing.items():
-            self.found.missing[f"{start}{kind}.{name}"] = reason
+            parts.found["_out"] = Part(write.value, write.axes(write.value))
         return parts
 
-    def _add_mlp(self, start: str, kind: str, write: Write, layer: Layer) -> Mlp:
+    def _add_mlp(self, parts: Parts, write: Write, layer: Layer) -> None:
         mlp = mlp_of(self._trails, write, layer)
         if mlp.router is not None:
-            self._add_value(f"{start}router", mlp.router, layer.frame, write.roles.axes(mlp.router, "expert"))
+            parts.found["router"] = Part(mlp.router, write.axes(mlp.router, "expert"))
         for number, frame in mlp.experts.items():
-            place = self._flow.outputs(frame)[0]
-            self._add(f"{start}experts[{number}].out", place.path, place.value, ("token", "channel"))
-        for name, value in (("pre", mlp.pre), ("post", mlp.post)):
+            parts.found[f"experts[{number}].out"] = Part(self._flow.outputs(frame)[0].value, ("token", "channel"))
+        for name, value in ((".pre", mlp.pre), (".post", mlp.post)):
             if value is not None:
-                self._add_value(f"{start}{kind}.{name}", value, layer.frame, write.roles.axes(value, "neuron"))
-        for name, reason in mlp.missing.items():
-            self.found.missing[f"{start}{name.replace('mlp', kind)}"] = reason
-        return mlp
+                parts.found[name] = Part(value, write.axes(value, "neuron"))
+        parts.missing |= {name.removeprefix("mlp"): why for name, why in mlp.missing.items()}
 
     def _add_start(self, prefix: str, stack: Stack) -> None:
-        found = start_of(self._trails, stack)
-        self.found.evidence.starts.append((prefix, found))
-        for word, values in (("embed", found.tokens), ("pos_embed", found.positions)):
+        layer = stack.first
+        for word, values in (("embed", stack.tokens), ("pos_embed", stack.positions)):
             name = f"{prefix}@{word}"
-            if len(values) == 1 and values[0].op in CREATIONS:
+            if len(values) != 1:
+                many = f"the first layer's input is a sum of {len(values)} such embeddings"
+                self.found.missing[name] = many if values else "no such embedding is a part of the first layer's input"
+            elif values[0].op in CREATIONS:
                 self.found.missing[name] = "the model fills in this tensor part by part"
-            elif len(values) == 1:
-                layer = stack.layers[0]
+            else:
                 roles = self._writes.between(values[0], layer.start.value, (), layer.axes)
                 self._add_value(name, values[0], self._flow.root, roles.axes(values[0]))
-            elif not values:
-                self.found.missing[name] = "no such embedding is a part of the first layer's input"
-            else:
-                self.found.missing[name] = f"the first layer's input is a sum of {len(values)} such embeddings"
 
     def _add_end(self, stacks: Sequence[Stack]) -> None:
-        ends = [(stack, end_of(self._trails, stack, stacks)) for stack in reversed(stacks)]
-        for stack, end in ends:
-            prefix = stack.prefix
-            self.found.evidence.ends.append((prefix, end))
-            if end.norm is not None:
-                self._add_value(f"{prefix}@final_norm", end.norm, self._flow.root, self._after(stack, end.norm))
+        """Adds what the streams of stacks end in, the last one first."""
+        for stack in stacks:
+            if stack.norm is not None:
+                self._add_value(
+                    f"{stack.prefix}@final_norm", stack.norm, self._flow.root, self._after(stack, stack.norm)
+                )
             else:
-                self.found.missing[f"{prefix}@final_norm"] = self._trails.why_no_norm("what the last layer returns")
-        last = next(((stack, end.logits) for stack, end in ends if end.logits is not None), None)
-        if last is None:
-            self.found.missing["@logits"] = "no result of the model is a linear map of the last layer's output"
+                self.found.missing[f"{stack.prefix}@final_norm"] = f"{_NO_NORM} what the last layer returns"
+        last = next((stack for stack in stacks if stack.logits is not None), None)
+        if last is not None and last.logits is not None:
+            value = last.logits.value
+            self._add("@logits", last.logits.path, value, self._after(last, value, "vocab"))
         else:
-            of_stack, logits = last
-            self._add("@logits", logits.path, logits.value, self._after(of_stack, logits.value, "vocab"))
+            self.found.missing["@logits"] = "no result of the model is a linear map of the last layer's output"
 
     def _after(self, stack: Stack, value: Value, last: str = "channel") -> Axes:
         """Returns the axes of a value that is computed from the end of a stream."""
-        layer = stack.layers[-1]
+        layer = stack.last
         end = layer.end.value
         return self._writes.between(end, value, self._writes.layout(layer, end)).axes(value, last)
 
-    def _add(self, name: str, path: str, value: Value, axes: Axes) -> None:
-        self.found.by_name[name] = Component(name, path, value.shape, axes)
-        self.found.evidence.values[name] = value
+    def _add(self, name: str, path: str, value: Value, axes: Axes, *, is_tiled: bool = False) -> None:
+        self.found.add(Component(name, path, value.shape, axes, is_tiled=is_tiled), value)
 
-    def _add_value(self, name: str, value: Value, inside: Frame, axes: Axes) -> None:
-        self._add(name, self._path(value, inside), value, axes)
+    def _add_value(self, name: str, value: Value, inside: Frame, axes: Axes, *, is_tiled: bool = False) -> None:
+        self._add(name, self._trails.path(value, inside), value, axes, is_tiled=is_tiled)
 
-    def _path(self, value: Value, inside: Frame) -> str:
-        norm = self._trails.norms.get(value)
-        return self._flow.boundary_path(value, inside, is_unread=True) if norm is None else norm.returned.path
+
+def _add_attention(parts: Parts, start: str, attention: Attention) -> None:
+    for name in _ATTENTION:
+        if name in attention.found:
+            parts.found[f"{start}{name}"] = attention.found[name]
+    parts.tiled |= {f"{start}{name}" for name in attention.tiled}
+    parts.missing |= {f"{start}{name}": why for name, why in attention.missing.items()}
+
+
+def _norm_name(kind: str) -> str:
+    """Returns the name of the norm of a write: `ln1` of attention or a mixer, `ln2` of an MLP."""
+    for start, name in (("cross_attn", "ln_cross"), ("mlp", "ln2")):
+        if kind.startswith(start):
+            return name + kind.removeprefix(start)
+    return "ln1" + kind.lstrip("abcdefghijklmnopqrstuvwxyz")
+
+
+# -- the check of the sum ----------------------------------------------------------------------------------------------
+
+_TOLERANCE = 1e-4
+
+
+def sum_problems(components: Components, run: ProofRun, known: Collection[str]) -> dict[str, str]:
+    """Returns why the stream is not the sum of what layers add to it, by the names of the components of each sum.
+
+    The values at `known` paths are those of a run; the text is empty where the sum is right.
+    """
+    evidence, kept = components.evidence, dict[str, Tensor]()
+    own = {value: components[name].path for name, value in evidence.values.items()}
+    layers = [layer for stack in evidence.stacks for layer in stack.layers.values()]
+    sums = {
+        step: [own.get(value) or evidence.trails.flow.path(value) for value in (step.result, step.source, step.other)]
+        for layer in layers
+        for step in layer.steps
+        if step.other is not None and step.kind == "add"
+    }
+
+    def keeping(path: str) -> Patch[Any]:
+        def keep(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                kept.setdefault(path, value.detach().clone())  # the model may write into it later
+            return value
+
+        return CustomPatch(custom_op=keep, requires_clone=False)
+
+    read = {path for paths in sums.values() for path in paths}
+    run({path: keeping(path) for path in sorted(read) if path in known})
+    found: dict[str, str] = {}
+    for layer in layers:
+        problems = (_problem(step, sums[step], kept) for step in layer.steps if step in sums)
+        ends = ("resid_pre", "resid_mid", "resid_post", *(f"{kind}_out" for kind in layer.writes))
+        found |= dict.fromkeys((f"{layer.name}{end}" for end in ends), next(filter(None, problems), ""))
+    return found
+
+
+def _problem(step: Step, paths: Sequence[str], kept: Mapping[str, Tensor]) -> str:
+    """Returns why the result of an addition is not the sum of the stream and of what is added; else an empty text."""
+    if lost := [path for path in paths if path not in kept]:
+        return f"the value at {lost[0]!r} cannot be recorded"
+    result, source, other = (kept[path] for path in paths)
+    alpha = step.result.node.kwargs.get("alpha", 1)
+    if not any(_is_close(each, result) for each in (source + alpha * other, alpha * source + other)):
+        return f"{paths[0]} is not the sum of the stream and what is added"
+    is_control = _is_close(source, result) and bool(other.abs().max() > 0)
+    return f"{paths[0]} is the same without what is added" if is_control else ""
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same elements in the same order, in any shape, up to rounding."""
+    if one.numel() != other.numel():
+        return False
+    tolerance = max(_TOLERANCE, 4 * torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0)
+    one, other = (each.detach().double().reshape(-1).nan_to_num() for each in (one, other))
+    largest = max(float(each.abs().max()) for each in (one, other)) if one.numel() else 0.0
+    return bool(((one - other).abs() <= tolerance * largest).all())
 
 
 def table(components: Components) -> str:
@@ -431,6 +490,11 @@ def table(components: Components) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
+
+_PART = re.compile(
+    r"layers\[\d+\]\.(resid_mid|ln1|ln2|ln_cross|router|experts|(?:attn|cross_attn|mlp|mixer)(?:_out)?)(?![a-z_])"
+)
+"""The parts that a layer may have."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\[(\d+)")
 

@@ -6,8 +6,9 @@ module returned, down to the operation that computed it.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -21,12 +22,11 @@ from graphpatch_notebook.capture.records import (
     Frame,
     Node,
     Ref,
-    Structure,
     at_keys,
     map_leaves,
     refs_in,
 )
-from graphpatch_notebook.components.operations import LINEAR_MAPS, SHAPED_LIKE
+from graphpatch_notebook.components.operations import CREATIONS, LINEAR_MAPS, SHAPED_LIKE, VIEWS
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import (
@@ -43,6 +43,7 @@ from graphpatch_notebook.values import (
 Axes: TypeAlias = "tuple[str | None, ...]"
 """What the dimensions of a value are; `None` where that is not known."""
 
+_INTEGERS = frozenset([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
 _BOUNDARY = frozenset({"input", "call", "output"})
 _CONTAINERS = (tuple, list, dict, slice)
 
@@ -81,16 +82,25 @@ class Value(NamedTuple):
         return spec.shape.numel() if isinstance(spec, TensorSpec) else -1
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the tensor; `None` if it is not a tensor."""
+        spec = self.spec
+        return spec.dtype if isinstance(spec, TensorSpec) else None
+
+    @property
     def is_float(self) -> bool:
         """Whether it is a tensor of floating-point numbers."""
-        spec = self.spec
-        return isinstance(spec, TensorSpec) and spec.dtype.is_floating_point
+        return self.dtype is not None and self.dtype.is_floating_point
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it is a tensor of integers."""
+        return self.dtype in _INTEGERS
 
     @property
     def is_mask(self) -> bool:
         """Whether it is a tensor of truth values."""
-        spec = self.spec
-        return isinstance(spec, TensorSpec) and spec.dtype == torch.bool
+        return self.dtype == torch.bool
 
 
 _Item = TypeVar("_Item", bound=Hashable)
@@ -105,6 +115,22 @@ def walk(starts: Iterable[_Item], following: Callable[[_Item], Iterable[_Item]],
             seen.add(item)
             yield item
             waiting += following(item)
+
+
+def factored(tensor: torch.Tensor, axes: Axes, sizes: Mapping[str, int]) -> tuple[torch.Tensor, Axes]:
+    """Returns a tensor with a dimension for each factor of its merged dimensions, of which one may be unknown.
+
+    Example:
+        >>> value, axes = factored(torch.ones(6, 5), ("batch_head", "query"), {"batch": 2})
+        >>> tuple(value.shape), axes
+        ((2, 3, 5), ('batch', 'head', 'query'))
+    """
+    for dim in reversed(range(len(axes))):
+        parts = str(axes[dim]).split("_")
+        if len(parts) > 1:
+            tensor = tensor.unflatten(dim, [sizes.get(part, -1) for part in parts])
+            axes = (*axes[:dim], *parts, *axes[dim + 1 :])
+    return tensor, axes
 
 
 class Place(NamedTuple):
@@ -122,6 +148,9 @@ class Flow:
         frame_of: The frame of each node.
         order: The number of each node, in order of execution.
         users: The operations that read each node's value.
+        reads: The tensors whose values an operation reads, in order.
+        inputs: The tensors in the inputs of a frame.
+        outputs: The tensors that a frame returns.
     """
 
     def __init__(self, root: Frame) -> None:
@@ -132,9 +161,9 @@ class Flow:
         self.users: dict[Node, list[Node]] = defaultdict(list)
         self._elements: dict[tuple[Node, Key], ElementNode] = {}
         self._starts: dict[int, int] = {}
-        self._reads: dict[Node, list[Value]] = {}
-        self._outputs: dict[int, list[Place]] = {}
-        self._inputs: dict[int, list[Place]] = {}
+        self.reads = functools.cache(self._tensors_read)
+        self.inputs = functools.cache(self._inputs)
+        self.outputs = functools.cache(self._outputs)
         self._held: set[Node] = set()
         self._number(root)
         for node in self.order:
@@ -156,7 +185,8 @@ class Flow:
     def _note(self, node: Node) -> None:
         """Records which operations read each value, and which values are computed from the model's own tensors only."""
         if node.kind in HELD_KINDS:
-            self._held.add(node)
+            if not node.is_of_caller:
+                self._held.add(node)
         elif self._is_computed(node):
             is_held = True
             for value in self.reads(node):
@@ -195,49 +225,60 @@ class Flow:
         element = self._elements.get((node, keys[0])) if keys else None
         return Value(element, keys[1:]) if element is not None else Value(node, keys)
 
-    def arguments(self, given: Any, of: Callable[[Value], Any]) -> Any:
-        """Returns recorded arguments: numbers unchanged, and the result of `of` for every other value.
+    def read(self, ref: Ref) -> Value:
+        """Returns the value that an operation reads by a reference.
+
+        Raises:
+            UnknownValueError: It is not one value.
+        """
+        value = self.resolve(ref.node, ref.dig)
+        if value is None:
+            raise UnknownValueError(f"the value of {ref.node.name!r} is not one value")
+        return value
+
+    def rerun(self, node: Node, of: Callable[[Value], Any]) -> Any:
+        """Returns the result of an operation on other values: on the result of `of` for each that is not a number.
 
         Raises:
             UnknownValueError: An argument is not one value.
         """
 
         def argument(each: Any) -> Any:
-            if not isinstance(each, Ref):
-                return each
-            value = self.resolve(each.node, each.dig)
+            value = self.read(each) if isinstance(each, Ref) else None
             if value is None:
-                raise UnknownValueError(f"the value of {each.node.name!r} is not one value")
+                return each
             return value.spec.value if isinstance(value.spec, ScalarSpec) else of(value)
 
-        return map_leaves(given, argument)
-
-    def rerun(self, node: Node, of: Callable[[Value], Any]) -> Any:
-        """Returns the result of an operation on other values: on the result of `of` for each value that it reads.
-
-        Raises:
-            UnknownValueError: An argument is not one value.
-        """
         made = node.whole
-        args, kwargs = self.arguments((made.args, made.kwargs), of)
+        args, kwargs = map_leaves((made.args, made.kwargs), argument)
         result = made.target(*args, **kwargs)
         return result if node.position is None else result[node.position]
 
-    def reads(self, node: Node) -> list[Value]:
-        """Returns the tensors whose values an operation reads, in order."""
-        found = self._reads.get(node)
-        if found is None:
-            made = node.whole
-            found = self._reads[node] = []
-            every = (*made.args, *made.kwargs.values())
-            for given in every[:1] if node.op in SHAPED_LIKE else every:
-                kind = type(given)
-                if kind is not Ref and kind not in _CONTAINERS:
-                    continue
-                for ref in (given,) if kind is Ref else refs_in(given):
-                    value = self.resolve(ref.node, ref.dig)
-                    if value is not None and (type(value.node.spec) is TensorSpec or _has_tensor(value.spec)):
-                        found.append(value)
+    def _tensors_read(self, node: Node) -> list[Value]:
+        made, found = node.whole, list[Value]()
+        every = (*made.args, *made.kwargs.values())
+        for given in every[:1] if node.op in SHAPED_LIKE else every:
+            kind = type(given)
+            if kind is not Ref and kind not in _CONTAINERS:
+                continue
+            for ref in (given,) if kind is Ref else refs_in(given):
+                value = self.resolve(ref.node, ref.dig)
+                if value is not None and (type(value.node.spec) is TensorSpec or _has_tensor(value.spec)):
+                    found.append(value)
+        return found
+
+    @functools.cached_property
+    def filled(self) -> dict[Node, list[Value]]:
+        """The operations that write into views of tensors that are created without numbers, by these."""
+        found: dict[Node, list[Value]] = defaultdict(list)
+        for node in self.order:
+            if node.kind != "op" or node.written_argument != 0:
+                continue
+            into = self.reads(node)[0]
+            while into.op in VIEWS and (before := self.reads(into.node)):
+                into = before[0]
+            if into.op in CREATIONS:
+                found[into.node].append(Value(node))
         return found
 
     def is_held(self, value: Value) -> bool:
@@ -251,6 +292,12 @@ class Flow:
     def weights(self, node: Node) -> list[Value]:
         """Returns the matrices of the model that an operation reads."""
         return [value for value in self.reads(node) if value.node in self._held and len(value.shape) > 1]
+
+    def choices(self, nodes: Iterable[Node]) -> list[Node]:
+        """Returns the operations that choose by numbers, in order: their results are integers that are read."""
+        reads = (read for node in sorted(nodes, key=self.order.__getitem__) for read in self.reads(node))
+        found = (read.node.whole for read in reads if read.is_integer)
+        return list(dict.fromkeys(node for node in found if any(each.is_float for each in self.moving(node))))
 
     def is_linear_map(self, value: Value) -> bool:
         """Whether a value is the result of a linear map of the model."""
@@ -285,31 +332,19 @@ class Flow:
             found = place.path
         return self.path(value) if found is None else found
 
-    def outputs(self, frame: Frame) -> list[Place]:
-        """Returns the tensors that a frame returns."""
-        found = self._outputs.get(id(frame))
-        if found is None:
-            places = _references(frame.output, ()) if frame.opaque_reason is None else ()
-            node = frame.output_node
-            found = [place for keys, ref in places for place in self._places(frame, node, keys, ref)]
-            self._outputs[id(frame)] = found
-        return found
+    def _outputs(self, frame: Frame) -> list[Place]:
+        return [] if frame.opaque_reason is not None else self._places(frame, [frame.output_node])
 
-    def inputs(self, frame: Frame) -> list[Place]:
-        """Returns the tensors in the inputs of a frame."""
-        found = self._inputs.get(id(frame))
-        if found is None:
-            given = [node for node in frame.inputs() if _has_tensor(node.spec)]
-            found = [place for node in given for place in self._places(frame, node, (), Ref(node))]
-            self._inputs[id(frame)] = found
-        return found
+    def _inputs(self, frame: Frame) -> list[Place]:
+        return self._places(frame, frame.inputs())
 
-    def _places(self, frame: Frame, node: Node, keys: tuple[Key, ...], ref: Ref) -> Iterator[Place]:
-        value = self.resolve(ref.node, ref.dig)
-        spec = value.spec if value is not None else ref.node.spec if node is ref.node else None
-        for inner in _tensor_keys(spec):
-            if (found := self.resolve(ref.node, ref.dig + inner)) is not None:
-                yield Place(format_path((*frame.path, node.name), map(key_text, keys + inner)), found)
+    def _places(self, frame: Frame, nodes: Iterable[Node]) -> list[Place]:
+        found = [(node, keys, self.resolve(node, keys)) for node in nodes for keys in _tensor_keys(node.spec)]
+        return [
+            Place(format_path((*frame.path, node.name), map(key_text, keys)), value)
+            for node, keys, value in found
+            if value is not None
+        ]
 
 
 def called(frame: Frame, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,21 +353,6 @@ def called(frame: Frame, forward: Callable[..., Any], args: tuple[Any, ...], kwa
         return forward(*args, **kwargs)
     given = inputs_of_call(frame, args, kwargs)
     return GraphRun(frame.module, frame.custom_graph, given).run(enable_io_processing=False)[0]
-
-
-def _references(value: Any, at: tuple[Key, ...]) -> Iterator[tuple[tuple[Key, ...], Ref]]:
-    """Yields each reference in an output, with the keys that lead to it."""
-    if isinstance(value, Ref):
-        yield at, value
-        return
-    if isinstance(value, Structure):
-        items: Any = value.children
-    elif isinstance(value, (tuple, list)):
-        items = enumerate(value)
-    else:
-        items = value.items() if isinstance(value, dict) else ()
-    for key, child in items:
-        yield from _references(child, (*at, key))
 
 
 def _is_container(given: Any) -> bool:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
-from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.components.chain import Layer, Region, Trails, container_of, region
-from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.chain import Trails
+from graphpatch_notebook.components.flow import Flow, Value, walk
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
-    CHOICES,
-    NONLINEARITIES,
     NORMS,
     SAME_VALUES,
     SCALINGS,
     VIEWS,
 )
+from graphpatch_notebook.components.stacks import Layer, container_of
 from graphpatch_notebook.components.writes import Write
 
 _OUTPUT_STEPS = SAME_VALUES | SCALINGS | VIEWS | ADDITIONS | NORMS
@@ -30,20 +28,16 @@ class Mlp:
     """The parts of an MLP; each that was not found is `None`, and `missing` has the reason.
 
     Attributes:
-        down: What its last linear map returns.
         post: What its last linear map reads: the neurons.
         pre: What the nonlinearity reads; of the gate, if it is gated.
         router: The scores of the experts.
-        choice: The operation that chooses among them.
         experts: The frames of the experts that ran, by their number.
         missing: Why parts were not found.
     """
 
-    down: Value | None
     post: Value | None
     pre: Value | None
     router: Value | None
-    choice: Node | None
     experts: dict[int, Frame]
     missing: dict[str, str]
 
@@ -71,66 +65,59 @@ def mlp_of(trails: Trails, write: Write, layer: Layer) -> Mlp:
         post, pre = _unflattened(trails, post, rank), _unflattened(trails, pre, rank)
         if pre is None:
             missing["mlp.pre"] = "no linear map leads to one nonlinearity"
-    return Mlp(down, post, pre, router, choice, experts, missing)
+    return Mlp(post, pre, router, experts, missing)
 
 
 def _unflattened(trails: Trails, value: Value | None, rank: int) -> Value | None:
     """Returns a value before it was flattened for a linear map, or after its shape was restored behind one."""
     if value is None or len(value.shape) == rank:
         return value
-    before = trails.flow.reads(value.node) if value.op in VIEWS else []
     after = [Value(user) for user in trails.flow.users.get(value.node, ()) if user.op in VIEWS]
-    others: list[Value] = before[:1] + (after if len(after) == 1 else [])
-    for other in others:
-        if other.size == value.size and len(other.shape) == rank:
-            return other
-    return value
+    others = [*(trails.flow.reads(value.node)[:1] if value.op in VIEWS else ()), *(after if len(after) == 1 else ())]
+    return next((each for each in others if each.size == value.size and len(each.shape) == rank), value)
 
 
 def _pre(trails: Trails, post: Value, write: Write) -> Value | None:
-    """Returns the input of the nonlinearity: the result of a linear map, or its part that is the gate."""
-    found = region(trails, post, write.inside)
-    if len(found.sources) == 1:
-        pre = _before_activation(trails.flow, found)
-        if pre is not None and pre.size == post.size:
-            return pre
-    product: Value | None = post
-    while product is not None and product.op not in SCALINGS:
-        product = trails.source(product, SAME_VALUES | VIEWS, is_whole=True)
-    if product is None:
-        return None
-    gates = []
-    for branch in trails.flow.moving(product.node):
-        side = region(trails, branch, write.inside)
-        has_nonlinearity = any(op in NONLINEARITIES for ops in side.ops.values() for op in ops)
-        if has_nonlinearity and len(side.sources) == 1 and (pre := _before_activation(trails.flow, side)) is not None:
-            gates.append(pre)
-    return gates[0] if len(gates) == 1 else None
+    """Returns what the nonlinearity takes: the last value that is linear in a linear map, and that `post` is not in.
+
+    All that leads from those before to `post` leads through it. Of a gated MLP, `post` is linear in the other factor.
+    """
+    order, found = trails.flow.order, list[Value]()
+    own = [Value(node) for node in sorted(write.inside, key=order.__getitem__) if order[node] <= order[post.node]]
+    alike = [value for value in own if value.size == post.size and write.is_bent(value, post)]
+    for linear in _maps_behind(trails, post, write.inside):
+        parts = list[Value]()
+        for value in alike:
+            if value == linear or write.is_bent(linear, value) is False:
+                at = next((n for n, part in enumerate(parts) if write.is_bent(part, value) is not None), None)
+                if at is None:
+                    parts.append(value)
+                elif parts[at] not in _behind(trails.flow, post, write.inside, value):
+                    parts[at] = value
+        found += parts
+    return found[0] if len(found) == 1 else None
 
 
-def _before_activation(flow: Flow, found: Region) -> Value | None:
-    """Returns the last unchanged value that is the result of the linear map with its bias, or a part of that."""
-    pre = None
-    for waist in found.waists:
-        if pre is not None and not found.is_view(waist) and not _adds_bias(flow, found, waist):
-            return pre
-        pre = waist
-    return None
+def _behind(flow: Flow, end: Value, inside: Container[Node], without: Value | None = None) -> set[Value]:
+    """Returns linear maps that a value is computed from, and all between, besides what leads through another value."""
+
+    def before(value: Value) -> list[Value]:
+        is_end = value == without or value.node not in inside or flow.is_linear_map(value)
+        return [] if is_end else flow.moving(value.node)
+
+    return {*walk([end], before)}
 
 
-def _adds_bias(flow: Flow, found: Region, waist: Value) -> bool:
-    """Whether a waist is the one before plus a tensor of the model: `x @ W + b` is one map."""
-    is_sum = len(found.ops[waist]) == 1 and waist.op in ADDITIONS
-    return is_sum and len(flow.moving(waist.node)) == 1 < len(flow.reads(waist.node))
+def _maps_behind(trails: Trails, end: Value, inside: Container[Node]) -> list[Value]:
+    flow = trails.flow
+    found = filter(flow.is_linear_map, _behind(flow, end, inside))
+    return sorted(found, key=lambda value: -flow.order[value.node])
 
 
 def _router(trails: Trails, write: Write) -> tuple[Value | None, Node | None]:
     flow = trails.flow
-    choosing = (node for node in write.inside if node.whole.op in CHOICES)
-    for choice in (node.whole for node in sorted(choosing, key=flow.order.__getitem__)):
-        if not (reads := flow.reads(choice)):
-            continue
-        found = [value for value in region(trails, reads[0], write.inside).sources if flow.is_linear_map(value)]
+    for choice in flow.choices(write.inside):
+        found = _maps_behind(trails, flow.reads(choice)[0], write.inside) if flow.reads(choice) else []
         if found:
             return found[0], choice
     return None, None
@@ -140,32 +127,19 @@ def _experts(trails: Trails, write: Write, layer: Layer, choice: Node, router: V
     """Returns the experts that ran and are modules in a list or a dict, by their number there."""
     flow = trails.flow
     found: dict[int, Frame] = {}
-    waiting = deque([layer.frame])
-    while waiting:
-        frame = waiting.popleft()
-        for call in frame.calls():
-            number, member = _number(call.frame, router.shape[-1]), call.frame
-            if number is None or flow.start(member) < flow.order[choice]:
-                waiting.append(member)
-            elif any(place.value.node in write.inside for place in flow.outputs(member)):
-                found.setdefault(number, member)
+    for member in layer.frame.walk():
+        is_after = member.call is not None and flow.start(member) > flow.order[choice]
+        number = _number(member, router.shape[-1]) if is_after else None
+        if number is not None and any(place.value.node in write.inside for place in flow.outputs(member)):
+            found.setdefault(number, member)
     return dict(sorted(found.items()))
 
 
-def members_like(member: Frame) -> dict[str, Module]:
-    """Returns the modules of one class in the list or dict that a module is in, by their names there.
-
-    Empty if it is called from elsewhere. Those that did not run on the example inputs are among them.
-    """
+def _number(member: Frame, experts: int) -> int | None:
+    """Returns the number of a module among the experts in the list or dict that it is in, be they called or not."""
+    assert member.call is not None
     container = container_of(member)
     if not isinstance(container, (torch.nn.ModuleList, torch.nn.ModuleDict)):
-        return {}
-    members = dict(container.named_children())
-    return {key: module for key, module in members.items() if type(module) is type(member.module)}
-
-
-def _number(member: Frame, experts: int) -> int | None:
-    """Returns the number of a module among the experts in the list or dict that it is in."""
-    assert member.call is not None
-    alike = list(members_like(member))
+        return None
+    alike = [key for key, module in container.named_children() if type(module) is type(member.module)]
     return alike.index(str(member.call.target).rpartition(".")[2]) if len(alike) == experts else None

@@ -8,11 +8,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -26,15 +25,18 @@ if TYPE_CHECKING:
 Numbers: TypeAlias = "int | slice | tuple[int, ...]"
 """What is in brackets after `layers`, `heads` or `experts`: a number, a list of them, or a slice (`*` is all)."""
 
+_Item = TypeVar("_Item")
+_Other = TypeVar("_Other")
+
 MEMBERS = {"heads": "head", "experts": "expert"}
 """The words that take numbers, and the axis that these count along."""
 
 BRACKETS = r"\[(?:\[[^\[\]]*\]|[^\[\]]*)\]"
 """What a name has in brackets, as a regular expression: numbers and slices, or a list of numbers."""
 
-_LAYERS = re.compile(rf"(?:(?P<stack>[^\[\]@]+)\.)?layers(?P<layer>{BRACKETS})(?P<part>.*)", re.DOTALL)
-_WORD = re.compile(r"(?:(?P<stack>[^\[\]@]+)\.)?(?P<part>@.*)", re.DOTALL)
-_STEP = re.compile(rf"(@?(?:[^\W\d]|\*)[\w*]*)({BRACKETS})?(?:\.|$)")
+_NAME = re.compile(rf"(?:(?P<stack>[^\[\]@]+)\.)?(?:layers(?P<layers>{BRACKETS})|(?=@))(?P<part>.*)", re.DOTALL)
+_STEP = re.compile(rf"(@?(?:[^\W\d]|\*)[\w*]*)({BRACKETS})?(?:\.(?=.)|$)", re.DOTALL)
+_INDEX = re.compile(r"\.\.\.|(-?\d+)|(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
 _EXAMPLES = "'layers[3].attn.z', 'layers[*].attn.heads[0].pattern', 'layers[3].mlp.post[:, :, 17]', '@logits'"
 
 
@@ -65,9 +67,14 @@ class ComponentName:
         return f"{name}[{index_text(self.index)}]" if self.index else name
 
     @property
+    def member_word(self) -> str:
+        """The word that takes numbers; empty if there is none."""
+        return next((word for word in self.words if word in MEMBERS), "")
+
+    @property
     def axis(self) -> str | None:
         """The axis that `members` count along."""
-        return next((MEMBERS[word] for word in self.words if word in MEMBERS), None)
+        return MEMBERS.get(self.member_word)
 
 
 def is_component_name(text: str) -> bool:
@@ -93,97 +100,69 @@ def parse_name(text: str) -> ComponentName:
         ComponentName(words=('attn', 'heads', 'z'), stack='decoder', layers=-1, members=slice(0, 2, None),
                       index=(slice(None, None, None), 0))
     """
-    found = _LAYERS.fullmatch(text)
-    if found is not None:
-        layers, part = _numbers(found["layer"][1:-1], text), found["part"]
+    try:
+        return _parsed(text)
+    except ValueError as problem:
+        raise ValueError(f"not a component name: {text!r} ({problem}); such names are {_EXAMPLES}") from None
+
+
+def _parsed(text: str) -> ComponentName:
+    found = _NAME.fullmatch(text)
+    if found is None and "*" not in text:
+        raise ValueError("it names neither layers nor a value outside of them")
+    stack, layers, part = (None, None, text) if found is None else found.groups()
+    if layers is not None:
         if not part.startswith("."):
-            raise ValueError(f"not a component name: {text!r} (say which part of the layer, such as .resid_post)")
-        return _with_part(part[1:], text, found["stack"] or "", layers)
-    found = _WORD.fullmatch(text)
-    if found is None and "*" in text:
-        return _with_part(text, text, "", None)
-    if found is None:
-        raise ValueError(f"not a component name: {text!r}; such names are {_EXAMPLES}")
-    return _with_part(found["part"], text, found["stack"] or "", None)
+            raise ValueError("say which part of the layer, such as .resid_post")
+        part = part[1:]
+    steps = list(_STEP.finditer(part))
+    known = "".join(step.group() for step in steps)
+    if known != part or not part:
+        hint = "; for a list of indices, give the patch slice=" if "[" in part else ""
+        raise ValueError(f"unexpected {part[len(known) :]!r}{hint}")
+    *before, (last, index) = [step.groups() for step in steps]
+    if last in MEMBERS:
+        raise ValueError(f"say what of the {last}, such as .{'z' if last == 'heads' else 'out'}")
+    if outer := [word for word, inside in before if inside is not None and word not in MEMBERS]:
+        raise ValueError(f"a slice is at its end, not after {outer[0]!r}")
+    members = [slice(None) if inside is None else _numbers(inside) for word, inside in before if word in MEMBERS]
+    numbers, words = None if layers is None else _numbers(layers), (*(word for word, _ in before), last)
+    return ComponentName(words, stack or "", numbers, members[-1] if members else None, _slice(index))
 
 
-def _with_part(part: str, text: str, stack: str, layers: Numbers | None) -> ComponentName:
-    words: list[str] = []
-    members: Numbers | None = None
-    index: tuple[Any, ...] = ()
-    position = 0
-    is_last = False
-    while not is_last:
-        step = _STEP.match(part, position)
-        if step is None:
-            if re.fullmatch(r"\w+\[.*\[.*\]", part[position:]):
-                raise ValueError(f"not a component name: {text!r} ({_LIST_OF_INDICES})")
-            raise ValueError(f"not a component name: {text!r} (unexpected {part[position:]!r}); such are {_EXAMPLES}")
-        word, brackets = step.groups()
-        inside = None if brackets is None else brackets[1:-1]
-        words.append(word)
-        is_last = step.end() == len(part) and not step.group().endswith(".")
-        position = step.end()
-        if word in MEMBERS and is_last:
-            example = "z" if word == "heads" else "out"
-            raise ValueError(f"not a component name: {text!r} (say what of the {word}, such as .{example})")
-        if word in MEMBERS:
-            members = slice(None) if inside is None else _numbers(inside, text)
-        elif inside is not None and is_last:
-            index = _index(inside, text)
-            if index.count(...) > 1:
-                raise ValueError(f"not a component name: {text!r} (a slice has at most one ...)")
-            if any(isinstance(part, slice) and (part.step or 1) < 1 for part in index):
-                raise ValueError(f"not a component name: {text!r} (the step of a slice of a value must be positive)")
-        elif inside is not None:
-            raise ValueError(f"not a component name: {text!r} (a slice is at its end, not after {word!r})")
-    return ComponentName(tuple(words), stack, layers, members, index)
-
-
-_LIST_OF_INDICES = "a slice in a name has integers, slices and ...; for a list of indices, give the patch slice="
-
-
-def _numbers(inside: str, text: str) -> Numbers:
-    inside = inside.strip()
-    if inside == "*":
-        return slice(None)
+def _numbers(brackets: str) -> Numbers:
+    """Returns the numbers of layers or members: a number, several, or a slice."""
+    inside = brackets[1:-1].strip()
     is_list = inside.startswith("[")
-    found = _index(
-        inside[1:-1] if is_list else inside, text, "a number, a list of them ([0, 2] or 0, 2), a slice, or *"
-    )
+    found = (slice(None),) if inside == "*" else _index(inside[1:-1] if is_list else inside)
     if len(found) == 1 and isinstance(found[0], int if is_list else (int, slice)):
         return found[0]
-    if all(type(number) is int for number in found):
-        return found
-    raise ValueError(f"not a component name: {text!r} ([{inside}] is not a number, a list of them, a slice, or *)")
+    if not found or not all(type(number) is int for number in found):
+        raise ValueError(f"[{inside}] is not a number, a list of them ([0, 2] or 0, 2), a slice, or *")
+    return found
 
 
-def _index(inside: str, text: str, wanted: str = "integers, slices and ...") -> tuple[Any, ...]:
-    try:
-        node = ast.parse(f"_[{inside.strip()}]", mode="eval").body
-        assert isinstance(node, ast.Subscript)
-        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        return tuple(map(_index_part, parts))
-    except (SyntaxError, ValueError, AssertionError):
-        raise ValueError(f"not a component name: {text!r} ([{inside}] is not {wanted})") from None
+def _slice(brackets: str | None) -> tuple[Any, ...]:
+    """Returns the slice of a value."""
+    found = () if brackets is None else _index(brackets[1:-1])
+    if (brackets and not found) or found.count(...) > 1:
+        raise ValueError(f"{brackets} is not integers, slices and at most one ...")
+    if any(isinstance(part, slice) and part.step is not None and part.step < 1 for part in found):
+        raise ValueError("the step of a slice of a value must be positive")
+    return found
 
 
-def _index_part(node: ast.expr) -> Any:
-    if isinstance(node, ast.Slice):
-        bounds = [None if bound is None else _whole(bound) for bound in (node.lower, node.upper, node.step)]
-        if bounds[2] == 0:
-            raise ValueError("slice step cannot be zero")
-        return slice(*bounds)
-    if isinstance(node, ast.Constant) and node.value is Ellipsis:
-        return Ellipsis
-    return _whole(node)
+def _index(inside: str) -> tuple[Any, ...]:
+    """Returns integers, slices and `...` from their text; `()` if it has something else."""
+    parts = [_INDEX.fullmatch(part) for part in inside.replace(" ", "").split(",")]
+    return () if None in parts else tuple(_part(part) for part in parts if part is not None)
 
 
-def _whole(node: ast.expr) -> int:
-    value = ast.literal_eval(node)
-    if type(value) is not int:
-        raise ValueError(f"{value!r} is not an integer")
-    return value
+def _part(found: re.Match[str]) -> Any:
+    if found[0] == "...":
+        return ...
+    number, *bounds = (None if each is None else int(each) for each in found.groups())
+    return slice(*bounds) if number is None else number
 
 
 def _numbers_text(numbers: Numbers) -> str:
@@ -204,136 +183,103 @@ def look_up(found: Components, text: str) -> list[Component]:
         name = parse_name(text)
     except ValueError as error:
         raise UnknownPathError(str(error)) from None
-    by_layer = [_of_layer(found, one, text) for one in _by_layer(found, name, text)]
-    problems = [each for each in by_layer if isinstance(each, UnknownPathError)]
+    stacks = [name]
+    if name.layers is not None:
+        pattern = path_pattern(_list_of(name.stack))
+        stacks = [replace(name, stack=stack) for stack in found.layers if pattern.fullmatch(_list_of(stack))]
+        if not stacks:
+            known = ", ".join(repr(_list_of(stack)) for stack in found.layers)
+            reason = found.why_missing(str(name)) or "no stack of layers was found"
+            raise UnknownPathError(
+                f"{text!r}: {f'the stacks of layers in this model are {known}' if known else reason}"
+            )
     is_lenient = name.layers == slice(None) or "*" in name.stack
-    if problems and not (is_lenient and len(problems) < len(by_layer)):
-        raise problems[0]
-    return [component for each in by_layer if isinstance(each, list) for component in each]
+    layers = _collected(stacks, lambda each: _layers(found, each, text), is_lenient=True)
+    return _collected(layers, lambda each: [*_of_layer(found, each, text)], is_lenient=is_lenient)
 
 
-def _by_layer(found: Components, name: ComponentName, text: str) -> list[ComponentName]:
-    """Returns the names that a name expands to, each with one stack and one layer."""
-    stacks = [name.stack]
-    if "*" in name.stack:
-        pattern = path_pattern(f"{name.stack}.layers")
-        known = found.layers if name.layers is not None else ("", *found.layers)
-        stacks = [stack for stack in dict.fromkeys(known) if pattern.fullmatch(_list_of(stack))] or stacks
-    names: list[ComponentName] = []
-    problem: UnknownPathError | None = None
-    for stack in stacks:
-        in_stack = replace(name, stack=stack)
+def _collected(items: Iterable[_Item], expanded: Callable[[_Item], list[_Other]], *, is_lenient: bool) -> list[_Other]:
+    """Returns what items expand to; if that is lenient, an error of one is raised only if it is one of all."""
+    result, problems = list[_Other](), list[UnknownPathError]()
+    for item in items:
         try:
-            names += [replace(in_stack, layers=layer) for layer in _layers(found, in_stack, text)]
-        except UnknownPathError as error:  # other stacks may have more layers
-            problem = problem or error
-    if not names and problem is not None:
-        raise problem
-    return names
+            result += expanded(item)
+        except UnknownPathError as problem:
+            if not is_lenient:
+                raise
+            problems.append(problem)
+    if problems and not result:
+        raise problems[0]
+    return result
 
 
 def _list_of(stack: str) -> str:
     return f"{stack}.layers" if stack else "layers"
 
 
-def _layers(found: Components, name: ComponentName, text: str) -> list[int | None]:
+def _layers(found: Components, name: ComponentName, text: str) -> list[ComponentName]:
+    """Returns a name with the number of each layer in turn."""
     if name.layers is None:
-        return [None]
-    count = found.layers.get(name.stack)
-    if count is None:
-        named = list(map(_list_of, found.layers))
-        if not named:
-            raise UnknownPathError(
-                f"{text!r}: {why_missing(found.missing, str(name)) or 'no stack of layers was found'}"
-            )
-        meant = [*nearest(f"{name.stack}.layers", named, 1), *["**.layers"] * (len(named) > 1)]
-        rest = text[text.index("layers[") + len("layers") :]
-        close = ", ".join(repr(one + rest) for one in meant if _is_found(found, one + rest))
-        hint = f"; nearest: {close}" if close else ""
-        raise UnknownPathError(f"{text!r}: the stacks of layers in this model are {', '.join(map(repr, named))}{hint}")
-    return list(_counted(name.layers, count, f"layers in {name.stack!r}" if name.stack else "layers", text))
-
-
-def _is_found(found: Components, text: str) -> bool:
-    try:
-        return bool(look_up(found, text))
-    except UnknownPathError:
-        return False
-
-
-def _counted(numbers: Numbers, count: int, what: str, text: str) -> Iterator[int]:
-    """Yields numbers from the start, of `count`."""
-    if isinstance(numbers, slice):
-        chosen = list(range(count)[numbers])
-        if not chosen:
-            raise UnknownPathError(f"{text!r}: [{index_text(numbers)}] selects none of the {count} {what}")
-        yield from chosen
-        return
-    for number in (numbers,) if isinstance(numbers, int) else numbers:
-        if not -count <= number < count:
-            raise UnknownPathError(f"{text!r}: {number} is out of range: there are {count} {what}")
-        yield number % count
-
-
-def _matching(found: Components, name: ComponentName, text: str) -> list[ComponentName]:
-    """Returns the names that a name with `*` in its words expands to: those of its layer, or of all layers."""
-    if not any("*" in word for word in name.words):
         return [name]
-    has_heads = "heads" in name.words
-    bare = replace(name, words=tuple(word for word in name.words if word != "heads"), members=None, index=())
-    pattern, start = path_pattern(str(bare)), str(bare).partition("*")[0]
-    matching: list[ComponentName] = []
-    for key in found:
-        each = parse_name(key) if key.startswith(start) else None
-        if each is None or not pattern.fullmatch(str(replace(each, members=None))):
-            continue
-        if has_heads and "head" not in found[key].axes:
-            continue
-        words = (*each.words[:-1], "heads", each.words[-1]) if has_heads else each.words
-        members = slice(None) if name.members is None and each.members is not None else name.members
-        one = replace(each, words=words, members=members, index=name.index)
-        matching += [one] if one not in matching else []
-    if not matching:
-        find_one(found, str(replace(name, members=None, index=())), text)
-    return matching
+    what = f"layers in {name.stack!r}" if name.stack else "layers"
+    return [replace(name, layers=layer) for layer in _counted(name.layers, found.layers[name.stack], what, text)]
 
 
-def _of_layer(found: Components, name: ComponentName, text: str) -> list[Component] | UnknownPathError:
-    """Returns the components that a name with one layer refers to, or an error that says why there are none."""
-    is_pattern = any("*" in word for word in name.words)
-    try:
-        return [
-            component for one in _matching(found, name, text) for component in _of_one(found, one, text, is_pattern)
-        ]
-    except UnknownPathError as error:
-        return error
+def _counted(numbers: Numbers, count: int, what: str, text: str) -> list[int]:
+    """Returns numbers from the start, of `count`."""
+    chosen = range(count)[numbers] if isinstance(numbers, slice) else numbers
+    chosen = (chosen,) if isinstance(chosen, int) else chosen
+    if not chosen:
+        raise UnknownPathError(f"{text!r}: [{_numbers_text(numbers)}] selects none of the {count} {what}")
+    if outside := [number for number in chosen if not -count <= number < count]:
+        raise UnknownPathError(f"{text!r}: {outside[0]} is out of range: there are {count} {what}")
+    return [number % count for number in chosen]
 
 
-def _of_one(found: Components, name: ComponentName, text: str, is_pattern: bool) -> Iterator[Component]:
-    """Yields the components that a name with one layer and without `*` in its words refers to.
-
-    If it comes from a pattern, its numbers are those of query heads.
-    """
+def _of_layer(found: Components, name: ComponentName, text: str) -> Iterator[Component]:
+    """Yields the components that a name with at most one layer refers to."""
     if name.words[-1] == "result" and name.words[0].endswith("attn"):
         raise UnknownPathError(f"{text!r}: {_of_result(name)}")
-    bare = replace(name, members=None, index=())
-    if name.axis is None:
-        yield _sliced(find_one(found, str(bare), text), name, text)
+    bare = str(replace(name, members=None, index=()))
+    if name.axis is None and bare in found:
+        yield _sliced(found[bare], name.index, text)
         return
-    word = next(word for word in name.words if word in MEMBERS)
-    separate = _separate(found, bare)
-    if separate:  # such as experts that are separate modules
-        chosen = list(_counted(name.members or 0, len(separate), word, text))
-        there = [number for number in chosen if separate[number] in found]
-        if not there or (there != chosen and not isinstance(name.members, slice)):
-            find_one(found, next(separate[number] for number in chosen if number not in there), text)
-        for number in there:
-            yield _sliced(found[separate[number]], replace(name, members=number), text)
-        return
-    key = str(replace(bare, words=tuple(w for w in name.words if w != word)))
-    if key not in found and word != "heads":
-        key = str(replace(name, members=name.members or 0, index=()))  # which says why there are no separate ones
-    whole = find_one(found, key, text)
+    # The names of members that are values of their own have a number; others are parts along a dimension.
+    any_member = r"(?:\1\\[(\\d+)\\]\\.)?"
+    pattern = re.sub(r"(heads|experts)\\\.", any_member, path_pattern(bare).pattern.replace(".*", ".*?"))
+    start = re.split(r"\*|heads|experts", bare)[0]
+    families: dict[str, dict[int, str]] = {}
+    for key in (*found, *found.missing):
+        match = re.fullmatch(pattern, key) if key.startswith(start) else None
+        if match is None:
+            continue
+        if name.axis is not None and match[1] is not None:
+            families.setdefault(key[: match.start(1)] + key[match.end(1) :], {})[int(match[1])] = key
+        elif key in found and (name.axis is None or "*" not in bare or name.axis in found[key].axes):
+            families[key] = {}
+    if not families:
+        whole = replace(name, words=tuple(word for word in name.words if word != "heads"), index=())
+        find_one(found, str(whole), text)
+    for key, numbered in families.items():
+        if name.axis is None:
+            yield _sliced(found[key], name.index, text)
+        else:
+            yield from _separate(found, name, numbered, text) if numbered else _along(found, name, found[key], text)
+
+
+def _separate(found: Components, name: ComponentName, numbered: Mapping[int, str], text: str) -> Iterator[Component]:
+    """Yields members that are values of their own, by their numbers; some may not have run."""
+    members = name.members if name.members is not None else slice(None)
+    chosen = [numbered[number] for number in _counted(members, len(numbered), name.member_word, text)]
+    absent = [key for key in chosen if key not in found]
+    if absent and (len(absent) == len(chosen) or not isinstance(members, slice)):
+        find_one(found, absent[0], text)
+    yield from (_sliced(found[key], name.index, text) for key in chosen if key in found)
+
+
+def _along(found: Components, name: ComponentName, whole: Component, text: str) -> Iterator[Component]:
+    """Yields members that are parts of a value along a dimension."""
+    word, start, last = name.member_word, *whole.name.rsplit(".", 1)
     if name.axis not in whole.axes:
         raise UnknownPathError(
             f"{text!r}: {whole.name!r} has no dimension of the {word}: its axes are {', '.join(map(str, whole.axes))}"
@@ -341,27 +287,21 @@ def _of_one(found: Components, name: ComponentName, text: str, is_pattern: bool)
     dim = whole.axes.index(name.axis)
     if len(whole.index) > dim and whole.index[dim] != slice(None):
         raise UnknownPathError(f"{text!r}: {whole.name!r} is a part along its dimension of the {word} already")
-    numbers, count = slice(None) if name.members is None else name.members, whole.shape[dim]
-    queries = _query_heads(found, bare) if word == "heads" else count
-    if is_pattern and count < queries:
-        read = (whole.head_of(each, queries) for each in _counted(numbers, queries, word, text))
-        numbers = tuple(dict.fromkeys(read))
+    numbers, count = name.members if name.members is not None else slice(None), whole.shape[dim]
+    read_by = [found[key] for key in (f"{start}.q", f"{start}.z") if key in found and "head" in found[key].axes]
+    queries = read_by[0].shape[read_by[0].axes.index("head")] if read_by and word == "heads" else count
+    if "*" in "".join(name.words) and count < queries:  # its numbers are those of query heads
+        numbers = tuple(dict.fromkeys(whole.head_of(each, queries) for each in _counted(numbers, queries, word, text)))
     elif isinstance(numbers, int) and count <= numbers < queries:
-        own = str(replace(name, members=whole.head_of(numbers, queries)))
+        own = f"{start}.{word}[{whole.head_of(numbers, queries)}].{last}"
         raise UnknownPathError(
             f"{text!r}: {numbers} is out of range: {queries} heads share {count}: head {numbers} reads {own!r}"
         )
     for number in _counted(numbers, count, word, text):
         index = [*whole.index, *(slice(None),) * (dim + 1 - len(whole.index))]
         index[dim] = number
-        yield _sliced(replace(whole, index=tuple(index)), replace(name, members=number), text)
-
-
-def _query_heads(found: Components, bare: ComponentName) -> int:
-    """Returns the number of query heads that belong to a component with heads; 0 if that is not known."""
-    keys = [str(replace(bare, words=(bare.words[0], part))) for part in "qz"]
-    known = [found[key] for key in keys if key in found and "head" in found[key].axes]
-    return next((one.shape[one.axes.index("head")] for one in known), 0)
+        part = replace(whole, name=f"{start}.{word}[{number}].{last}", index=tuple(index))
+        yield _sliced(part, name.index, text)
 
 
 def _of_result(name: ComponentName) -> str:
@@ -374,14 +314,6 @@ def _of_result(name: ComponentName) -> str:
     )
 
 
-def _separate(found: Components, bare: ComponentName) -> list[str]:
-    """Returns the names of the members that are separate values, in order, including those that did not run."""
-    members: list[str] = []
-    while (key := str(replace(bare, members=len(members)))) in found or key in found.missing:
-        members.append(key)
-    return members
-
-
 def find_one(found: Components, key: str, text: str) -> Component:
     """Returns the component whose whole name is `key`; the error shows `text`.
 
@@ -391,7 +323,7 @@ def find_one(found: Components, key: str, text: str) -> Component:
     if key in found:
         return found[key]
     names = list(found)
-    reason = why_missing(found.missing, key)
+    reason = found.why_missing(key)
     close = nearest(key, names)
     why = f": {reason}" if reason else ""
     hint = f"; nearest: {', '.join(map(repr, close))}" if close else ""
@@ -406,14 +338,15 @@ def why_missing(missing: Mapping[str, str], name: str) -> str | None:
     return None
 
 
-def _sliced(component: Component, name: ComponentName, text: str) -> Component:
-    """Returns a component with the slice of its name."""
+def _sliced(component: Component, index: tuple[Any, ...], text: str) -> Component:
+    """Returns the slice of a component."""
+    if not index:
+        return component
     shape = torch.Size(component.shape)
-    if name.index:
-        if (problem := index_problem(name.index, part_shape(shape, component.index))) is not None:
-            raise UnknownPathError(f"{text!r}: {problem}")
-        component = replace(component, index=composed(component.index, name.index, shape))
-    return replace(component, name=str(name))
+    if (problem := index_problem(index, part_shape(shape, component.index))) is not None:
+        raise UnknownPathError(f"{text!r}: {problem}")
+    name = f"{component.name}[{index_text(index)}]"
+    return replace(component, name=name, index=composed(component.index, index, shape))
 
 
 def part_shape(shape: torch.Size, index: tuple[Any, ...]) -> torch.Size:

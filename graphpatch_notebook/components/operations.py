@@ -55,7 +55,10 @@ MIXING = frozenset(
 )
 """Moves values between positions without attention."""
 
-CREATIONS = frozenset("empty new_empty empty_like zeros new_zeros zeros_like empty_strided new_empty_strided".split())
+UNFILLED = frozenset("empty new_empty empty_like empty_strided new_empty_strided".split())
+"""Return tensors of what memory happens to hold."""
+
+CREATIONS = UNFILLED | frozenset("zeros new_zeros zeros_like".split())
 """Return tensors that the model fills later."""
 
 SHAPED_LIKE = frozenset("expand_as view_as reshape_as type_as".split())
@@ -63,5 +66,3 @@ SHAPED_LIKE = frozenset("expand_as view_as reshape_as type_as".split())
 
 CHOICES = frozenset("topk argmax _topk sort max".split())
 """Choose among experts."""
-
-ROTATIONS = frozenset("cos sin view_as_complex polar view_as_real".split())

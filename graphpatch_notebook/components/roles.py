@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, product
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -20,49 +22,23 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, Ref, map_leaves
-from graphpatch_notebook.components.dimensions import Extent, dimensions_of
+from graphpatch_notebook.components.dimensions import Dimensions
 from graphpatch_notebook.components.flow import Axes, Flow, UnknownValueError, Value
-from graphpatch_notebook.components.operations import CREATIONS, LINEAR_MAPS
+from graphpatch_notebook.components.operations import UNFILLED
 from graphpatch_notebook.values import ScalarSpec, TensorSpec, take
 
-Reached: TypeAlias = "dict[tuple[int, int, str], list[frozenset[int]]]"
-"""The changed indices of each atom of a value: by the atom of the changed value, its index, and how it was changed."""
+Reached: TypeAlias = "dict[tuple[int, int], list[frozenset[int]]]"
+"""The changed indices of each atom of a value: by the atom of the changed value, and its index."""
+
+RunValues: TypeAlias = "dict[Node | Value, Any]"
+"""What operations return in a run, and what a run has in place of values from elsewhere."""
 
 _MOST_INDICES = 3
 _LARGE, _LARGEST = 50_000, 50_000_000
-_LENGTH = 5
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
 _MOST = torch.finfo(torch.float32).max
 _CPU = torch.device("cpu")
 _CASTS = frozenset("half bfloat16 double cuda cpu".split())
-
-
-class SmallSizes:
-    """Small sizes of the model's inputs, and the shapes that values have then."""
-
-    def __init__(self, root: Frame) -> None:
-        self.dimensions = dimensions_of(root)
-        self.are_known = self.dimensions.reason is None
-        self.now = [self._small(size) for size in self.dimensions.group_sizes()]
-
-    @property
-    def first(self) -> int | None:
-        """The group of the first dimension of the inputs."""
-        groups = enumerate(self.dimensions.groups)
-        places = [(number, group) for group, dims in groups for number, dim in dims if dim == 0]
-        return min(places)[1] if places else None
-
-    @staticmethod
-    def _small(size: int) -> int:
-        return size if 1 < size <= _LENGTH + 2 else _LENGTH
-
-    def extents(self, spec: TensorSpec) -> tuple[Extent | None, ...]:
-        """Returns how each dimension of a captured value follows the sizes of the inputs; `None` if it is not known."""
-        return self.dimensions.extents(spec)
-
-    def shape(self, spec: TensorSpec, *, is_small: bool) -> tuple[int, ...]:
-        """Returns the shape of a captured value at the small sizes; a dimension that is not known keeps its size."""
-        return self.dimensions.shape_at(spec, self.now if is_small and self.are_known else None)
 
 
 class Rerun:
@@ -70,63 +46,67 @@ class Rerun:
 
     Attributes:
         nodes: The operations, in order.
-        base: What they return, where they could run.
-        given: What they read from elsewhere.
-        is_small: Whether they run at small sizes, and not at those of the capture.
+        base: What they return, where they could run; and what they read from elsewhere.
+        sizes: The sizes of the groups of dimensions of the inputs at which they run.
+        is_masked: Whether they read masks from elsewhere: these are all true, or all false.
+        later_than: The operations that depend on a value.
     """
 
-    def __init__(self, flow: Flow, nodes: Iterable[Node], sizes: SmallSizes, *, is_small: bool, masks: bool) -> None:
-        self.flow = flow
-        self._sizes, self.is_small, self._masks = sizes, is_small, masks
+    def __init__(
+        self, flow: Flow, nodes: Iterable[Node], dimensions: Dimensions, sizes: Sequence[int], *, masks: bool
+    ) -> None:
+        self.flow, self._dimensions, self.sizes, self._masks = flow, dimensions, sizes, masks
+        self.is_masked = False
         every = {each for node in nodes for each in (node, node.whole) if node.kind == "op"}
         self.nodes = sorted(every, key=flow.order.__getitem__)
-        self._inside = set(self.nodes)
-        self.given: dict[Value, Any] = {}
+        self._inside = frozenset(self.nodes)
+        self._writes = any(node.is_in_place for node in self.nodes)
+        self._given: dict[Value, Tensor] = {}
+        self._reads = functools.cache(self._nodes_read)
+        self._before = functools.cache(self._nodes_before)
+        self.later_than = functools.cache(self._nodes_after)
         self._generator = torch.Generator().manual_seed(0)
-        self.base: dict[Node, Any] = {}
-        self._later: dict[Node, set[Node]] = {}
-        self._run(self.base, self.nodes)
+        self.base = self._run({}, self.nodes)
 
-    def tensor(self, value: Value, env: Mapping[Node, Any] | None = None) -> Tensor | None:
+    @property
+    def is_whole(self) -> bool:
+        """Whether all operations could run."""
+        return all(self.base.get(node) is not None for node in self.nodes)
+
+    def tensor(self, value: Value, env: RunValues | None = None) -> Tensor | None:
         """Returns a value in a run; `None` if it is not a tensor there."""
         try:
-            found = self._value(dict(self.base) if env is None else dict(env), value)
+            found = self._value(self.base if env is None else env, value)
         except (UnknownValueError, LookupError, AttributeError, TypeError):
             return None
         is_number = isinstance(found, Tensor) and (found.is_floating_point() or found.is_complex())
         return found if is_number else None
 
-    def changed(self, value: Value, change: Callable[[Tensor], Tensor], targets: Iterable[Value]) -> dict[Node, Any]:
+    def changed(self, value: Value, change: Callable[[Tensor], Tensor], targets: Iterable[Value]) -> RunValues:
         """Returns what the operations that lead to some targets return if one value is changed."""
-        later = self.later_than(value.node)
-        env = {node: result for node, result in self.base.items() if node not in later}
-        needed = later & frozenset().union(*(self._before(target.node) for target in targets))
-        is_given = value.node not in self._inside
-        old = self.given.get(value)
-        if is_given:
-            assert old is not None
-            self.given[value] = change(old)
-        else:
-            env[value.node] = _with(env[value.node], value.keys, change)
-        try:
-            self._run(env, [node for node in self.nodes if node in needed])
-        finally:
-            if is_given:
-                self.given[value] = old
-        return env
 
-    def later_than(self, start: Node) -> set[Node]:
+        def apply(env: RunValues) -> None:
+            if value.node in self._inside:
+                env[value.node] = _with(env[value.node], value.keys, change)
+            else:
+                env[value] = change(self._value(env, value))
+
+        needed = frozenset([value.node]).union(*(self._before(target.node) for target in targets))
+        # Memory that is written into is made again.
+        later = self._inside if self._writes else self.later_than(value.node)
+        kept = self.base.items() if not self._writes else ()
+        env = {key: result for key, result in kept if key not in later}
+        return self._run(env, [node for node in self.nodes if node in needed and node in later], value.node, apply)
+
+    def _nodes_after(self, start: Node) -> frozenset[Node]:
         """Returns the operations that depend on a value."""
-        if start not in self._later:
-            found = {start}
-            for node in self.nodes:
-                if node is not start and not found.isdisjoint(self._reads(node)):
-                    found.add(node)
-            self._later[start] = found - {start}
-        return self._later[start]
+        found = {start}
+        for node in self.nodes:
+            if self.flow.order[node] > self.flow.order[start] and not found.isdisjoint(self._reads(node)):
+                found.add(node)
+        return frozenset(found - {start})
 
-    @functools.cache  # noqa: B019  # a slice lives as long as its question
-    def _before(self, end: Node) -> frozenset[Node]:
+    def _nodes_before(self, end: Node) -> frozenset[Node]:
         """Returns the operations that a result depends on, and its own."""
         found = {end}
         for node in reversed(self.nodes):
@@ -134,103 +114,96 @@ class Rerun:
                 found |= self._reads(node)
         return frozenset(found)
 
-    @functools.cache  # noqa: B019
-    def _reads(self, node: Node) -> frozenset[Node]:
+    def _nodes_read(self, node: Node) -> frozenset[Node]:
         if node.whole is not node:
             return frozenset([node.whole])
-        found = {value.node for value in self.flow.reads(node)}
-        return frozenset(found | {value.node.whole for value in self.flow.reads(node)})
+        reads = [*self.flow.reads(node)]
+        reads += [part for read in reads for part in self.flow.filled.get(read.node, ())]
+        return frozenset(each for read in reads for each in (read.node, read.node.whole))
 
-    def _run(self, env: dict[Node, Any], nodes: Iterable[Node]) -> None:
+    def _run(
+        self,
+        env: RunValues,
+        nodes: Collection[Node],
+        at: Node | None = None,
+        change: Callable[[RunValues], None] = lambda _: None,
+    ) -> RunValues:
+        """Returns the results of operations, besides those in `env`; after one of them, a value is changed."""
         torch.default_generator.manual_seed(0)  # who asks restores its state
+        found: RunValues = {}
+        if at is not None and at not in nodes:
+            change(env)
         with torch.no_grad():
             for node in nodes:
                 try:
                     self._evaluate(env, node)
+                    if node is at:
+                        change(env)
                 except Exception:  # an operation on values of other sizes, or of kinds that are not made here
                     env.pop(node, None)
+                if self._writes:
+                    found[node] = _copied(env.get(node))
+        return env | found
 
-    def _evaluate(self, env: dict[Node, Any], node: Node) -> Any:
+    def _evaluate(self, env: RunValues, node: Node) -> Any:
         if node in env:
             return env[node]
-        made = node.whole
-        if made is not node:
-            env[node] = self._evaluate(env, made)[node.position]
+        if node.whole is not node:
+            env[node] = self._evaluate(env, node.whole)[node.position]
             return env[node]
         given = (node.args[:3], {}) if node.op == "flex_attention" else (node.args, node.kwargs)
         args, kwargs = map_leaves(given, functools.partial(self._argument, env))
+        if "device" in kwargs:
+            kwargs["device"] = _CPU
         if node.op == "flex_attention" and len(args) == 3:  # without its functions of scores, and its blocks
             q, *others = args
             k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in others)
-            env[node] = scaled_dot_product_attention(q, k, v)
-            return env[node]
-        if "device" in kwargs:
-            kwargs["device"] = _CPU
-        if "dropout" in node.op or node.op in _CASTS:
-            env[node] = args[0] if args else kwargs["input"]
-        elif node.is_in_place:
-            where = node.written_argument
-            if isinstance(where, str):
-                written = kwargs[where] = kwargs[where].clone()
-            else:
-                written = args[where or 0].clone()
-                args = (*args[: where or 0], written, *args[(where or 0) + 1 :])
-            made.target(*args, **kwargs)
-            env[node] = written
+            result: Any = scaled_dot_product_attention(q, k, v)
+        elif "dropout" in node.op or node.op in _CASTS:
+            result = args[0] if args else kwargs["input"]
         else:
-            made_now = self._mapped(node, args, kwargs)
-            # What memory happens to hold would be another answer in each run.
-            env[node] = torch.zeros_like(made_now) if node.op in CREATIONS else made_now
+            result = self._mapped(node, args, kwargs)
+        if node.is_in_place:
+            result = node.written_of(args, kwargs)
+        # What memory happens to hold would be another answer in each run.
+        env[node] = torch.zeros_like(result) if node.op in UNFILLED else result
         return env[node]
 
     def _mapped(self, node: Node, args: Any, kwargs: Any) -> Any:
         """Returns the result of an operation; of a linear map with a large matrix, that of one of rank one."""
-        if node.op in ("linear", "addmm") and node.op in LINEAR_MAPS:
-            given = args[1:3] if node.op == "addmm" else args[:2]
-            if len(given) == 2 and not kwargs and all(isinstance(each, Tensor) for each in given):
-                x, weight = given
-                bias = args[0] if node.op == "addmm" else args[2] if len(args) > 2 else None
-                if weight.ndim == 2 and weight.stride() == (0, 0):
-                    outs = weight.shape[0] if node.op == "linear" else weight.shape[1]
-                    by, to = (self._vector(size) for size in (x.shape[-1], outs))
-                    result = (x * by).sum(-1, keepdim=True) / x.shape[-1] ** 0.5 * to
-                    return result if bias is None else result + bias
+        if node.op in ("linear", "addmm") and len(args) > 1 and not kwargs:
+            x, weight, bias = (*args, None)[:3] if node.op == "linear" else (*args[1:], args[0])
+            if isinstance(weight, Tensor) and weight.ndim == 2 and weight.stride() == (0, 0):
+                outs = weight.shape[0] if node.op == "linear" else weight.shape[1]
+                result = (x * _vector(x.shape[-1])).sum(-1, keepdim=True) / x.shape[-1] ** 0.5 * _vector(outs)
+                return result if bias is None else result + bias
         return node.target(*args, **kwargs)
 
-    @staticmethod
-    @functools.cache
-    def _vector(size: int) -> Tensor:
-        return torch.randn(size, generator=torch.Generator().manual_seed(size))
-
-    def _argument(self, env: dict[Node, Any], given: Any) -> Any:
+    def _argument(self, env: RunValues, given: Any) -> Any:
         if isinstance(given, torch.dtype) and given.is_floating_point:
             return torch.float32
         if isinstance(given, torch.device):
             return _CPU
         if isinstance(given, float) and abs(given) > _MOST:
             return math.copysign(_MOST, given)
-        if not isinstance(given, Ref):
-            return given
-        value = self.flow.resolve(given.node, given.dig)
-        if value is None:
-            raise UnknownValueError(f"the value of {given.node.name!r} is not one value")
-        return self._value(env, value)
+        return self._value(env, self.flow.read(given)) if isinstance(given, Ref) else given
 
-    def _value(self, env: dict[Node, Any], value: Value) -> Any:
+    def _value(self, env: RunValues, value: Value) -> Any:
+        if value in env:
+            return env[value]
         if value.node in env:
             return functools.reduce(take, value.keys, env[value.node])
         if isinstance(value.spec, TensorSpec):
             if value.node in self._inside:
                 raise UnknownValueError(f"{self.flow.path(value)} could not be computed")
-            if value not in self.given:
-                self.given[value] = self._made(value)
-            return self.given[value]
+            if value not in self._given:
+                self._given[value] = self._made(value)
+            if self._writes and value.node.kind != "parameter":
+                env[value] = self._given[value].clone()
+            return env.get(value, self._given[value])
         if value.node.kind == "op":  # arithmetic on sizes
-            try:
+            with suppress(Exception):
                 return functools.reduce(take, value.keys, self._evaluate(env, value.node))
-            except Exception:
-                if not isinstance(value.spec, ScalarSpec):
-                    raise
         if isinstance(value.spec, ScalarSpec):
             return value.spec.value
         raise UnknownValueError(f"{self.flow.path(value)} is no tensor")
@@ -242,11 +215,14 @@ class Rerun:
         is_held = value.node.kind in HELD_KINDS and value.node.kind != "parameter" and not value.keys
         if is_held and (held := _held(self.flow.frame_of[value.node], value.node)) is not None:
             return held
-        shape = self._sizes.shape(spec, is_small=self.is_small)
+        shape = self._dimensions.shape_at(spec, self.sizes)
         if spec.dtype == torch.bool:
+            self.is_masked = True
             return torch.full(shape, self._masks)
         if not spec.dtype.is_floating_point:
-            return torch.randint(0, 2, shape, generator=self._generator, dtype=spec.dtype)
+            numbers = torch.randint(0, 2, shape, generator=self._generator, dtype=spec.dtype)
+            numbers.view(-1)[-1:] = 1 - numbers.view(-1)[:1]  # positions, say, are not all the same
+            return numbers
         users = self.flow.users.get(value.node, ())
         is_mapped = len(shape) == 2 and bool(users) and all(user.op in ("linear", "addmm") for user in users)
         if is_mapped and math.prod(shape) > _LARGE:  # of which only the shape is needed: see `_mapped`
@@ -262,16 +238,25 @@ class Rerun:
 def _held(frame: Frame, node: Node) -> Tensor | None:
     """Returns a copy of a buffer, or of another tensor that the model holds; `None` if it has no values."""
     try:
-        held = node.target if node.kind == "constant" else functools.reduce(
-            getattr, str(node.target).split("."), frame.module
-        )  # fmt: skip
-        held = held() if node.kind == "constant" and callable(held) else held
+        held = node.target if node.kind == "constant" else attrgetter(str(node.target))(frame.module)
     except AttributeError:
         return None
+    held = held() if node.kind == "constant" and callable(held) else held
     if not isinstance(held, Tensor) or held.is_meta:
         return None
     held = held.detach().to(_CPU, copy=True)
     return held.float() if held.is_floating_point() else held
+
+
+@functools.cache
+def _vector(size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(size))
+
+
+def _copied(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.clone()
+    return type(result)(map(_copied, result)) if type(result) in (tuple, list) else result
 
 
 def _with(whole: Any, keys: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> Any:
@@ -300,24 +285,21 @@ class Atom:
 class Study:
     """What changes in the values of a slice if one of them is changed."""
 
-    def __init__(self, flow: Flow, nodes: Collection[Node], sizes: SmallSizes, start: Value | None = None) -> None:
-        self.flow, self.sizes, self._start = flow, sizes, start
+    def __init__(self, flow: Flow, nodes: Collection[Node], dimensions: Dimensions, start: Value) -> None:
+        self.flow, self.dimensions, self._start = flow, dimensions, start
         self.run = self._runnable(nodes)
         self._tensors: dict[Value, Tensor | None] = {}
         self._atoms: dict[Value, tuple[Atom, ...]] = {}
-        self._reached: dict[tuple[Value, Value], Reached] = {}
+        self._reached: dict[Value, dict[Value, Reached]] = {}
 
     def _runnable(self, nodes: Collection[Node]) -> Rerun:
-        """Returns the slice of which most could run: at small sizes or as captured, with masks of either kind."""
-        best: Rerun | None = None
-        for is_small, masks in product((True, False), (True, False)):
-            made = Rerun(self.flow, nodes, self.sizes, is_small=is_small, masks=masks)
-            if best is None or _count(made) > _count(best):
-                best = made
-            if _count(best) >= len(best.nodes):
+        """Returns the run in which most depends on the start: at small sizes or as captured, with either masks."""
+        known, found = self.dimensions, list[Rerun]()
+        for sizes, masks in product((known.small_sizes, known.group_sizes()), (True, False)):
+            found.append(Rerun(self.flow, nodes, known, sizes, masks=masks))
+            if found[-1].is_whole and not (masks and found[-1].is_masked):
                 break
-        assert best is not None
-        return best
+        return found[0] if len(found) == 1 else max(found, key=lambda each: _count_moved(each, self._start))
 
     @functools.cached_property
     def floats(self) -> list[Value]:
@@ -343,138 +325,142 @@ class Study:
         return self._atoms[value]
 
     def _divided(self, value: Value) -> Iterator[Atom]:
-        tensor, spec = self.tensor(value), value.spec
+        tensor, spec, known = self.tensor(value), value.spec, self.dimensions
         if not isinstance(spec, TensorSpec):
             return
-        shape = self.sizes.shape(spec, is_small=self.run.is_small) if tensor is None else tensor.shape
-        for dim, (size, extent) in enumerate(zip(shape, self.sizes.extents(spec), strict=True)):
-            if extent is None or not extent.groups:
-                yield from self._factored(value, dim, size)
-                continue
-            parts = [Atom(dim, self.sizes.now[group], group) for group in extent.groups]
-            parts += [Atom(dim, extent.factor)] * (extent.factor > 1)
-            if len(parts) == 1:
-                yield Atom(dim, size, parts[0].group)
-            elif len(parts) == 2 and parts[0].size * parts[1].size == size:
-                yield from self._ordered(value, dim, parts)
+        shape = known.shape_at(spec, self.run.sizes) if tensor is None else tensor.shape
+        outer = [] if value == self._start else [atom.size for atom in self.atoms(self._start) if atom.size > 1]
+        for dim, (size, extent) in enumerate(zip(shape, known.extents(spec), strict=True)):
+            if extent is None:
+                options = [[Atom(dim, one), Atom(dim, other)] for one, other in combinations(outer, 2)]
             else:
-                yield Atom(dim, size)
+                factors = [Atom(dim, extent.factor)] if extent.factor > 1 else []
+                options = [[*(Atom(dim, self.run.sizes[group], group) for group in extent.groups), *factors]]
+            if len(options[0] if options else ()) == 1:
+                yield Atom(dim, size, options[0][0].group)
+                continue
+            fitting = (parts for parts in options if len(parts) == 2 and parts[0].size * parts[1].size == size)
+            yield from next(filter(None, (self._ordered(value, parts) for parts in fitting)), [Atom(dim, size)])
 
-    def _ordered(self, value: Value, dim: int, parts: list[Atom]) -> list[Atom]:
-        """Orders the factors of a dimension, by what the start reaches from one index of one of them."""
-        start = self.atoms(self._start) if self._start not in (None, value) else ()
-        for part in parts:
-            at = [j for j, atom in enumerate(start) if atom.group is not None and atom.group == part.group]
-            if len(at) == 1 and (is_outer := self._is_outer(at[0], value, dim, part.size)) is not None:
-                return parts if is_outer == (part is parts[0]) else parts[::-1]
-        return [Atom(dim, parts[0].size * parts[1].size)]
+    def _ordered(self, value: Value, parts: list[Atom]) -> list[Atom]:
+        """Returns two factors of a dimension in order, by what the start reaches from one index; `[]` if unknown."""
+        is_first = set[bool]()
+        for part in parts if value != self._start else ():
+            same = [
+                j
+                for j, atom in enumerate(self.atoms(self._start))
+                if (atom.group, atom.size) == (part.group, part.size)
+            ]
+            if len(same) == 1 and (is_outer := self._is_outer(same[0], value, part)) is not None:
+                is_first.add(is_outer == (part is parts[0]))
+        return [] if len(is_first) != 1 else parts if True in is_first else parts[::-1]
 
-    def _factored(self, value: Value, dim: int, size: int) -> list[Atom]:
-        """Divides a dimension into two of the start, if one of them is its outer factor, and the other its inner."""
-        start = self.atoms(self._start) if self._start not in (None, value) else ()
-        for (j, one), (k, other) in combinations(enumerate(start), 2):
-            if one.size * other.size == size and one.size > 1 < other.size:
-                order = self._is_outer(j, value, dim, one.size), self._is_outer(k, value, dim, other.size)
-                if order in ((True, False), (False, True)):
-                    sizes = (one.size, other.size) if order[0] else (other.size, one.size)
-                    return [Atom(dim, each) for each in sizes]
-        return [Atom(dim, size)]
-
-    def _is_outer(self, j: int, value: Value, dim: int, size: int) -> bool | None:
+    def _is_outer(self, j: int, value: Value, part: Atom) -> bool | None:
         """Whether the start's atom `j` is the outer factor of a dimension: it reaches a block of it, not every n-th."""
-        assert self._start is not None
-        tensor = self.tensor(value)
+        tensor, found, dim, size = self.tensor(value), list[frozenset[int]](), part.dim, part.size
         if tensor is None:
             return None
-        whole, other = tensor.shape[dim], tensor.shape[dim] // size
-        found = [self._indices(self._start, j, index, "noise", value, tensor, dim) for index in range(min(size, 2))]
-        is_outer = all(each <= set(range(i * other, (i + 1) * other)) for i, each in enumerate(found))
-        is_inner = all(each <= set(range(i, whole, size)) for i, each in enumerate(found))
+        for index in range(min(size, 2)):
+            new = self.run.tensor(value, self._changed(self._start, j, index, [value]))
+            is_like = new is not None and new.shape == tensor.shape  # choices may select other numbers of rows
+            found.append(_indices(differs(tensor, new), dim) if is_like and new is not None else frozenset())
+        other = tensor.shape[dim] // size
+        is_outer = all(each <= {*range(i * other, (i + 1) * other)} for i, each in enumerate(found))
+        is_inner = all(each <= {*range(i, tensor.shape[dim], size)} for i, each in enumerate(found))
         return None if is_outer == is_inner or not any(found) else is_outer
-
-    def _indices(self, start: Value, j: int, i: int, how: str, value: Value, old: Any, dim: int) -> set[int]:
-        new = self.run.tensor(value, self._changed(start, j, i, how, [value]))
-        if new is None or old is None or new.shape != old.shape:
-            return set()
-        return set(_indices(differs(old, new), dim))
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
     def _view(self, tensor: Tensor, atoms: tuple[Atom, ...]) -> Tensor:
         return tensor.reshape([atom.size for atom in atoms])
 
-    def _changed(self, value: Value, j: int, i: int, how: str, targets: Iterable[Value]) -> dict[Node, Any]:
-        """Returns a run in which a value is changed at index `i` of its atom `j`."""
+    def _changed(self, value: Value, j: int, i: int, targets: Iterable[Value]) -> RunValues:
+        """Returns a run in which a value is changed at index `i` of its atom `j`.
+
+        What is at an index of a feature is exchanged there, which leaves norms over all features alone; or else it gets
+        noise as large as the range of the value: a softmax may be saturated.
+        """
         atoms = self.atoms(value)
+        others = enumerate(atom for k, atom in enumerate(atoms) if k != j)
+        features = [(atom.size, k) for k, atom in others if atom.group is None and atom.size > 1]
 
         def change(tensor: Tensor) -> Tensor:
             seen = self._view(tensor.contiguous(), atoms).clone()
             part = seen.select(j, i)
-            if how == "noise":  # as large as its range: a softmax may be saturated
-                usual = seen.abs()[seen.abs() < 1e6]
+            exchanged = part.roll(1, max(features)[1]) if features and atoms[j].group is None else part
+            if torch.equal(exchanged, part):
                 added = torch.randn(part.shape, generator=torch.Generator().manual_seed(1), dtype=part.dtype)
-                part += (added + added.sgn()) * (usual.max() if usual.numel() else 1.0)
-            else:  # norms over all of it stay as they are
-                part.copy_(part.flatten().roll(1).reshape(part.shape))
+                exchanged = part + (added + added.sgn()) * (_usual(seen).max() or 1.0)
+            part.copy_(exchanged)
             return seen.reshape(tensor.shape)
 
         return self.run.changed(value, change, targets)
 
-    def reach(self, value: Value, target: Value) -> Reached:
-        """Returns what changes in a target if a value is changed at some indices of one of its atoms."""
-        if (value, target) not in self._reached:
-            self.ask(value, [target])
-        return self._reached[value, target]
+    def with_equal(self, value: Value, j: int, target: Value) -> Tensor | None:
+        """Returns the target if all indices of atom `j` of a value have what the first has."""
+        atoms = self.atoms(value)
+
+        def change(tensor: Tensor) -> Tensor:
+            seen = self._view(tensor.contiguous(), atoms)
+            return seen.narrow(j, 0, 1).expand_as(seen).reshape(tensor.shape)
+
+        found, old = self.run.tensor(target, self.run.changed(value, change, [target])), self.tensor(target)
+        is_alike = found is not None and old is not None and found.shape == old.shape
+        return self._view(found, self.atoms(target)) if found is not None and is_alike else None
 
     def ask(self, value: Value, targets: Iterable[Value]) -> None:
-        """Finds what changes in several targets."""
-        unknown = [target for target in targets if (value, target) not in self._reached]
-        for target in unknown:
-            self._reached[value, target] = {}
-        old = {target: self.tensor(target) for target in unknown}
-        if self.tensor(value) is None:
+        """Finds what changes in targets if a value is changed at some indices of each of its atoms."""
+        known = self._reached.setdefault(value, {})
+        new = [target for target in targets if target not in known]
+        known |= {target: {} for target in new}
+        old = {target: tensor for target in new if (tensor := self.tensor(target)) is not None}
+        if self.tensor(value) is None or not old:
             return
-        atoms = self.atoms(value)
-        for j, atom in enumerate(atoms):
-            has_others = atom.group is None and any(k != j and other.size > 1 for k, other in enumerate(atoms))
-            for i, how in product(_chosen(atom.size), ("noise", "roll")[: 2 if has_others else 1]):
-                env = self._changed(value, j, i, how, unknown)
+        for j, atom in enumerate(self.atoms(value)):
+            for i in _chosen(atom.size):
+                env = self._changed(value, j, i, old)
                 for target, before in old.items():
-                    after = None if before is None else self.run.tensor(target, env)
-                    if after is None or before is None or after.shape != before.shape:
-                        continue
-                    different = differs(*(self._view(each, self.atoms(target)) for each in (before, after)))
-                    found = [_indices(different, e) for e in range(different.ndim)]
-                    self._reached[value, target][j, i, how] = found
+                    after = self.run.tensor(target, env)
+                    if after is not None and after.shape == before.shape:
+                        different = differs(*(self._view(each, self.atoms(target)) for each in (before, after)))
+                        known[target][j, i] = [_indices(different, e) for e in range(different.ndim)]
+
+    def reach(self, value: Value, target: Value) -> Reached:
+        """Returns what changes in a target if a value is changed at some indices of each of its atoms."""
+        self.ask(value, [target])
+        return self._reached[value][target]
 
     def depends(self, target: Value, value: Value) -> bool:
         """Whether a change of a value reaches a target."""
-        return any(any(sets) for sets in self.reach(value, target).values())
+        return any(map(any, self.reach(value, target).values()))
 
     def is_same(self, value: Value, j: int, target: Value, e: int) -> bool:
         """Whether a change at an index of atom `j` reaches that index of the target's atom `e`, and no other."""
-        for how in ("noise", "roll"):
-            hits = list(self._hits(value, j, target, e, how))
-            if len(hits) > 1 and all(found == {i} for i, found in hits):
-                return True
-            if len(hits) == 1 and hits[0][0] > 0 and hits[0][1] == {hits[0][0]}:
-                return True
-        return False
+        hits = self.hits(value, j, target, e)
+        return (len(hits) > 1 or any(hits)) and all(found == {i} for i, found in hits.items())
 
     def is_split(self, value: Value, j: int, target: Value, e: int) -> bool:
         """Whether different indices of atom `j` reach different indices of the target's atom `e`, as heads do."""
         if self.atoms(value)[j].size > self.atoms(target)[e].size:  # a dimension that holds more than that
             return False
-        for how in ("noise", "roll"):
-            hits = [found for _, found in self._hits(value, j, target, e, how)]
-            if len(hits) > 1 and sum(map(len, hits)) == len(frozenset().union(*hits)):
-                return True
-        return False
+        hits = self.hits(value, j, target, e).values()
+        return len(hits) > 1 and sum(map(len, hits)) == len(frozenset().union(*hits))
 
-    def _hits(self, value: Value, j: int, target: Value, e: int, how: str) -> Iterator[tuple[int, frozenset[int]]]:
-        for (atom, i, kind), sets in self.reach(value, target).items():
-            if atom == j and kind == how and sets[e]:
-                yield i, sets[e]
+    def hits(self, value: Value, j: int, target: Value, e: int) -> dict[int, frozenset[int]]:
+        """Returns which indices of the target's atom `e` each index of atom `j` reaches, if any."""
+        return {i: sets[e] for (atom, i), sets in self.reach(value, target).items() if atom == j and sets[e]}
+
+    def pairs(self, value: Value, target: Value, among: Iterable[int] | None = None) -> dict[int, int]:
+        """Returns which atom of a target each atom of a value is: the same one, or else one that it splits."""
+        found: dict[int, int] = {}
+        among = range(len(self.atoms(value))) if among is None else list(among)
+        for test in (self.is_same, self.is_split):
+            for j in (each for each in among if each not in found):
+                others = (e for e in range(len(self.atoms(target))) if e not in found.values())
+                fitting = [e for e in others if test(value, j, target, e)]
+                if len(fitting) == 1:
+                    found[j] = fitting[0]
+        return found
 
 
 class PartRoles:
@@ -508,11 +494,16 @@ class PartRoles:
             if value != self.start and study.is_same(self.start, j, value, e):
                 return role
         for f, role in self._outer(self.end, self.end_axes):
-            if value != self.end and (
-                study.is_same(value, e, self.end, f) or (role == "position" and study.is_split(value, e, self.end, f))
-            ):
+            if value != self.end and study.is_same(value, e, self.end, f):
                 return role
+            if value != self.end and role == "position" and study.is_split(value, e, self.end, f):
+                return "window" if self._is_of_rows(value, e) else role
         return None
+
+    def _is_of_rows(self, value: Value, e: int) -> bool:
+        """Whether different indices of an atom reach different rows of the batch."""
+        rows = [f for f, role in self._outer(self.end, self.end_axes) if role == "batch"]
+        return any(len({*self.study.hits(value, e, self.end, f).values()}) > 1 for f in rows)
 
     def _outer(self, value: Value, axes: Axes) -> Iterator[tuple[int, str]]:
         atoms = self.study.atoms(value)
@@ -523,19 +514,16 @@ class PartRoles:
 
     def mixes(self, others: Iterable[Value]) -> bool | None:
         """Whether the part moves values between positions, of its start or of others; `None` if that is not known."""
-        study, found = self.study, set[bool | None]()
-        ends = range(len(study.atoms(self.end)))
+        found = set[bool | None]()
         for value in (self.start, *others):
-            if value == self.start:
-                places = [j for j, role in self._outer(value, self.start_axes) if role != "batch"]
-            else:
-                atoms = study.atoms(value)
-                places = [
-                    j for j, each in enumerate(atoms) if each.group is not None and self.group_role(each) != "batch"
-                ]
-            if study.depends(self.end, value):
-                is_apart = all(any(study.is_same(value, j, self.end, e) for e in ends) for j in places)
-                found.add(not is_apart if places else None)
+            roles = dict(self._outer(value, self.start_axes)) if value == self.start else {}
+            for j, atom in enumerate(self.study.atoms(value)):
+                if atom.group is not None and atom.size > 1:
+                    roles.setdefault(j, self.group_role(atom) or "position")
+            places = [j for j, role in roles.items() if role != "batch"]
+            if self.study.depends(self.end, value):
+                apart, is_whole = is_apart(self.study, value, self.end), self.study.run.is_whole
+                found.add(not all(apart[j] for j in places) or (False if places and is_whole else None))
         return True if True in found else None if None in found or not found else False
 
     def axes(self, value: Value, last: str = "channel") -> Axes:
@@ -554,46 +542,47 @@ class PartRoles:
 
 def is_apart(study: Study, start: Value, end: Value) -> list[bool | None]:
     """Returns for each atom of the start whether its indices do not mix on the way to the end; `None` if not known."""
-    atoms, ends = study.atoms(start), range(len(study.atoms(end)))
+    atoms, ends = study.atoms(start), study.atoms(end)
     if not study.depends(end, start):
         return [None] * len(atoms)
-    return [
-        None if atom.size == 1 else any(study.is_same(start, j, end, e) for e in ends) for j, atom in enumerate(atoms)
-    ]
+
+    def is_kept(j: int, atom: Atom) -> bool:
+        # A larger dimension may hold more than that: the windows of all rows of the batch.
+        return any(
+            study.is_same(start, j, end, e) or (other.size > atom.size and study.is_split(start, j, end, e))
+            for e, other in enumerate(ends)
+        )
+
+    return [None if atom.size == 1 else is_kept(j, atom) for j, atom in enumerate(atoms)]
 
 
-def stream_axes(
-    atoms: Sequence[Atom], evidence: Iterable[Sequence[bool | None]], groups: Mapping[int, str], first: int | None
-) -> Axes:
+def stream_axes(atoms: Sequence[Atom], evidence: Iterable[Sequence[bool | None]], groups: Mapping[int, str]) -> Axes:
     """Returns what the dimensions of a stream are, from what the parts of its layers do with them.
 
-    Rows of the batch never mix, channels always do, and positions in some parts.
+    Rows of the batch never mix, channels always do, and positions in some parts. Of several dimensions that no part
+    mixes, the batch is the one that the inputs have, too; of several of these, nothing says which is the batch.
 
     Args:
         atoms: The dimensions.
         evidence: For each part that could run, which of them it keeps apart.
         groups: What is known of dimensions that have the size of an input.
-        first: The group of the first dimension of the inputs, which is the batch if no part mixes positions: both are
-            treated alike then. `None` if some part could not run.
     """
+    found = [{each[j] for each in evidence if len(each) == len(atoms)} - {None} for j in range(len(atoms))]
+    mixed = [j for j, atom in enumerate(atoms) if found[j] == {False} and atom.group is None]
     names: list[str | None] = [None if atom.group is None else groups.get(atom.group) for atom in atoms]
-    apart, mixed = list[int](), list[int]()
     for j, atom in enumerate(atoms):
-        found = {each[j] for each in evidence if len(each) == len(atoms)} - {None}
-        if names[j] is None and (found == {True, False} or (found == {False} and atom.group is not None)):
+        if names[j] is None and False in found[j] and (atom.group is not None or (True in found[j] and mixed)):
             names[j] = "position"
-        elif names[j] is None and found == {True}:
-            apart.append(j)
-        elif found == {False}:
-            mixed.append(j)
-    if "position" not in names and any(atoms[j].group == first is not None for j in apart):
-        for j in apart:
-            names[j] = "batch" if atoms[j].group == first else "position"
-    elif "position" in names and "batch" not in names and len(apart) == 1:
-        names[apart[0]] = "batch"
-    elif "batch" in names:
-        for j in apart:
-            names[j] = "position"
+    apart = [
+        j
+        for j, name in enumerate(names)
+        if name is None and found[j] == {True} and (mixed or atoms[j].group is not None)
+    ]
+    rows = [j for j in apart if atoms[j].group is not None] or apart
+    if "batch" not in names and len(rows) == 1:
+        names[rows[0]] = "batch"
+    for j in apart if "batch" in names else ():
+        names[j] = names[j] or "position"
     if len(mixed) == 1:
         names[mixed[0]] = "channel"
     return joined(atoms, named_rest(atoms, names, "channel"))
@@ -606,7 +595,7 @@ def named_rest(atoms: Sequence[Atom], names: Sequence[str | None], last: str) ->
     """Returns the names of atoms, with those that are left: one that has features, and a batch of one."""
     found = list(names)
     rest = [e for e, atom in enumerate(atoms) if found[e] is None and atom.size > 1 and atom.group is None]
-    if len(rest) == 1:
+    if len(rest) == 1 and last not in found:
         found[rest[0]] = last
     single = [e for e, atom in enumerate(atoms) if found[e] is None and atom.size == 1]
     if len(single) == 1 and "batch" not in found:
@@ -636,21 +625,25 @@ def _chosen(size: int) -> list[int]:
     return sorted({*range(min(size, _MOST_INDICES - 1)), size - 1})
 
 
-def _count(one: Rerun) -> int:
-    """Returns how many values of a slice are known, and are numbers."""
-    found = (one.base.get(node) for node in one.nodes)
-    return sum(
-        each is not None and not (isinstance(each, Tensor) and each.is_floating_point() and bool(each.isnan().any()))
-        for each in found
-    )
+def _count_moved(one: Rerun, start: Value) -> int:
+    """Returns how many values of a slice change with its start, to numbers."""
+    values = list(map(Value, one.nodes))
+    if one.tensor(start) is None:
+        return 0
+    env = one.changed(start, lambda tensor: tensor.flip(-1) * 2, values)
+    pairs = ((one.tensor(value), one.tensor(value, env)) for value in values)
+    return sum(a is not None and b is not None and not b.isnan().any() and not torch.equal(a, b) for a, b in pairs)
 
 
 def differs(one: Tensor, other: Tensor) -> Tensor:
     """Returns where two values differ by more than rounding."""
-    size = one.abs()
-    usual = size[size < 1e6]
-    limit = _ROUNDING * (size.nan_to_num(0.0, 0.0) + (usual.mean() if usual.numel() else 0.0))
-    return ((other - one).abs().nan_to_num(0.0, 1.0) > limit) & (one != other)
+    return (other - one).abs() > _ROUNDING * (one.abs().nan_to_num(0.0, 0.0) + _usual(one).mean())
+
+
+def _usual(tensor: Tensor) -> Tensor:
+    """Returns the sizes of numbers, without those of masks."""
+    size = tensor.abs()
+    return torch.where(size < 1e6, size, 0.0)
 
 
 def _indices(different: Tensor, dim: int) -> frozenset[int]:

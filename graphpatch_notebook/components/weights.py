@@ -9,229 +9,156 @@ from __future__ import annotations
 
 import functools
 import math
-import string
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import is_offloaded
-from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
+from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, once_a_capture
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.components import Component, Components, find
 from graphpatch_notebook.components.ends import table_of
-from graphpatch_notebook.components.flow import Axes, Flow, UnknownValueError, Value
+from graphpatch_notebook.components.flow import Flow, UnknownValueError, Value, factored, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.patching.sharding import is_distributed
 from graphpatch_notebook.paths import nearest
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, spec_at, take
+from graphpatch_notebook.values import ContainerSpec, take
 
-WeightSide: TypeAlias = Literal["outputs", "inputs", "all"]
+WeightSide: TypeAlias = Literal["outputs", "inputs"]
 WeightIndex: TypeAlias = "int | slice"
 
 _FARTHEST = 60
+_SMALL = 3
 _STEPS = SAME_VALUES | VIEWS | NORMS | SCALINGS | ADDITIONS | {"tanh"}
 """What may lie between a linear map and a component that it makes, besides norms as modules."""
-_ORDER = frozenset("batch position query key token".split())
-_lock = threading.RLock()
+_ORDER = frozenset("batch position query key token window".split())
 
 
 class NoWeightError(Exception):
     """The weight of a component is not known, for this reason (caught inside the package)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """A matrix of the model, and the entries along one side that belong to each head.
-
-    Attributes:
-        value: The tensor that the model holds.
-        inputs, outputs: The dimensions of the tensor that are inputs, and outputs.
-        side: The side that is divided into heads or neurons.
-        numbers: The numbers of the entries, of shape `(heads, size)` or `(size,)`; `None` for all.
-    """
-
-    flow: Flow
-    value: Value
-    inputs: tuple[int, ...] = (0,)
-    outputs: tuple[int, ...] = (1,)
-    side: WeightSide = "all"
-    numbers: Tensor | None = None
-
-    @property
-    def heads(self) -> int | None:
-        """The number of heads; `None` if it is not divided into heads."""
-        return len(self.numbers) if self.numbers is not None and self.numbers.ndim == 2 else None
-
-    def is_same(self, other: _Matrix) -> bool:
-        """Whether these are the same entries of the same matrix."""
-        if self.value != other.value or self.numbers is None or other.numbers is None:
-            return False
-        return torch.equal(self.numbers, other.numbers)
-
-    def whole(self) -> Tensor:
-        """Returns the matrix with a row for each input, as a view if the model has it as one tensor."""
-        return _flat(self._by_sides(), len(self.inputs))
-
-    def _by_sides(self) -> Tensor:
-        return held_tensor(self.flow, self.value).permute(*self.inputs, *self.outputs)
-
-    def of(self, head: int | None) -> Tensor:
-        """Returns the part of a head, or all of a matrix that is not divided into heads."""
-        numbers = self.numbers if head is None or self.numbers is None else self.numbers[head]
-        if numbers is None:
-            return self.whole()
-        tensor, rows, dim = self._by_sides(), len(self.inputs), 1 if self.side == "outputs" else 0
-        first, dims = (rows, len(self.outputs)) if dim else (0, rows)
-        for _ in range(dims - 1):  # with one index of a dimension, it is a view however the others are stored
-            size = math.prod(tensor.shape[first + 1 : first + dims])
-            index_of_all = set((numbers // size).tolist())
-            if len(index_of_all) > 1:
-                break
-            tensor, numbers, dims = tensor.select(first, *index_of_all), numbers % size, dims - 1
-            rows -= not dim
-        matrix = _flat(tensor, rows)
-        steps = set((numbers[1:] - numbers[:-1]).tolist())
-        if len(numbers) == 1 or (len(steps) == 1 and min(steps) > 0):
-            step = next(iter(steps), 1)
-            index = slice(int(numbers[0]), int(numbers[-1]) + 1, step)
-            return matrix[:, index] if dim else matrix[index]
-        return matrix.index_select(dim, numbers.to(matrix.device))
-
-
-def _flat(tensor: Tensor, rows: int) -> Tensor:
-    """Returns a tensor as a matrix with its first `rows` dimensions in rows: a view if it can be one."""
-    return tensor.reshape(math.prod(tensor.shape[:rows]), math.prod(tensor.shape[rows:]))
-
-
-@dataclass(frozen=True, slots=True)
 class _LinearMap:
-    """A linear map, with letters for the dimensions of its tensors, as those of an einsum.
+    """A linear map with one tensor of the model, and which of that tensor's dimensions are inputs, and outputs.
+
+    Which these are is found by running it on small tensors, so that it makes no difference how it is written.
 
     Attributes:
-        result, given: What it returns, and what it reads.
-        letters: The letters of these, and of the weight.
+        result, given, weight: What it returns, what it reads, and the tensor of the model.
+        inputs, outputs: The dimension of what it reads, or returns, for each dimension of the weight that is one.
     """
 
-    flow: Flow
-    result: Value
-    given: Value
-    weight: Value
-    letters: Mapping[Value, str]
-
-    @classmethod
-    def of(cls, flow: Flow, linear: Value) -> _LinearMap:
-        """Reads the letters from the operation.
-
-        Raises:
-            NoWeightError: It is not a product with one tensor of the model.
-        """
+    def __init__(self, flow: Flow, linear: Value) -> None:
         weights, moving = flow.weights(linear.node), flow.moving(linear.node)
-        pair = [read for read in flow.reads(linear.node) if read in weights + moving]
-        letters = _product_letters(linear.node, *pair) if len(weights) == len(moving) == 1 and len(pair) == 2 else None
-        if letters is None or any(len(set(each)) < len(each) for each in letters):
+        if len(weights) != 1 or len(moving) != 1:
             raise NoWeightError(f"{flow.path(linear)} ({linear.op}) does not multiply with one matrix")
-        return cls(flow, linear, moving[0], weights[0], dict(zip((*pair, linear), letters, strict=True)))
+        self.flow, self.result, self.given, self.weight = flow, linear, moving[0], weights[0]
+        self.inputs, self.outputs = dict[int, int](), dict[int, int]()
+        try:
+            for dim, size in enumerate(self.weight.shape):
+                if size > 1:
+                    self._find(dim, size)
+        except Exception as error:
+            raise NoWeightError(f"{flow.path(linear)} ({linear.op}) does not run on small tensors") from error
+        if self.inputs.keys() & self.outputs.keys():
+            raise NoWeightError(f"{flow.path(linear)} multiplies each part of what it reads with another matrix")
+        if len(self.inputs) + len(self.outputs) < sum(size > 1 for size in self.weight.shape):
+            raise NoWeightError(f"{flow.path(linear)} does not multiply all that it reads with one matrix")
 
-    @property
-    def inputs(self) -> str:
-        """The letters of the weight that are summed over, in its order."""
-        return "".join(letter for letter in self.letters[self.weight] if letter not in self.letters[self.result])
+    def _find(self, dim: int, size: int) -> None:
+        """Finds which dimension of what it reads or returns depends on one of the weight, index by index."""
+        changes = self._small_run(at=dim) != self._small_run()
+        for e, other in enumerate(self.result.shape):
+            if other == size and not changes.select(e, 0).any():
+                self.outputs[dim] = e
+        for j, other in enumerate(self.given.shape):
+            if other == size and torch.equal(self._small_run(at=dim, given=j), self._small_run(given=j)):
+                self.inputs[dim] = j
 
-    @property
-    def apart(self) -> str:
-        """The letters along which each part of what it reads is multiplied with another part of the weight."""
-        both = set(self.letters[self.given]) & set(self.letters[self.result])
-        return "".join(letter for letter in self.letters[self.weight] if letter in both)
+    def _small_run(self, at: int | None = None, given: int | None = None) -> Tensor:
+        """Returns what it makes of ones: with a weight changed behind the first index of a dimension.
 
-    @property
-    def outputs(self) -> str:
-        """The letters of the weight that only its result has, in its order."""
-        return "".join(letter for letter in self.letters[self.weight] if letter not in self.inputs + self.apart)
+        With `given`, it reads ones at the first index of this dimension only, and zeros elsewhere.
+        """
+        reads = self.flow.reads(self.result.node)
+        small = {read: torch.ones([min(size, _SMALL) for size in read.shape]) for read in reads}
+        if at is not None:
+            small[self.weight].narrow(at, 1, small[self.weight].shape[at] - 1).fill_(2.0)
+        if given is not None:
+            small[self.given].narrow(given, 1, small[self.given].shape[given] - 1).zero_()
+        result: Tensor = self.flow.rerun(self.result.node, small.__getitem__)
+        return result
 
-    @property
-    def is_by_columns(self) -> bool:
-        """Whether inputs and outputs are the last dimensions of what it reads and returns, each as a whole."""
-        ends = self.letters[self.given][-1:], self.letters[self.result][-1:]
-        return ends == (self.inputs, self.outputs) and not self.apart
+    def numbers(self, value: Value, dims: Mapping[int, int]) -> Tensor:
+        """Returns the number of the input or output that each entry of a value belongs to, in its shape."""
+        found = torch.zeros([1] * len(value.shape), dtype=torch.long)
+        for _, dim in sorted(dims.items()):
+            along = torch.arange(value.shape[dim]).view([-1 if d == dim else 1 for d in range(len(value.shape))])
+            found = found * value.shape[dim] + along
+        return found.expand(value.shape).contiguous()
 
-    def numbers(self, value: Value, letters: str) -> Tensor:
-        """Returns the number of each entry of a value along some letters, in its shape."""
-        sizes = dict(zip(self.letters[value], value.shape, strict=True))
-        order = [letter for letter in self.letters[value] if letter in letters]
-        counted = torch.arange(math.prod(sizes[letter] for letter in letters)).view([sizes[each] for each in letters])
-        arranged = counted.permute([letters.index(letter) for letter in order])
-        shape = [sizes[letter] if letter in letters else 1 for letter in self.letters[value]]
-        return arranged.reshape(shape).expand(value.shape).contiguous()
-
-    def matrix(self, inputs: str, side: WeightSide = "all", numbers: Tensor | None = None) -> _Matrix:
-        """Returns the weight as a matrix."""
-        own = self.letters[self.weight]
-        unread = [letter for letter in own if letter not in "".join(self.letters[v] for v in (self.given, self.result))]
-        if unread or set(inputs + self.outputs) != set(own):
-            raise NoWeightError(f"{self.flow.path(self.result)} does not multiply all that it reads with one matrix")
-        rows, columns = (tuple(map(own.index, letters)) for letters in (inputs, self.outputs))
-        return _Matrix(self.flow, self.weight, rows, columns, side, numbers)
-
-
-def _einsum_letters(node: Node) -> tuple[list[str], str]:
-    """Returns the letters of the factors and of the result of an einsum; empty if the result is not written out."""
-    equation = next((given for given in node.args if isinstance(given, str)), "").replace(" ", "")
-    before, _, result = equation.partition("->")
-    factors = before.split(",")
-    specs = [spec_at(ref.node.spec, ref.dig) for ref in refs_in(node.args)]
-    ranks = [len(spec.shape) for spec in specs if isinstance(spec, TensorSpec)]
-    if not result or len(ranks) != len(factors):
-        return [], ""
-    # An ellipsis is as many letters as are left; of fewer, the last ones, as dimensions are broadcast.
-    left = [rank - len(letters.replace("...", "")) for rank, letters in zip(ranks, factors, strict=True)]
-    free = "".join([letter for letter in string.ascii_letters if letter not in equation][: max(left)])
-    factors = [letters.replace("...", free[len(free) - count :]) for letters, count in zip(factors, left, strict=True)]
-    return factors, result.replace("...", free)
-
-
-def _product_letters(node: Node, one: Value, other: Value) -> tuple[str, str, str] | None:
-    """Returns letters for the dimensions of two tensors and of their product, as those of an einsum."""
-    if node.op == "einsum":
-        factors, result = _einsum_letters(node)
-        return (factors[0], factors[1], result) if len(factors) == 2 else None
-    if node.op not in ("linear", "addmm", "matmul", "mm", "bmm"):
-        return None
-    first, second = "RI"[-len(one.shape) :], "OI" if node.op == "linear" else "IO"[: len(other.shape)]
-    leading = [tuple(value.shape[:-2]) for value in (one, other)]
-    count = max(map(len, leading))
-    sizes = list(zip(*((1,) * (count - len(each)) + each for each in leading), strict=True))
-    names = string.ascii_lowercase[:count]
-    # A dimension of one element that is broadcast to a dimension of the other tensor is not the same dimension.
-    repeated = [
-        "".join(name if pair[which] == max(pair) else name.upper() for name, pair in zip(names, sizes, strict=True))
-        for which in range(2)
-    ]
-    own, others = (letters[count - len(each) :] for letters, each in zip(repeated, leading, strict=True))
-    return own + first, others + second, names + "R" * ("R" in first) + "O" * ("O" in second)
+    def matrix(self) -> Tensor:
+        """Returns the weight with a row for each input, as a view if the model has it as one tensor."""
+        columns = sorted(self.outputs)
+        rows = [dim for dim in range(len(self.weight.shape)) if dim not in columns]
+        tensor = held_tensor(self.flow, self.weight).permute(*rows, *columns)
+        return tensor.flatten(len(rows)).flatten(0, len(rows) - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Projection:
-    """A linear map of the model whose outputs, or inputs, belong to the heads of a component.
+    """A linear map of the model whose outputs, or inputs, belong to the heads or neurons of a component.
 
     Attributes:
-        linear: What it returns.
+        map: The linear map.
+        side: Whether its outputs or its inputs are divided.
         heads: The numbers of the outputs (of inputs, for `attn.z`) that belong to each head, of shape `(heads, size)`;
-            of shape `(1, heads * size)` if the heads depend on each other.
+            of shape `(size,)` for neurons, and of shape `(1, heads * size)` if the heads depend on each other.
         are_separate: Whether each head depends on its own outputs only, and not on others through a norm over all.
-        weight: Returns its matrix, with a row for each input: a view of the model's parameter. It raises a
-            `GraphError` if this is not held as a tensor of floating-point numbers.
     """
 
-    linear: Value
+    map: _LinearMap
+    side: WeightSide
     heads: Tensor
-    are_separate: bool
-    weight: Callable[[], Tensor]
+    are_separate: bool = True
+
+    @property
+    def linear(self) -> Value:
+        """What the linear map returns."""
+        return self.map.result
+
+    @property
+    def channels(self) -> int:
+        """How many outputs (inputs) there are: they are one or several of the last dimensions of the value."""
+        own = self.map.outputs if self.side == "outputs" else self.map.inputs
+        return math.prod(self.map.weight.shape[dim] for dim in own)
+
+    def weight(self) -> Tensor:
+        """Returns the whole matrix, with a row for each input: a view of the model's parameter.
+
+        Raises:
+            GraphError: It is not held as a tensor of floating-point numbers.
+        """
+        return self.map.matrix()
+
+    @property
+    def count(self) -> int | None:
+        """The number of heads; `None` for neurons."""
+        return len(self.heads) if self.heads.ndim == 2 else None
+
+    def of(self, head: int | None) -> Tensor:
+        """Returns the part of a head, or that of all neurons."""
+        numbers = self.heads if head is None else self.heads[head]
+        matrix, dim = self.weight(), 1 if self.side == "outputs" else 0
+        steps = set((numbers[1:] - numbers[:-1]).tolist())
+        if len(numbers) == 1 or (len(steps) == 1 and min(steps) > 0):
+            index = slice(int(numbers[0]), int(numbers[-1]) + 1, next(iter(steps), 1))
+            return matrix[:, index] if dim else matrix[index]
+        return matrix.index_select(dim, numbers.to(matrix.device))
 
 
 def projection(root: Frame, name: str) -> Projection:
@@ -241,17 +168,17 @@ def projection(root: Frame, name: str) -> Projection:
         NoWeightError: The component is not made, or not read, by one linear map.
     """
     finder, is_read = _finder(root), name.endswith(".z")
-    component, axes = finder.component(name), ("head", "channel")
-    linear, matrix = finder.inputs(component, axes) if is_read else finder.outputs(component, axes)
-    heads = matrix.numbers
-    if heads is None or heads.ndim != 2:
-        raise NoWeightError(f"{name} is not divided into heads")
-    if not linear.is_by_columns:
-        raise NoWeightError(
-            f"{finder.flow.path(linear.result)} has heads as a dimension of its own, and not as parts of the last one"
-        )
-    are_separate = is_read or not finder.has_norm_over_heads(component, heads.shape[1])
-    return Projection(linear.result, heads if are_separate else heads.reshape(1, -1), are_separate, matrix.whole)
+    component = finder.component(name)
+    found = finder.inputs(component) if is_read else finder.outputs(component)
+    for value, dims in ((found.map.given, found.map.inputs), (found.map.result, found.map.outputs)):
+        rank = len(value.shape)
+        if [*dims.values()] != [*range(rank - len(dims), rank)]:
+            raise NoWeightError(
+                f"{finder.flow.path(found.linear)} has its channels in another order than as the last dimensions"
+            )
+    if is_read or not finder.has_norm_over_heads(component, found.heads.shape[1]):
+        return found
+    return replace(found, heads=found.heads.reshape(1, -1), are_separate=False)
 
 
 class ComponentWeights:
@@ -274,9 +201,9 @@ class ComponentWeights:
         torch.Size([8, 16])
     """
 
-    def __init__(self, name: str, layers: dict[int, _Matrix], missing: dict[int, str]) -> None:
+    def __init__(self, name: str, layers: Sequence[Projection | NoWeightError]) -> None:
         self.name = name
-        self.missing = missing
+        self.missing = {number: str(each) for number, each in enumerate(layers) if isinstance(each, NoWeightError)}
         self._layers = layers
 
     @property
@@ -285,43 +212,38 @@ class ComponentWeights:
         return tuple(self[:].shape)
 
     def __len__(self) -> int:
-        return len(self._layers) + len(self.missing)
+        return len(self._layers)
 
     def __repr__(self) -> str:
-        return f"<{self.name} of {len(self._layers)} of {len(self)} layers>"
+        return f"<{self.name} of {len(self) - len(self.missing)} of {len(self)} layers>"
 
     def __getitem__(self, key: WeightIndex | tuple[WeightIndex, ...]) -> Tensor:
         layer, *rest = key if isinstance(key, tuple) else (key,)
         if isinstance(layer, slice):
-            found = [self.__getitem__((number, *rest)) for number in range(len(self))[layer]]
-            if not found:
-                raise IndexError(f"{self.name} has {len(self)} layers, and {layer} takes none of them")
-            return torch.stack(found)
-        matrix = self._matrix(layer)
-        if matrix.heads is None:
-            if rest:
-                raise IndexError(f"{self.name}[{layer}] is not divided into heads; drop the head")
-            return matrix.of(None)
-        if len(rest) > 1:
-            raise IndexError(f"{self.name} is indexed by layer and head; index the matrix for its rows and columns")
-        head = rest[0] if rest else slice(None)
+            return torch.stack([self.__getitem__((number, *rest)) for number in range(len(self))[layer]])
+        found = self._layer(layer)
+        if len(rest) > (found.count is not None):
+            raise IndexError(f"{self.name}[{layer}] is indexed by layer{' and head' * (found.count is not None)}")
+        if found.count is None:
+            return found.of(None)
+        heads, head = range(found.count), rest[0] if rest else slice(None)
         if isinstance(head, slice):
-            return torch.stack([matrix.of(number) for number in range(matrix.heads)[head]])
-        if not -matrix.heads <= head < matrix.heads:
-            raise IndexError(f"{self.name}[{layer}] has {matrix.heads} heads; {head} is out of range")
-        return matrix.of(head % matrix.heads)
+            return torch.stack([found.of(number) for number in heads[head]])
+        if not -len(heads) <= head < len(heads):
+            raise IndexError(f"{self.name}[{layer}] has {len(heads)} heads; {head} is out of range")
+        return found.of(heads[head])
 
     def heads(self, layer: int) -> int:
         """Returns the number of heads of a layer: of key and value heads for `W_K` and `W_V`."""
-        return self._matrix(layer).heads or 0
+        return self._layer(layer).count or 0
 
-    def _matrix(self, layer: int) -> _Matrix:
-        if not -len(self) <= layer < len(self):
-            raise IndexError(f"{self.name} has {len(self)} layers; {layer} is out of range")
-        layer %= len(self)
-        if layer in self.missing:
-            raise GraphError(f"{self.name}[{layer}] was not found: {self.missing[layer]}")
-        return self._layers[layer]
+    def _layer(self, number: int) -> Projection:
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"{self.name} has {len(self)} layers; {number} is out of range")
+        found = self._layers[number]
+        if isinstance(found, NoWeightError):
+            raise GraphError(f"{self.name}[{number % len(self)}] was not found: {found}")
+        return found
 
 
 class Weights:
@@ -378,7 +300,7 @@ class Weights:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the model computes something between the multiplication with `W_U` and its logits."""
+        """Whether the model does more with the product with `W_U` than to scale it or to add to it."""
         return _finder(self._root).changes_logits()
 
     def __getattr__(self, name: str) -> Any:
@@ -393,7 +315,7 @@ class Weights:
         if name not in _OF_MODEL:
             return finder.by_layer(prefix, name, components.layers[stack])
         try:
-            return finder.of_model(prefix, name).whole()
+            return finder.of_model(prefix, name)
         except NoWeightError as problem:
             raise GraphError(f"{name} was not found: {problem}") from None
 
@@ -402,12 +324,9 @@ _OF_MODEL = ("W_E", "W_pos", "W_U")
 _BY_LAYER = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out")
 
 
+@once_a_capture
 def _finder(root: Frame) -> _WeightFinder:
-    with _lock:
-        findings = root.capture.findings
-        if _finder not in findings:
-            findings[_finder] = _WeightFinder(find(root))
-        return findings[_finder]  # type: ignore[no-any-return]
+    return _WeightFinder(find(root))
 
 
 class _WeightFinder:
@@ -420,71 +339,54 @@ class _WeightFinder:
         self._known: dict[str, ComponentWeights] = {}
 
     def by_layer(self, prefix: str, name: str, count: int) -> ComponentWeights:
-        known = self._known.get(prefix + name)
-        if known is None:
-            layers, missing = dict[int, _Matrix](), dict[int, str]()
+        if prefix + name not in self._known:
+            layers = list[Projection | NoWeightError]()
             for layer in range(count):
-                found = self._of_layer(f"{prefix}layers[{layer}].", name)
-                if isinstance(found, str):
-                    missing[layer] = found
-                else:
-                    layers[layer] = found
-            known = self._known[prefix + name] = ComponentWeights(name, layers, missing)
-        return known
+                try:
+                    layers.append(self._of_layer(f"{prefix}layers[{layer}].", name))
+                except NoWeightError as problem:
+                    layers.append(problem)
+            self._known[prefix + name] = ComponentWeights(name, layers)
+        return self._known[prefix + name]
 
-    def _of_layer(self, start: str, name: str) -> _Matrix | str:
-        try:
-            if name in ("W_Q", "W_K", "W_V"):
-                return self.outputs(self.component(f"{start}attn.{name[-1].lower()}"), ("head", "channel"))[1]
-            if name == "W_O":
-                return self.inputs(self.component(f"{start}attn.z"), ("head", "channel"))[1]
-            post = self.component(f"{start}mlp.post")
-            if name == "W_out":
-                return self.inputs(post, ("neuron",))[1]
-            gate = self.outputs(self.component(f"{start}mlp.pre"), ("neuron",))[1]
-            up = self._up(post)
-            other = None if up is None else self._outputs_of(up, ("neuron",), post)[1]
-            # An activation may be a product with its own input (`x * sigmoid(x)`).
-            is_gated = other is not None and not other.is_same(gate)
-            if name == "W_gate" and not is_gated:
-                raise NoWeightError("the MLP is not gated")
-            return other if other is not None and is_gated and name == "W_in" else gate
-        except NoWeightError as problem:
-            return str(problem)
+    def _of_layer(self, start: str, name: str) -> Projection:
+        if name in ("W_Q", "W_K", "W_V"):
+            return self.outputs(self.component(f"{start}attn.{name[-1].lower()}"))
+        if name == "W_O":
+            return self.inputs(self.component(f"{start}attn.z"))
+        post = self.component(f"{start}mlp.post")
+        if name == "W_out":
+            return self.inputs(post)
+        gate = self.outputs(self.component(f"{start}mlp.pre"))
+        factor = self._factor(post)
+        up = gate if factor is None else self.outputs(post, factor)
+        # An activation may be a product with its own input (`x * sigmoid(x)`).
+        if name == "W_gate" and up.map.weight == gate.map.weight and torch.equal(up.heads, gate.heads):
+            raise NoWeightError("the MLP is not gated")
+        return gate if name == "W_gate" else up
 
-    def of_model(self, prefix: str, name: str) -> _Matrix:
+    def of_model(self, prefix: str, name: str) -> Tensor:
         """Returns the embedding or the unembedding."""
-        if name == "W_E":
-            value = self._value(self.component(f"{prefix}@embed"))
-            if (table := table_of(self.flow, value)) is None:
-                raise NoWeightError(f"the embedding is made by {value.op or value.node.kind}, not by a table")
-            return _Matrix(self.flow, table)
-        if name == "W_pos":
-            return _Matrix(self.flow, self._table_before(self._value(self.component(f"{prefix}@pos_embed"))))
-        linear = _LinearMap.of(self.flow, self.unembedding())
-        return linear.matrix(linear.inputs)
-
-    def _table_before(self, value: Value) -> Value:
-        """Returns the table of the model whose rows a value has, selected and repeated."""
+        if name == "W_U":
+            return _LinearMap(self.flow, self.unembedding()).matrix()
+        value = self._value(self.component(f"{prefix}@{'embed' if name == 'W_E' else 'pos_embed'}"))
         start, table = value, table_of(self.flow, value)
-        while table is None and value.op in VIEWS | SAME_VALUES and self.flow.is_held(value):
+        # Positions may be rows of the table in order: selected, and repeated for each row of the batch.
+        while name == "W_pos" and table is None and value.op in VIEWS | SAME_VALUES and self.flow.is_held(value):
             value = self.flow.reads(value.node)[0]
-            table = table_of(self.flow, value)
-        table = value if table is None else table
-        if table.node.kind not in HELD_KINDS or len(table.shape) != 2:
-            raise NoWeightError(f"{self.flow.path(start)} does not have rows of one table")
-        return table
+            table = table_of(self.flow, value) or (value if value.node.kind in HELD_KINDS else None)
+        if table is None or len(table.shape) != 2:
+            raise NoWeightError(f"{self.flow.path(start)} ({start.op}) does not have rows of one table")
+        return held_tensor(self.flow, table)
 
     def unembedding(self) -> Value:
         """Returns the result of the last linear map before the logits."""
         return self._before(self._value(self.component("@logits")))
 
     def changes_logits(self) -> bool:
-        """Whether more is done with the result of that linear map than to rearrange it or to change its dtype."""
-        value: Value | None = self._value(self.component("@logits"))
-        while value is not None and value.op in SAME_VALUES | VIEWS:
-            value = self._trails.source(value, _STEPS)
-        return value != self.unembedding()
+        """Whether more is done with the result of that linear map than to rearrange it, to scale it or to add to it."""
+        value = self._value(self.component("@logits"))
+        return self._trails.linear_map(value, _STEPS - NORMS - {"tanh"}) != self.unembedding()
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -504,155 +406,117 @@ class _WeightFinder:
             raise NoWeightError(f"{self.flow.path(linear)} is not made by one linear map")
         return linear
 
+    def _after(self, value: Value) -> Value:
+        """Returns the linear map that reads a value."""
+        users = self.flow.users
+
+        def after(node: Node) -> list[Node]:
+            return users.get(node, []) if node.op in SAME_VALUES | VIEWS else []
+
+        for node in walk(users.get(value.node, []), after, _FARTHEST):
+            if self.flow.is_linear_map(Value(node)):
+                return Value(node)
+        raise NoWeightError(f"{self.flow.path(value)} is not read by one linear map")
+
     def has_norm_over_heads(self, component: Component, size: int) -> bool:
         """Whether a norm over more than a head's `size` channels lies between a component and its linear map."""
-        value: Value | None = self._value(component)
-        while value is not None and not self.flow.is_linear_map(value):
-            if (value in self._trails.norms or value.op in NORMS) and value.shape[-1] != size:
-                return True
-            value = self._trails.source(value, _STEPS)
-        return False
+        return any(
+            (value in self._trails.norms or value.op in NORMS) and value.shape[-1] != size
+            for value in self._trails.sources(self._value(component), _STEPS)
+        )
 
-    def _up(self, post: Component) -> Value | None:
+    def _factor(self, post: Component) -> Value | None:
         """Returns the factor that the gate of an MLP is multiplied with; `None` if it is not gated."""
-        value: Value | None = self._value(post)
-        while value is not None and value.op not in SCALINGS:
-            value = self._trails.source(value, _STEPS)
-        sides = self.flow.moving(value.node) if value is not None else []
+        values = self._trails.sources(self._value(post), _STEPS)
+        sides = next((self.flow.moving(value.node) for value in values if value.op in SCALINGS), [])
         linear = [side for side in sides if self.flow.is_linear_map(self._trails.linear_map(side, _STEPS))]
         return linear[0] if len(sides) == 2 and len(linear) == 1 else None
 
-    # -- matrices ------------------------------------------------------------------------------------------------------
+    # -- heads and neurons ---------------------------------------------------------------------------------------------
 
-    def outputs(self, component: Component, axes: tuple[str, ...]) -> tuple[_LinearMap, _Matrix]:
-        """Returns the linear map whose outputs form a component, and its matrix with the numbers of the outputs."""
-        return self._outputs_of(self._value(component), axes, component)
-
-    def _outputs_of(self, value: Value, axes: tuple[str, ...], like: Component) -> tuple[_LinearMap, _Matrix]:
-        linear = _LinearMap.of(self.flow, self._before(value))
+    def outputs(self, component: Component, value: Value | None = None) -> Projection:
+        """Returns the linear map whose outputs form a component, or a value that is laid out like it."""
+        value = self._value(component) if value is None else value
+        linear = _LinearMap(self.flow, self._before(value))
         result = linear.result
-        numbers = linear.numbers(result, linear.outputs)
-        found = _by_axes(self._arrived(result, numbers, value), like.axes, axes)
-        if len(found.unique()) < found.numel():  # heads with the same weights: repeated, or made of different inputs
-            entries = self._arrived(result, torch.arange(result.size).view(result.shape), value)
-            others = tuple(slice(None) if axis in axes else 0 for axis in like.axes)
-            if len(entries[others].unique()) > len(found.unique()):
-                raise NoWeightError(f"{self.flow.path(result)} multiplies a part of the stream for each head")
-        return linear, linear.matrix(linear.inputs, "outputs", found)
+        entries = self._arrived(result, torch.arange(result.size).view(result.shape), value)
+        found = self._by_axes(linear.numbers(result, linear.outputs).flatten()[entries], component)
+        # The same numbers several times are heads that are repeated, or that the same weights make of different inputs.
+        others = tuple(slice(None) if axis in _parts(component) else 0 for axis in component.axes)
+        if len(entries[others].unique()) > len(found.unique()):
+            raise NoWeightError(f"{self.flow.path(result)} multiplies a part of the stream for each head")
+        return Projection(linear, "outputs", found)
 
-    def _arrived(self, start: Value, numbers: Tensor, value: Value) -> Tensor:
-        """Returns the numbers of the entries of one value where operations that only rearrange take them."""
-        return _Rearranged(self.flow, self._trails, start, numbers).value(value)
-
-    def inputs(self, component: Component, axes: tuple[str, ...]) -> tuple[_LinearMap, _Matrix]:
-        """Returns the linear map whose inputs form a component, and its matrix with the numbers of the inputs."""
+    def inputs(self, component: Component) -> Projection:
+        """Returns the linear map whose inputs form a component."""
         value = self._value(component)
-        linear = _LinearMap.of(self.flow, self._after(value))
-        numbered = torch.arange(value.size).view(value.shape)
-        arrived = self._arrived(value, numbered, linear.given)
+        linear = _LinearMap(self.flow, self._after(value))
+        arrived = self._arrived(value, torch.arange(value.size).view(value.shape), linear.given)
         if arrived.numel() != value.size:
             raise NoWeightError(f"{self.flow.path(linear.result)} reads other values than {component.name}")
-        inputs = self._summed(linear)
         numbers = torch.empty(value.size, dtype=torch.long)
-        numbers[arrived.reshape(-1)] = linear.numbers(linear.given, inputs).reshape(-1)
-        return linear, linear.matrix(inputs, "inputs", _by_axes(numbers.view(value.shape), component.axes, axes))
+        numbers[arrived.reshape(-1)] = linear.numbers(linear.given, linear.inputs).reshape(-1)
+        return Projection(linear, "inputs", self._by_axes(numbers.view(value.shape), component))
 
-    def _summed(self, linear: _LinearMap) -> str:
-        """Returns the letters of the inputs of a linear map, and of what the model sums over right after it."""
-        inputs = linear.inputs
-        for user in self.flow.users.get(linear.result.node, []) if linear.apart else []:
-            dims = user.kwargs.get("dim", user.args[1] if len(user.args) > 1 else None)
-            if user.op == "sum" and dims is not None:
-                of_result = linear.letters[linear.result]
-                inputs += "".join(of_result[dim] for dim in ([dims] if isinstance(dims, int) else dims))
-        return "".join(letter for letter in linear.letters[linear.weight] if letter in inputs)
+    def _by_axes(self, numbers: Tensor, component: Component) -> Tensor:
+        """Returns numbers by head and channel, or by neuron; they must be the same along all other dimensions."""
+        wanted = _parts(component)
+        numbers, axes = factored(numbers, component.axes, {"batch": batch_size(self._components)})
+        if not set(axes) <= {*_ORDER, *wanted, None}:  # of unknown ones it is seen below that nothing depends on them
+            raise NoWeightError(f"its dimensions are {', '.join(map(str, axes))}")
+        order = sorted(range(len(axes)), key=lambda dim: wanted.index(axes[dim]) if axes[dim] in wanted else -1)
+        arranged = numbers.permute(order)
+        found = arranged[(0,) * (len(axes) - sum(axis in wanted for axis in axes))]
+        if not torch.equal(arranged, found.expand(arranged.shape)):
+            raise NoWeightError("its entries are not the same ones in all rows and positions")
+        return found if found.ndim == len(wanted) else found[None]
 
-    def _after(self, value: Value) -> Value:
-        """Returns the linear map that reads a value."""
-        for _ in range(_FARTHEST):
-            users = self.flow.users.get(value.node, [])
-            if (linear := next(filter(self.flow.is_linear_map, map(Value, users)), None)) is not None:
-                return linear
-            steps = [user for user in users if user.op in SAME_VALUES | VIEWS]
-            if len(steps) != 1:
-                break
-            value = Value(steps[0])
-        raise NoWeightError(f"{self.flow.path(value)} is not read by one linear map")
+    def _arrived(self, start: Value, numbers: Tensor, end: Value) -> Tensor:
+        """Returns the numbers of the entries of one value where operations that only rearrange take them."""
+        flow, known = self.flow, dict[Value, Any]({start: numbers})
 
+        def at(value: Value) -> Any:
+            if value not in known:
+                whole = Value(value.node)
+                known[value] = made(value) if value == whole else functools.reduce(take, value.keys, at(whole))
+            return known[value]
 
-class _Rearranged:
-    """Runs recorded operations that only rearrange, on numbers in place of one value."""
+        def made(value: Value) -> Any:
+            if (norm := self._trails.norms.get(value)) is not None:
+                return at(norm.given.value)
+            if value.op in VIEWS:
+                return flow.rerun(value.node, argument)
+            moving = [read for read in flow.moving(value.node) if value.op and read.size == value.size]
+            if value.op in SAME_VALUES | SCALINGS | ADDITIONS | NORMS and len(moving) == 1:
+                return at(moving[0]).reshape(value.shape)
+            raise NoWeightError(f"{flow.path(value)} ({value.op or value.node.kind}) does more than rearrange")
 
-    def __init__(self, flow: Flow, trails: Trails, start: Value, numbers: Tensor) -> None:
-        self._flow = flow
-        self._trails = trails
-        self._known: dict[Value, Any] = {start: numbers}
+        def argument(read: Value) -> Any:
+            if isinstance(read.spec, ContainerSpec):  # sizes
+                return tuple(getattr(child, "value", None) for _, _, child in read.spec.children)
+            # In the run, a tensor may have been laid out so that any view of it was one.
+            return at(read).contiguous()
 
-    def value(self, value: Value) -> Tensor:
-        """Returns the numbers at the place of the value."""
         try:
-            result = self._at(value)
+            found = at(end)
         except UnknownValueError as unknown:
             raise NoWeightError(str(unknown)) from None
-        if not isinstance(result, Tensor) or result.shape != value.shape:
-            raise NoWeightError(f"the operations before {self._flow.path(value)} do more than rearrange")
-        return result
-
-    def _at(self, value: Value) -> Any:
-        if value not in self._known:
-            whole = Value(value.node)
-            result = self._made(value) if value == whole else self._at(whole)
-            for key in value.keys:
-                result = take(result, key)
-            self._known[value] = result
-        return self._known[value]
-
-    def _made(self, value: Value) -> Any:
-        flow, node = self._flow, value.node
-        if (norm := self._trails.norms.get(value)) is not None:
-            return self._at(norm.given.value)
-        if value.op in VIEWS:
-            return flow.rerun(node, self._argument)
-        moving = [read for read in flow.moving(node) if read.size == value.size] if node.kind == "op" else []
-        if value.op in SAME_VALUES | SCALINGS | ADDITIONS | NORMS and len(moving) == 1:
-            return self._at(moving[0]).reshape(value.shape)
-        raise NoWeightError(f"{flow.path(value)} ({value.op or node.kind}) does more than rearrange")
-
-    def _argument(self, value: Value) -> Any:
-        if not isinstance(value.spec, TensorSpec):
-            return tuple(_plain(value.spec))
-        # In the run, a tensor may have been laid out so that any view of it was one.
-        found = self._at(value)
-        return found.contiguous() if isinstance(found, Tensor) else found
+        if not isinstance(found, Tensor) or found.shape != end.shape:
+            raise NoWeightError(f"the operations before {flow.path(end)} do more than rearrange")
+        return found
 
 
-def _plain(spec: Any) -> Iterator[Any]:
-    """Yields the numbers in a recorded size."""
-    if not isinstance(spec, ContainerSpec) or not all(isinstance(child, ScalarSpec) for _, _, child in spec.children):
-        raise NoWeightError(f"an argument is {spec}")
-    yield from (child.value for _, _, child in spec.children if isinstance(child, ScalarSpec))
-
-
-def _by_axes(numbers: Tensor, axes: Axes, wanted: tuple[str, ...]) -> Tensor:
-    """Returns numbers along the wanted axes; they must be the same along all others."""
-    if not set(axes) <= _ORDER | set(wanted):
-        raise NoWeightError(f"its dimensions are {', '.join(map(str, axes))}")
-    order = sorted(range(len(axes)), key=lambda dim: wanted.index(axes[dim]) if axes[dim] in wanted else -1)
-    arranged = numbers.permute(order)
-    found = arranged[(0,) * (len(axes) - sum(axis in wanted for axis in axes))]
-    if not torch.equal(arranged, found.expand(arranged.shape)):
-        raise NoWeightError("its entries are not the same ones in all rows and positions")
-    return found if found.ndim == len(wanted) else found[None]
+def _parts(component: Component) -> tuple[str, ...]:
+    """Returns the axes along which the parts of a component have weights of their own."""
+    return ("neuron",) if component.name.endswith((".pre", ".post")) else ("head", "channel")
 
 
 def _loaded(frame: Frame, attributes: Sequence[str]) -> Any:
     """Returns a tensor of a module; if accelerate keeps its weights elsewhere, a copy that its hook loads."""
     module = functools.reduce(getattr, attributes[:-1], frame.module)
     held: Any = getattr(module, attributes[-1])
-    if not isinstance(held, Tensor) or not held.is_meta:
-        return held
     modules = (module, *(each.module for each in frame.frames_above()))
-    hooked = next(filter(is_offloaded, modules), None)
+    hooked = next(filter(is_offloaded, modules), None) if isinstance(held, Tensor) and held.is_meta else None
     if hooked is None:
         return held
     hook: Any = hooked.__dict__["_hf_hook"]
@@ -661,6 +525,11 @@ def _loaded(frame: Frame, attributes: Sequence[str]) -> Any:
         return getattr(module, attributes[-1])
     finally:
         hook.post_forward(hooked, None)
+
+
+def batch_size(components: Components) -> int:
+    """Returns the number of rows of the example."""
+    return next((one.shape[one.axes.index("batch")] for one in components.values() if "batch" in one.axes), 1)
 
 
 def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAME_VALUES) -> Tensor:

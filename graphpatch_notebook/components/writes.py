@@ -7,37 +7,64 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
+import torch
+from torch import Tensor
 from torch.autograd import Function
 
 from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.components.attention import Attention, Part, attentions
-from graphpatch_notebook.components.chain import Layer, Norm, Stack, Step, Trails
-from graphpatch_notebook.components.flow import Axes, Flow, Value
-from graphpatch_notebook.components.operations import (
-    ADDITIONS,
-    ATTENTION,
-    CHOICES,
-    CONVOLUTIONS,
-    MIXING,
-    SAME_VALUES,
-)
-from graphpatch_notebook.components.roles import Atom, PartRoles, SmallSizes, Study, is_apart, stream_axes
+from graphpatch_notebook.components.chain import Norm, Step, Trails
+from graphpatch_notebook.components.dimensions import Dimensions, dimensions_of
+from graphpatch_notebook.components.flow import Axes, Flow, Value, walk
+from graphpatch_notebook.components.operations import ADDITIONS, ATTENTION, MIXING, SAME_VALUES
+from graphpatch_notebook.components.roles import Atom, PartRoles, Study, is_apart, stream_axes
+from graphpatch_notebook.components.stacks import Layer, Slice, Stack, slice_of
 from graphpatch_notebook.torch_compat import overload_path
 
-_MIXED = {"multi_head_attention_forward": 2, "grid_sample": 0}
-"""Which of its tensors a function takes the values from."""
+_SAMPLES = frozenset(["grid_sample"])
+"""Take values of their first tensor at positions that the others have, as deformable attention does."""
 
 _OF_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 """What names of kernels of attention have (`FlashAttnFunc`, `_flash_attention_forward`): other kernels are mixers."""
 
 _MOST_MAPS = 2
-_UNKNOWN = object()
-
-_Found = TypeVar("_Found")
 
 WriteKind: TypeAlias = Literal["attn", "cross_attn", "mlp", "mixer", "unknown"]
+
+
+@dataclass(slots=True)
+class Parts:
+    """The values inside of what a layer writes that have names, and why others do not.
+
+    Names that begin with a dot or an underscore (`.q`, `_out`) follow that of the write, others that of the layer.
+    """
+
+    found: dict[str, Part] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    tiled: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class PartCode:
+    """What was found out about a part that is the same in several layers, by its nodes in the first of them.
+
+    Attributes:
+        nodes: The nodes.
+        start, end: The state of the stream that it reads, and what it makes of it.
+        study: What changes in it.
+        parts: The values in it that have names.
+    """
+
+    nodes: list[Node]
+    start: Value
+    end: Value
+    study: Study
+    roles: PartRoles | None = None
+    kind: WriteKind = "unknown"
+    attentions: list[Attention] = field(default_factory=list)
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,10 +75,10 @@ class Write:
         kind: The part that computes it; `unknown` if calls without records compute it.
         state: The stream that it is computed from.
         inside: The nodes that compute it from the stream.
-        roles: What the dimensions of its values are.
+        code: What was found out about it, or about a part of an earlier layer that runs the same operations.
+        nodes: Its nodes, by those of `code`.
         norm: The norm through which it reads the stream.
         is_parallel: Whether another write of the layer is computed from the same stream.
-        has_convolution: Whether an MLP has a convolution over positions, too.
     """
 
     value: Value
@@ -59,127 +86,97 @@ class Write:
     state: Value
     step: Step
     inside: frozenset[Node]
-    roles: WriteRoles
+    code: PartCode
+    nodes: Mapping[Node, Node]
     norm: Norm | None = None
-    attentions: tuple[Attention, ...] = ()
     is_parallel: bool = False
-    has_convolution: bool = False
 
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attentions in `code`."""
+        return self.code.attentions if self.kind in ("attn", "cross_attn") else []
 
-@dataclass(slots=True)
-class Slice:
-    """The nodes that compute a value, back to states of the stream and to the start of the layer."""
-
-    inside: set[Node] = field(default_factory=set)
-    outside: list[Value] = field(default_factory=list)
-    states: set[Value] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Shared:
-    """The nodes of a part that is the same in several layers, in order, and what was found out about it."""
-
-    nodes: list[Node]
-    start: Value
-    end: Value
-    study: Study
-    roles: PartRoles | None = None
-    attentions: list[Attention] | None = None
-    mixes: Any = _UNKNOWN
-
-
-class WriteRoles:
-    """What the dimensions of the values of a write are: those of the first write that runs the same operations."""
-
-    def __init__(self, shared: _Shared, own: list[Node], start: Value, end: Value, trails: Trails) -> None:
-        self._shared, self._trails = shared, trails
-        self._first = dict(zip(own, shared.nodes, strict=True))
-        self._own = dict(zip(shared.nodes, own, strict=True))
-        self._outside = {start: shared.start, end: shared.end}
+    def here(self, value: Value) -> Value:
+        """Returns the value that stands for one of `code` in this part."""
+        if value == self.code.start:
+            return self.state
+        if value.node.is_inner:
+            fused, own = next(each for each in self.nodes.items() if value.node in each[0].whole.inner)
+            return Value(own.whole.inner[fused.whole.inner.index(value.node)], value.keys)
+        return Value(self.nodes.get(value.node, value.node), value.keys)
 
     def axes(self, value: Value, last: str = "channel") -> Axes:
-        """Returns what the dimensions of a value are that is laid out like the stream: its features are `last`."""
-        found = self._outside.get(value) or Value(self._first.get(value.node, value.node), value.keys)
-        assert self._shared.roles is not None
-        return self._shared.roles.axes(found, last)
+        """Returns what the dimensions of a value of `code` are that is laid out like the stream, features `last`."""
+        assert self.code.roles is not None
+        return self.code.roles.axes(value, last)
 
-    def mixes(self, others: Iterable[Value]) -> bool | None:
-        """Whether the write moves values between positions of the stream or of others; `None` if it is not known."""
-        assert self._shared.roles is not None
-        if self._shared.mixes is _UNKNOWN:
-            self._shared.mixes = self._shared.roles.mixes(others)
-        found: bool | None = self._shared.mixes
-        return found
+    def is_bent(self, value: Value, end: Value) -> bool | None:
+        """Whether a value of `code` is not linear in another one: steps to both sides do not cancel.
 
-    def attentions(self) -> tuple[Attention, ...]:
-        """Returns the attentions of the write, in order."""
-        shared = self._shared
-        assert shared.roles is not None
-        if shared.attentions is None:
-            shared.attentions = attentions(self._trails, shared.roles, frozenset(shared.nodes))
-        return tuple(map(self._moved, shared.attentions))
+        It is `None` if no step moves it.
+        """
+        study = self.code.study
+        start, base = study.tensor(value), study.tensor(end)
+        if start is None or base is None:
+            return None
 
-    def _moved(self, one: Attention) -> Attention:
-        found = {name: Part(self._of_own(part.value), part.axes) for name, part in one.found.items()}
-        z, v, output = self._of_own(one.z), one.v and self._of_own(one.v), one.output and self._of_output(one)
-        return replace(one, z=z, v=v, output=output, found=found)
+        def stepped(sign: int) -> Tensor | None:
+            def step(tensor: Tensor) -> Tensor:
+                noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0), dtype=tensor.dtype)
+                return tensor + sign * tensor.abs().mean() * noise
 
-    def _of_own(self, value: Value) -> Value:
-        node = value.node
-        if node in self._own:
-            return Value(self._own[node], value.keys)
-        for first, own in self._own.items():  # a step inside of a fused call
-            if node in first.inner:
-                return Value(own.inner[first.inner.index(node)], value.keys)
-        return value
+            return study.run.tensor(end, study.run.changed(value, step, [end]))
 
-    def _of_output(self, one: Attention) -> Value | None:
-        assert one.output is not None
-        return self._of_own(one.output)
+        one, other = stepped(1), stepped(-1)
+        if one is None or other is None or not one.shape == other.shape == base.shape:
+            return None
+        size = base.abs().mean()
+        is_moved = bool((one - base).abs().mean() > 1e-6 * size)
+        return bool((one + other - 2 * base).abs().mean() > 1e-3 * size) if is_moved else None
 
 
 class Writes:
     """Finds what layers write, and what the dimensions of their values are.
 
     Attributes:
+        trails, flow: The flow of values, and the norms.
         groups: What the dimensions of the inputs are that have one size: batch, or position.
     """
 
     def __init__(self, trails: Trails) -> None:
-        self._trails = trails
-        self._flow: Flow = trails.flow
-        self._norms = _by_node((value.node, norm) for value, norm in trails.norms.items())
-        self._shared: dict[object, _Shared] = {}
+        self.trails = trails
+        self.flow: Flow = trails.flow
+        self._norms = {norm.returned.value.node: norm for norm in trails.norms.values()}
+        self._codes: dict[object, PartCode] = {}
         self.groups: dict[int, str] = {}
 
     @functools.cached_property
-    def sizes(self) -> SmallSizes:
-        """The sizes at which parts of the model run."""
-        return SmallSizes(self._flow.root)
+    def dimensions(self) -> Dimensions:
+        """The dimensions of the values of the model; the first use runs it."""
+        return dimensions_of(self.flow.root)
+
+    # -- dimensions ----------------------------------------------------------------------------------------------------
 
     def stream_axes(self, stack: Stack) -> Axes:
         """Returns what the dimensions of the stream of a stack are, as the parts of its layers treat them."""
-        found: dict[int, _Shared] = {}
-        for layer in stack.layers:
-            for step in layer.steps:
-                if step.kind == "add" and step.other is not None and self._is_computed(step.other, layer):
-                    part = self.slice(step.other, layer)
-                    shared, _ = self._share(part, step, step.other)
-                    found[id(shared)] = shared
+        parts = [self._part(step, value, layer) for layer in stack.layers.values() for step, value in _sums(layer)]
+        codes = {id(code): code for _, code, _ in parts}
         evidence: list[list[bool | None]] = []
         atoms: tuple[Atom, ...] = ()
-        first = self.sizes.first
-        for shared in found.values():
-            if shared.study.tensor(shared.end) is None:
-                first = None
-            is_routed = any(node.op in CHOICES for node in shared.nodes)  # changed tokens take other experts' places
-            if len(shared.start.shape) == len(stack.layers[0].start.value.shape) and not is_routed:
-                atoms = atoms or shared.study.atoms(shared.start)
-                linear = (value for value in map(Value, shared.nodes) if self._flow.is_linear_map(value))
-                ends = [shared.end, *islice(linear, _MOST_MAPS)]
-                evidence += [is_apart(shared.study, shared.start, end) for end in ends]
-        axes = stream_axes(atoms, evidence, self.groups, first) if atoms else ()
-        self._note_groups(atoms, axes)
+        for code in codes.values():
+            if len(code.start.shape) == len(stack.first.start.value.shape):
+                atoms = atoms or code.study.atoms(code.start)
+                # Behind a choice by numbers, changed tokens take other experts' places.
+                choices = self.flow.choices(code.nodes)[:1]
+                linear = (value for value in map(Value, code.nodes) if self.flow.is_linear_map(value))
+                ends = self.flow.reads(choices[0])[:1] if choices else [code.end, *islice(linear, _MOST_MAPS)]
+                evidence += [is_apart(code.study, code.start, end) for end in ends]
+        return self._noted(atoms, stream_axes(atoms, evidence, self.groups) if atoms else ())
+
+    def _noted(self, atoms: Sequence[Atom], axes: Axes) -> Axes:
+        for atom, role in zip(atoms, axes, strict=True) if len(axes) == len(atoms) else ():
+            if atom.group is not None and role is not None:
+                self.groups.setdefault(atom.group, "batch" if role == "batch" else "position")
         return axes
 
     def layout(self, layer: Layer, value: Value) -> Axes:
@@ -190,125 +187,88 @@ class Writes:
 
     def between(self, start: Value, end: Value, start_axes: Axes = (), end_axes: Axes = ()) -> PartRoles:
         """Returns what the dimensions of values are that lie between two others, which are known in part."""
-        found, waiting, low = set[Node](), [end], self._flow.order[start.node]
-        while waiting:
-            value = waiting.pop()
-            if value == start or value.node in found or value.node.kind != "op" or self._flow.order[value.node] < low:
-                continue
-            found.add(value.node)
-            waiting += self._flow.reads(value.node)
-        return PartRoles(Study(self._flow, found, self.sizes, start), start, end, self.groups, start_axes, end_axes)
+        flow = self.flow
+        low = flow.order[start.node]
 
-    def axes_alone(self, start: Value, end: Value) -> Axes:
-        """Returns what the dimensions of a value are in a model without layers, by what it does to the end."""
-        study = self.between(start, end).study
-        first = None if study.tensor(end) is None else self.sizes.first
-        axes = stream_axes(study.atoms(start), [is_apart(study, start, end)], self.groups, first)
-        self._note_groups(study.atoms(start), axes)
-        return axes
+        def before(value: Value) -> list[Value]:
+            is_between = value != start and value.node.kind == "op" and flow.order[value.node] >= low
+            return [*flow.reads(value.node), *flow.filled.get(value.node, ())] if is_between else []
 
-    def _note_groups(self, atoms: Sequence[Atom], axes: Axes) -> None:
-        for atom, role in zip(atoms, axes, strict=True) if len(axes) == len(atoms) else ():
-            if atom.group is not None and role is not None:
-                self.groups.setdefault(atom.group, "batch" if role == "batch" else "position")
+        nodes = {value.node for value in walk([end], before) if before(value)}
+        return PartRoles(Study(flow, nodes, self.dimensions, start), start, end, self.groups, start_axes, end_axes)
 
-    def _share(self, part: Slice, step: Step, end: Value) -> tuple[_Shared, list[Node]]:
-        """Returns what is known about the nodes of a part, and these in order."""
-        start = max(part.states, key=lambda state: self._flow.order[state.node], default=step.source)
-        nodes = sorted(part.inside, key=self._flow.order.__getitem__)
-        key = (start.shape, *((node.op, node.name, Value(node).shape) for node in nodes))
-        if key not in self._shared:
-            self._shared[key] = _Shared(nodes, start, end, Study(self._flow, nodes, self.sizes, start))
-        return self._shared[key], nodes
+    # -- writes --------------------------------------------------------------------------------------------------------
 
     def of(self, layer: Layer) -> list[Write]:
         """Returns what a layer writes, in order."""
-        found: list[Write] = []
-        for step in layer.steps:
-            if step.kind == "add" and step.other is not None and self._is_computed(step.other, layer):
-                found += self._of_step(step, step.other, layer)
+        found = [write for step, value in _sums(layer) for write in self._of_sum(step, value, layer)]
         states = [write.state for write in found]
         return [replace(write, is_parallel=states.count(write.state) > 1) for write in found]
 
-    def _is_computed(self, value: Value, layer: Layer) -> bool:
-        """Whether a value comes from inputs, or from the stream, which may start as a constant."""
-        return not self._flow.is_held(value) or bool(self.slice(value, layer).states)
+    def _of_sum(self, step: Step, value: Value, layer: Layer) -> list[Write]:
+        """Returns the writes of one addition: those of its summands, if it adds attention and an MLP at once."""
+        flow, inner = self.flow, value
+        while inner.op in SAME_VALUES and (reads := flow.reads(inner.node)) and reads[0].size == inner.size:
+            inner = reads[0]
+        summands = (
+            [read for read in flow.moving(inner.node) if read.size == inner.size] if inner.op in ADDITIONS else []
+        )
+        writes = [write for each in summands for write in self._of_sum(step, each, layer)] if len(summands) == 2 else []
+        kinds = {write.kind for write in writes}
+        return (
+            writes if "mlp" in kinds and kinds & {"attn", "cross_attn", "mixer"} else [self._write(step, value, layer)]
+        )
 
-    def _of_step(self, step: Step, value: Value, layer: Layer) -> list[Write]:
-        """Returns the writes of one addition: two, if it adds attention and an MLP at once."""
-        parts = self._summands(value, layer)
-        if parts:
-            writes = [write for part in parts for write in self._of_step(step, part, layer)]
-            kinds = {write.kind for write in writes}
-            if "mlp" in kinds and kinds & {"attn", "cross_attn"}:
-                return writes
-        return [self._write(step, value, layer)]
-
-    def _summands(self, value: Value, layer: Layer) -> list[Value]:
-        flow = self._flow
-        while value.op in SAME_VALUES and (reads := flow.reads(value.node)) and reads[0].size == value.size:
-            value = reads[0]
-        if value.op not in ADDITIONS:
-            return []
-        moving = [read for read in flow.moving(value.node) if read.size == value.size]
-        return moving if len(moving) == 2 else []
-
-    def slice(self, value: Value, layer: Layer) -> Slice:
-        """Returns the nodes that compute a value in a layer."""
-        flow, found = self._flow, Slice()
-        states, low = set(layer.states), flow.start(layer.frame)
-        waiting = [value]
-        while waiting:
-            value = waiting.pop()
-            if value in states:
-                found.states.add(value)
-            elif value.node in found.inside:
-                continue
-            elif value.node.kind == "input" or flow.order[value.node] <= low:
-                found.outside.append(value)
-            else:
-                found.inside.add(value.node)
-                waiting += flow.reads(value.node)
-        return found
+    def _part(self, step: Step, value: Value, layer: Layer) -> tuple[Slice, PartCode, Value]:
+        """Returns the nodes that compute a summand, what is known about them, and the last state that they read."""
+        order = self.flow.order
+        found = slice_of(self.flow, value, set(layer.states).__contains__, layer.low)
+        start = max(found.states, key=lambda state: order[state.node], default=step.source)
+        nodes = sorted(found.inside, key=order.__getitem__)
+        numbers = {node: number for number, node in enumerate(nodes)}
+        wires = (
+            tuple("start" if read == start else numbers.get(read.node) for read in self.flow.reads(node))
+            for node in nodes
+        )
+        frames = [frame for node in nodes if (frame := self.flow.frame_of[node]) is not layer.frame]
+        routed = [frame.path[-1] for frame in frames] if self.flow.choices(nodes) else []  # which experts ran
+        key = (start.shape, *routed, *((node.op, node.name, Value(node).shape, next(wires)) for node in nodes))
+        if key not in self._codes:
+            self._codes[key] = PartCode(nodes, start, value, Study(self.flow, nodes, self.dimensions, start))
+        return found, self._codes[key], start
 
     def _write(self, step: Step, value: Value, layer: Layer) -> Write:
-        found = self.slice(value, layer)
-        latest = max(found.states, key=lambda state: self._flow.order[state.node], default=step.source)
-        flow, inside = self._flow, frozenset(found.inside)
-        roles = self._roles(found, step, value, layer)
-        others = [each for each in found.outside if each.is_float and not flow.is_held(each) and len(each.shape) > 2]
-        mixes = roles.mixes(others)
-        own = roles.attentions() if mixes is not False else ()
-        kind = self._kind(found, own, layer, mixes=mixes)
-        if kind not in ("attn", "cross_attn"):
-            own = ()
-        has_convolution = kind == "mlp" and any(map(self._is_convolution, inside))
-        norm = self._norm(latest, found)
-        return Write(value, kind, latest, step, inside, roles, norm, own, has_convolution=has_convolution)
+        found, code, state = self._part(step, value, layer)
+        flow, inside = self.flow, frozenset(found.inside)
+        if code.roles is None:
+            both = (self.layout(layer, state), layer.axes if len(value.shape) == len(layer.axes) else ())
+            code.roles = PartRoles(code.study, code.start, code.end, self.groups, *both)
+            others = [
+                each for each in found.outside if each.is_float and not flow.is_held(each) and len(each.shape) > 2
+            ]
+            mixes = code.roles.mixes(others)
+            code.attentions = attentions(self.trails, code.roles, inside) if mixes is not False else []
+            code.kind = self._kind(code, found.states, mixes)
+        nodes = dict(zip(code.nodes, sorted(inside, key=flow.order.__getitem__), strict=True))
+        return Write(value, code.kind, state, step, inside, code, nodes, self._norm(state, inside))
 
-    def _roles(self, found: Slice, step: Step, value: Value, layer: Layer) -> WriteRoles:
-        shared, nodes = self._share(found, step, value)
-        start = max(found.states, key=lambda state: self._flow.order[state.node], default=step.source)
-        if shared.roles is None:
-            both = (self.layout(layer, start), layer.axes if len(value.shape) == len(layer.axes) else ())
-            shared.roles = PartRoles(shared.study, shared.start, shared.end, self.groups, *both)
-        return WriteRoles(shared, nodes, start, value, self._trails)
-
-    def _kind(self, found: Slice, own: tuple[Attention, ...], layer: Layer, *, mixes: bool | None) -> WriteKind:
-        flow, nodes = self._flow, found.inside
-        if read := [own[-1].v] if own and own[-1].v is not None else self._mixed(found):
-            values = self.slice(read[-1], layer)
-            others = [value for value in values.outside if len(value.shape) > 2 and not flow.is_held(value)]
-            return "cross_attn" if others and not values.states else "attn"
-        ops = {node.op for node in nodes}
-        if ops & CHOICES:
+    def _kind(self, code: PartCode, states: Iterable[Value], mixes: bool | None) -> WriteKind:
+        """Returns what a part does: known by running it; where it cannot run, by what kinds of operations it has."""
+        flow, own = self.flow, code.attentions
+        ops = {node.op for node in code.nodes if not flow.is_held(Value(node))}
+        sampled = [flow.reads(node)[0] for node in code.nodes if node.op in _SAMPLES]
+        if mixed := [one.v for one in own[-1:] if one.v is not None] or sampled[-1:]:
+            is_given = not flow.is_held(mixed[-1]) and code.study.tensor(mixed[-1]) is not None
+            is_own = any(code.study.depends(mixed[-1], state) for state in states)
+            return "cross_attn" if is_given and not is_own else "attn"
+        if flow.choices(code.nodes):
             return "mlp"
-        kernels = list(filter(self._is_kernel, nodes))
+        kernels = [node for node in code.nodes if self._is_kernel(node)]
         if (mixes is not False and (own or ops & ATTENTION)) or any(_OF_ATTENTION.search(node.op) for node in kernels):
             return "attn"
-        if mixes or ops & MIXING or kernels or any(map(self._is_convolution, nodes)):
+        if mixes or (mixes is None and (kernels or ops & MIXING)):
             return "mixer"
-        return "unknown" if any(node.kind == "call" for node in found.inside) else "mlp"
+        return "unknown" if any(node.kind == "call" for node in code.nodes) else "mlp"
 
     def _is_kernel(self, node: Node) -> bool:
         """Whether an operation is a kernel of three values, as attention and scans are that cannot be opened.
@@ -319,43 +279,21 @@ class Writes:
         function, path = getattr(target, "__self__", None), overload_path(target)
         is_own = isinstance(function, type) and issubclass(function, Function)
         is_operator = path is not None and (not path.startswith("aten.") or _OF_ATTENTION.search(path) is not None)
-        return (is_own or is_operator) and sum(value.is_float for value in self._flow.moving(node)) > 2
+        return (is_own or is_operator) and sum(value.is_float for value in self.flow.moving(node)) > 2
 
-    def _mixed(self, found: Slice) -> list[Value]:
-        """Returns the values that are mixed by calls of attention that cannot be opened."""
-        calls = [(node, _MIXED[node.op]) for node in found.inside if node.op in _MIXED]
-        reads = [(self._flow.reads(node), position) for node, position in calls]
-        return [values[position] for values, position in reads if len(values) > position]
-
-    def _is_convolution(self, node: Node) -> bool:
-        """Whether an operation is a convolution over positions, and not a linear map written as one."""
-        return node.op in CONVOLUTIONS and any(
-            size > 1 for weight in self._flow.weights(node) for size in weight.shape[2:]
-        )
-
-    def _norm(self, state: Value, found: Slice) -> Norm | None:
+    def _norm(self, state: Value, inside: Iterable[Node]) -> Norm | None:
         """Returns the norm at the start of a write, which reads the stream."""
-        is_same = self._trails.is_same
-        for norm in _among(self._norms, found.inside):
+        own = set(inside)
+        for norm in (norm for node, norm in self._norms.items() if node in own):  # outer ones first
             given = norm.given.value
             # The stream may continue from the cast input of the norm, as in exported programs.
-            if is_same(given, state) or is_same(state, given):
+            if self.trails.is_same(given, state) or self.trails.is_same(state, given):
                 return norm
         return None
 
 
-def _by_node(found: Iterable[tuple[Node, _Found]]) -> dict[Node, list[tuple[int, _Found]]]:
-    """Returns what was found at each node, with its number in the order of `found`."""
-    result: dict[Node, list[tuple[int, _Found]]] = {}
-    for number, (node, each) in enumerate(found):
-        result.setdefault(node, []).append((number, each))
-    return result
-
-
-def _among(found: Mapping[Node, list[tuple[int, _Found]]], nodes: Iterable[Node]) -> list[_Found]:
-    """Returns what was found at some nodes, in the order of its numbers."""
-    numbered = dict(pair for node in nodes for pair in found.get(node, ()))
-    return [numbered[number] for number in sorted(numbered)]
+def _sums(layer: Layer) -> list[tuple[Step, Value]]:
+    return [(step, step.other) for step in layer.steps if step.kind == "add" and step.other is not None]
 
 
 def norm_of(write: Write, layer: Layer) -> Value | None:

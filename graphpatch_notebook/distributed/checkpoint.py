@@ -15,15 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.inspection.meanings import differing_names
 from graphpatch_notebook.interrupts import whole_file
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
-from graphpatch_notebook.patching.sharding import is_distributed, processes_of
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patching.sharding import is_distributed, processes_of, runs_where_the_model_is
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import digest
 from graphpatch_notebook.warning_places import warn_each_time
 
 _SAMPLED = 1024
-_SWEEP = "sweep.json"
+_SWEEP, _NAMES = "sweep.json", "names"
 
 
 @runs_where_the_model_is
@@ -42,14 +43,11 @@ def weights_digest(pg: PatchableGraph) -> str:
         if is_fully_sharded(each) and hasattr(each, "reshard"):  # not the older FSDP
             each.reshard()  # a call may leave weights whole
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        part: Any = tensor
-        part = part.to_local() if is_distributed(part) else part
-        sample = None
-        if type(part.data) is Tensor and not part.is_quantized:
-            # A copy, as FSDP cannot free memory that was lent to NumPy.
-            sample = part.detach().reshape(-1)[:: max(1, -(-part.numel() // _SAMPLED))].clone()
+        part: Any = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+        is_plain = type(part.data) is Tensor and not part.is_quantized
+        sample = part.detach().reshape(-1)[:: max(1, -(-part.numel() // _SAMPLED))] if is_plain else None
         found[name] = (str(tensor.dtype), tuple(tensor.shape), sample)
-    own = digest(found, [each.training for each in module.modules()])
+    own = digest(found, [getattr(each, "training", False) for each in module.modules()])
     processes = processes_of(captured(pg).root)
     return own if processes is None else digest(processes.gathered(own))
 
@@ -59,7 +57,7 @@ class Checkpoint:
 
     Args:
         folder: The name of the folder; it need not exist.
-        own: JSON data that identifies the sweep, by what messages call it.
+        own: JSON data that identifies the sweep, by what messages call it; under `names`, their meanings.
 
     Attributes:
         done: The results in the folder, as JSON data by the number of the cell.
@@ -81,7 +79,10 @@ class Checkpoint:
             with whole_file(header) as file:
                 file.write_text(json.dumps(own))
         found = json.loads(header.read_text())
-        if differing := [name for name in own if found.get(name) != own[name]]:
+        differing = [name for name in own if name != _NAMES and found.get(name) != own[name]]
+        if not differing and (names := differing_names(own.get(_NAMES, {}), found.get(_NAMES, {}))):
+            differing = [f"names, which mean other values ({names}),"]
+        if differing:
             raise ExperimentError(
                 f"checkpoint={str(folder)!r} holds another sweep: its {', '.join(differing)} differ. Give another "
                 "name, or delete the folder to start over"

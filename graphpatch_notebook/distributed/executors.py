@@ -14,8 +14,9 @@ import pickle
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ from torch.nn import Module
 
 from graphpatch_notebook.distributed.checkpoint import weights_digest
 from graphpatch_notebook.errors import ExperimentError, add_note
+from graphpatch_notebook.inspection.meanings import Meanings, differing_names, meanings
+from graphpatch_notebook.inspection.node_map import kept_for
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching import innermost
 from graphpatch_notebook.patching.sharding import sharding_of
@@ -74,8 +77,7 @@ class RayExecutor(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Returns a future of `fn(*args, **kwargs)`."""
-        future: Future[Any] = self._call.remote(fn, args, kwargs).future()
-        return future
+        return self._call.remote(fn, args, kwargs).future()  # type: ignore[no-any-return]
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,14 +174,22 @@ class Workers:
         recipe: How a worker builds the graph; not needed in threads.
         pg: The graph, which threads use.
         start: Returns what runs tasks on a graph: each thread of a worker calls it once.
+        names: The meanings that names must have in the workers. Default: those of all names.
 
     Raises:
         ExperimentError: The executor cannot be used for this graph, or `start` cannot be pickled.
     """
 
-    def __init__(self, executor: Any, recipe: Any, pg: PatchableGraph, start: Callable[[PatchableGraph], Task]) -> None:
+    def __init__(
+        self,
+        executor: Any,
+        recipe: Any,
+        pg: PatchableGraph,
+        start: Callable[[PatchableGraph], Task],
+        names: Meanings | None = None,
+    ) -> None:
         check_executor(executor, recipe, pg)
-        self._executor = executor
+        self._given = self._executor = executor
         self._done: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._messages: set[str] = set()
         self._has_results = False
@@ -189,11 +199,12 @@ class Workers:
             self._is_elsewhere, self._run = False, lambda content, _: (tasks.run, content)
         else:
             path = str(Path(recipe).expanduser().absolute()) if isinstance(recipe, (str, os.PathLike)) else recipe
-            call = uuid.uuid4().hex, dumps(path), weights_digest(pg), dumps(start)
+            known = zlib.compress(dumps(kept_for(pg.nodes, meanings) if names is None else names))
+            call = uuid.uuid4().hex, dumps(path), weights_digest(pg), known, dumps(start)
             # Some schedulers know a task by its arguments, and would return the error of its last attempt.
             self._is_elsewhere, self._run = True, lambda content, attempt: (_run_task, *call, dumps(content), attempt)
 
-    def results(self, contents: Iterable[Any], ahead: int) -> Iterator[tuple[int, Any]]:
+    def results(self, contents: Iterable[Any], ahead: int) -> Generator[tuple[int, Any]]:
         """Yields number and result of each task as they are done; `Lost` for those that lost their worker twice.
 
         Args:
@@ -202,6 +213,7 @@ class Workers:
 
         Raises:
             ExperimentError: The first tasks cannot run: the recipe fails, or builds another model.
+            KeyboardInterrupt: It was interrupted. What was done by then is yielded before.
         """
         running: dict[int, tuple[Any, Any]] = {}
         try:
@@ -211,10 +223,21 @@ class Workers:
                     yield from self._next(running)
             while running:
                 yield from self._next(running)
+        except KeyboardInterrupt:
+            for number, (_, future) in running.items():
+                with contextlib.suppress(Exception, asyncio.CancelledError):
+                    if future.done():
+                        yield number, self._received(future)
+            raise
         finally:
             for _, future in running.values():
                 with contextlib.suppress(Exception):
                     getattr(future, "release", future.cancel)()  # `cancel` of Dask waits for a scheduler that is gone
+            if self._executor is not self._given:
+                for process in (vars(self._executor)["_processes"] or {}).values():  # one may be in a long task
+                    process.terminate()
+                self._executor.shutdown(wait=False, cancel_futures=True)
+                self._executor = self._given
 
     def _submit(self, running: dict[int, Any], number: int, content: Any, attempt: int) -> None:
         task = self._run(content, attempt)
@@ -231,9 +254,14 @@ class Workers:
             number, attempt = self._done.get(timeout=_POLL)
         except queue.Empty:
             return
+        if number not in running:  # it ran again, alone
+            return
         content, future = running[number]
         try:
-            found = future.result()
+            result = self._received(future)
+        except BrokenExecutor:
+            yield from self._one_by_one(running)
+            return
         except (Exception, asyncio.CancelledError) as error:
             is_ours = isinstance(error, ExperimentError)
             if is_ours and not self._has_results:
@@ -241,16 +269,43 @@ class Workers:
             if attempt == 0 and not is_ours:
                 self._submit(running, number, content, 1)
                 return
-            result: Any = Lost(f"{type(error).__name__}: {error}")
-        else:
-            result, messages = pickle.loads(found) if self._is_elsewhere else found
-            self._has_results = True
-            for message in messages:
-                if message not in self._messages:
-                    warn_each_time(message, "experiment")
-            self._messages.update(messages)
+            result = Lost(f"{type(error).__name__}: {error}")
         del running[number]
         yield number, result
+
+    def _received(self, future: Any) -> Any:
+        """Returns the result of a task, and gives its warnings here."""
+        found = future.result()
+        result, messages = pickle.loads(found) if self._is_elsewhere else found
+        self._has_results = True
+        for message, kind in messages.items():
+            if message not in self._messages:
+                warn_each_time(message, kind)
+        self._messages.update(messages)
+        return result
+
+    def _one_by_one(self, running: dict[int, tuple[Any, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yields the results of the tasks that a broken pool had, run alone, which shows whose worker ends."""
+        tasks = sorted(running.items())
+        running.clear()
+        is_broken = True
+        for number, (content, _) in tasks:
+            if is_broken:
+                self._renew()
+            try:
+                result, is_broken = self._received(self._executor.submit(*self._run(content, 1))), False
+            except (Exception, asyncio.CancelledError) as error:
+                result, is_broken = Lost(f"{type(error).__name__}: {error}"), isinstance(error, BrokenExecutor)
+            yield number, result
+        if is_broken:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Starts a pool like the one that broke: Python's own takes no more tasks when a worker has ended."""
+        if type(self._executor) is ProcessPoolExecutor:  # which does not say how it was made
+            settings = ("_max_workers", "_mp_context", "_initializer", "_initargs")
+            made: list[Any] = [vars(self._executor)[name] for name in settings]
+            self._executor = ProcessPoolExecutor(*made)
 
 
 def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
@@ -297,14 +352,17 @@ class _Tasks:
     _by_thread: dict[int, Task] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
 
-    def run(self, content: Any) -> tuple[Any, list[str]]:
-        """Returns the result of a task, and its warnings."""
+    def run(self, content: Any) -> tuple[Any, dict[str, str]]:
+        """Returns the result of a task, and the kinds of its warnings by message."""
         thread = threading.get_ident()
         with collected_warnings() as messages:
             with self._lock:
                 if thread not in self._by_thread:
                     self._by_thread[thread] = self.start(self.pg)
-            return self._by_thread[thread](content), messages
+            try:
+                return self._by_thread[thread](content), messages
+            except SystemExit as error:  # it would end the worker, or be raised where the results are taken
+                raise RuntimeError(f"SystemExit: {error}") from None
 
 
 _lock = threading.Lock()
@@ -312,11 +370,22 @@ _graphs: dict[tuple[bytes, str], PatchableGraph] = {}  # one at most, by recipe 
 _calls: dict[str, _Tasks] = {}  # one at most
 
 
-def _run_task(call: str, recipe: bytes, weights: str, start: bytes, content: bytes, attempt: int) -> bytes:  # noqa: ARG001
+def _run_task(
+    call: str,
+    recipe: bytes,
+    weights: str,
+    names: bytes,
+    start: bytes,
+    content: bytes,
+    attempt: int,  # noqa: ARG001
+) -> bytes:
     with _lock:
         if call not in _calls:
             _calls.clear()
-            _calls[call] = _Tasks(_graph(recipe, weights), pickle.loads(start))
+            pg = _graph(recipe, weights)
+            if differing := differing_names(pickle.loads(zlib.decompress(names)), kept_for(pg.nodes, meanings)):
+                raise ExperimentError(f"names mean other values in the graph of a worker, by recipe=: {differing}")
+            _calls[call] = _Tasks(pg, pickle.loads(start))
         tasks = _calls[call]
     # As bytes: between processes of one machine, torch would share the memory of each tensor.
     return dumps(tasks.run(pickle.loads(content)))
@@ -391,9 +460,12 @@ def _same(value: Any) -> Any:
 
 
 def sendable(error: BaseException) -> BaseException:
-    """Returns an error that can be pickled and unpickled: the same, or an `ExperimentError` with its text."""
-    try:
-        pickle.loads(dumps(error))  # errors with own parameters may be pickled, but not unpickled
-    except Exception:
-        return ExperimentError(f"{type(error).__name__}: {error}")
-    return error
+    """Returns an error that can be pickled and unpickled: the same, or an `ExperimentError` with its text.
+
+    `SystemExit`, of a function that ran elsewhere, is such an error, too: it would end the process here.
+    """
+    with contextlib.suppress(Exception):
+        if not isinstance(error, SystemExit):
+            pickle.loads(dumps(error))  # errors with own parameters may be pickled, but not unpickled
+            return error
+    return ExperimentError(f"{type(error).__name__}: {error}")

@@ -7,7 +7,7 @@ gradient on each of them, or one term of it (what only the heads of a process re
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphpatch_notebook.capture.records import HELD_KINDS
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.patches.kinds import Patch, declares
-from graphpatch_notebook.patching.sharding import is_distributed
-from graphpatch_notebook.torch_compat import dtensor_module, strided_shard
+from graphpatch_notebook.patching.sharding import is_distributed, same_value
+from graphpatch_notebook.torch_compat import dtensor_module, strided_shard, without_torch_functions
 
 _SAME = 1e-5
 _FEW = 4  # this many terms are not equal on all processes by chance
@@ -85,6 +86,24 @@ class Placement:
             )
         again = kinds.DTensor.from_local(whole.contiguous(), self.mesh, [kinds.Replicate()], run_check=False)
         return again.redistribute(placements=[self._shard()]).to_local().clone(memory_format=torch.contiguous_format)
+
+    def applied(self, value: Tensor, apply: Callable[[Any], Any], entry: Any) -> Any:
+        """Returns this process's part of a value after patches: `apply` does those of `entry` on the whole value."""
+        with without_torch_functions():  # modes see one call, `same_value`
+            whole = self.whole(value)
+            is_held = entry.target.node.kind in HELD_KINDS
+            needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and entry.observes_only)
+            given, gradient = self.opened(whole) if needs_gradient else (whole, None)
+        patched = apply(same_value(value, given))
+        # A value that a patch keeps only has a gradient if the model continues with it.
+        has_uses = torch.is_grad_enabled() and not is_held and given.requires_grad
+        keeps = any(patch.only_keeps or not patch.observes_only for patch in entry.patches)
+        if patched is given and not (has_uses and keeps):
+            return value
+        with without_torch_functions():
+            first = self.of_first(patched, entry.patches)
+            local = self.local(first if gradient is None else self.closed(first, gradient), value)
+        return same_value(patched, local)
 
     def _shard(self) -> Any:
         assert self.dim is not None

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,20 +15,27 @@ from torch.nn import Module
 
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.patching.sharding import is_distributed
-from graphpatch_notebook.torch_compat import is_fully_sharded
-from graphpatch_notebook.values import digest
+from graphpatch_notebook.torch_compat import default_store, is_fully_sharded
+from graphpatch_notebook.warning_places import warn_each_time
 
 _T = TypeVar("_T")
 _LIMIT = datetime.timedelta(minutes=10)
+_PATIENCE = 6.0  # seconds, after which the processes that a call waits for are named
+_calls: Counter[str] = Counter()  # how many calls of models this process made so far, by the processes that run them
 
 
 class Processes:
-    """Some processes, with a group of their own on the CPU. All of them make it, and call its methods, in one order."""
+    """Some processes that call a model together. All of them make it, and call its methods, in one order."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = sorted(ranks)  # the processes, sorted
+        self._key = f"graphpatch {self.ranks}"
+
+    @functools.cached_property
+    def group(self) -> Any:
+        """A group of their own, on the CPU."""
         # Other processes, with replicas of the model, make their own groups.
-        self.group: Any = dist.new_group(self.ranks, _LIMIT, "gloo", use_local_synchronization=True)  # the group
+        return dist.new_group(self.ranks, _LIMIT, "gloo", use_local_synchronization=True)
 
     @property
     def is_first(self) -> bool:
@@ -34,32 +45,53 @@ class Processes:
     def gathered(self, value: Any) -> list[Any]:
         """Returns the objects of all processes in their order. The objects are pickled."""
         found: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(found, value, group=self.group)
+        try:
+            dist.all_gather_object(found, value, group=self.group)
+        except RuntimeError as error:
+            raise GraphError(f"other processes did not make this call ({error})") from None
         return found
 
-    def check_call(self, what: str, inputs: Sequence[Any], patches: Sequence[tuple[str, Any]]) -> None:
-        """Waits until all processes have called this with the same arguments.
+    @contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Tells the others that this process is in a call of the model, which waits for them.
 
-        Args:
-            what: The method that is called.
-            inputs: Arguments that must be the same.
-            patches: The patches, each with its path.
-
-        Raises:
-            GraphError: Another process makes another call, or none.
+        If one of them does not make the call, or left it by an error, a warning names it after six seconds: torch only
+        says so when the group gives up, and then names no process. That error becomes a `GraphError`.
         """
-        mine = {"methods": what, "inputs": digest(*inputs), "patches": digest(*patches)}
+        count = _calls[self._key] = _calls[self._key] + 1
+        store, own, absent, state = default_store(), f"{self._key} {dist.get_rank()}", list[str](), "returned"
+        has_ended = threading.Event()
+
+        def watch() -> None:
+            while not absent and not has_ended.wait(_PATIENCE):
+                if found := self._absent(count):
+                    absent.append(f"{what}: process {dist.get_rank()} waits for {found}")
+                    warn_each_time(f"{absent[0]}. All processes must make the same calls", "missing process")
+
+        store.set(own, f"{count} runs")
+        threading.Thread(target=watch, daemon=True).start()
         try:
-            everyone = self.gathered(mine)
-        except RuntimeError as error:
-            raise GraphError(f"{what}: other processes did not make this call ({error})") from None
-        if differing := [name for name in mine if any(each[name] != mine[name] for each in everyone)]:
-            listed = ", ".join(sorted({path for path, _ in patches})) or "none"
-            raise GraphError(
-                f"the {' and '.join(differing)} differ between the processes: process {dist.get_rank()} calls {what} "
-                f"with patches on {listed}. All processes must make the same calls, with the same inputs, in the same "
-                "contexts, with the same patches and the same tensors in them"
-            )
+            yield
+        except BaseException as error:
+            state = f"raised {type(error).__name__}"
+            if absent and isinstance(error, (RuntimeError, GraphError)):
+                raise GraphError(f"{absent[0]}, until its group of processes gave up") from error
+            raise
+        finally:
+            has_ended.set()
+            store.set(own, f"{count} {state}")
+
+    def _absent(self, count: int) -> str:
+        """Returns the processes that do not make this call, the how-many-th is given, as a text."""
+        store, found = default_store(), []
+        for rank in self.ranks:
+            key = f"{self._key} {rank}"
+            number, _, state = (store.get(key).decode() if store.check([key]) else "0 returned").partition(" ")
+            if int(number) == count and state.startswith("raised"):
+                found.append(f"process {rank}, which {state} in this call")
+            elif int(number) < count and state != "runs":
+                found.append(f"process {rank}, which has not made this call")
+        return " and ".join(found)
 
     def are_same(self, value: Any) -> bool:
         """Returns whether the objects of all processes are equal."""
@@ -91,5 +123,4 @@ def _ranks_of(module: Module) -> Sequence[int]:
     if group is not None:
         return dist.get_process_group_ranks(group)
     held: Any = next((each for each in module.parameters() if is_distributed(each)), None)
-    ranks: list[int] = [] if held is None else held.device_mesh.mesh.flatten().tolist()
-    return ranks
+    return [] if held is None else held.device_mesh.mesh.flatten().tolist()

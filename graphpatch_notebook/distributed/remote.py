@@ -27,11 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.components import Component, Components, ComponentWeights, Weights, find
+from graphpatch_notebook.components import Component, Components, Weights, find
 from graphpatch_notebook.components.meta_runs import copy_on_meta
 from graphpatch_notebook.distributed.executors import dumps, sendable
 from graphpatch_notebook.distributed.sharding import note_placements
 from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchWarning, add_note
+from graphpatch_notebook.inspection.meanings import differing_names, meanings
+from graphpatch_notebook.inspection.node_map import kept_for
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patching import GENERATION_CONFIG, PatchContext, Recording, active_patches, innermost
@@ -94,11 +96,13 @@ def remote(cluster: Any, recipe: Callable[[], Any], *example_args: Any, **exampl
         )
     engines = Engines(cluster)
     made, (args, kwargs) = engines.run(_build_there, recipe, (example_args, example_kwargs))
-    model, options, placements, are_together = pickle.loads(made)
+    model, options, placements, there, are_together = pickle.loads(made)
     if not are_together:
         engines.keep_first()
     result = RemoteGraph(model, options, *args, **kwargs)
     captured(result).root.capture.findings[Engines] = engines  # of the capture, so copies and edits have them too
+    if differing := differing_names(kept_for(result.nodes, meanings), there):
+        raise ExperimentError(f"names mean other values in the engines: {differing}")
     note_placements(result.nodes.root, placements)
     captured(result).renew()
     return result
@@ -197,8 +201,8 @@ class RemoteGraph(PatchableGraph):
 
     @property
     def weights(self) -> Weights:
-        """The weights of the components, which are sent when they are indexed: see `PatchableGraph.weights`."""
-        return _WeightsThere(self)
+        """Is an error: the weights are in other processes."""
+        raise GraphError("the weights are in the engines: pg.run_there(lambda there: there.weights.W_Q[0].cpu())")
 
     def _refuse_elsewhere(self) -> None:
         raise GraphError(
@@ -243,45 +247,6 @@ for _name in (*_CHANGES, *_REFUSED):
         setattr(RemoteGraph, _name, _changing(_name))
 
 
-class _WeightsThere(Weights):
-    """The weights of a model in engines: shapes are known here, and numbers are sent when they are asked for."""
-
-    def __init__(self, pg: RemoteGraph, stack: str = "") -> None:
-        super().__init__(captured(pg).root, stack)
-        self._pg = pg
-
-    def __getitem__(self, stack: str) -> Weights:
-        return _WeightsThere(self._pg, stack)
-
-    def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        fetch = functools.partial(self._pg.run_there, _weight, self._stack, name)
-        return _ByLayerThere(found, fetch) if isinstance(found, ComponentWeights) else fetch(None)
-
-
-class _ByLayerThere:
-    def __init__(self, found: ComponentWeights, fetch: Callable[[Any], Tensor]) -> None:
-        self._found, self._fetch = found, fetch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._found, name)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __repr__(self) -> str:
-        return repr(self._found)
-
-    def __getitem__(self, key: Any) -> Tensor:
-        return self._fetch(key)
-
-
-def _weight(pg: PatchableGraph, stack: str, name: str, key: Any) -> Tensor:
-    found = getattr(pg.weights[stack], name)
-    result: Tensor = found if key is None else found[key]
-    return result.detach()
-
-
 def _proved(pg: PatchableGraph, *inputs: Any, **input_kwargs: Any) -> dict[str, Component]:
     return dict(pg.components.verify(*inputs, **input_kwargs))
 
@@ -311,7 +276,7 @@ def _answer(token: str, is_first: bool, task: bytes) -> bytes:
             function, *parts = pickle.loads(task)
             result = function(token, *parts)
             is_right, answer = True, dumps(result if is_first else None)
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:
             is_right, answer = False, dumps(sendable(error))
     given = {each.message.args: None for each in caught if isinstance(each.message, GraphPatchWarning)}
     return dumps((is_right, list(given), answer))
@@ -327,9 +292,8 @@ def _build_there(token: str, recipe: Callable[[], Any], inputs: tuple[tuple[Any,
     given = inputs if examples is None else (examples.args, examples.kwargs)
     placements = {path: node.placement for path, node in pg.nodes.items() if node.placement}
     are_together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return cloudpickle.dumps((copy_on_meta(model.root), model.options, placements, are_together)), mapped(
-        given, _on_cpu
-    )
+    found = copy_on_meta(model.root), model.options, placements, meanings(pg.nodes), are_together
+    return cloudpickle.dumps(found), mapped(given, _on_cpu)
 
 
 def _call_there(token: str, patches: _Patches, call: tuple[Any, ...], config: Any, is_with_gradients: bool) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -21,10 +23,12 @@ from graphpatch_notebook.components.meta_runs import (
     nodes_by_key,
     recorded_on_meta,
 )
+from graphpatch_notebook.components.operations import UNFILLED
 from graphpatch_notebook.distributed.placements import Placement, is_same_sketch, sketch
 from graphpatch_notebook.distributed.processes import Processes
-from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.inspection.node_map import NodeMap
+from graphpatch_notebook.errors import GraphError, PatchValueError
+from graphpatch_notebook.inspection.meanings import differing_names, meanings
+from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patching.sharding import (
@@ -34,11 +38,25 @@ from graphpatch_notebook.patching.sharding import (
     processes_of,
     sharding_of,
 )
+from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import fully_shards_parts, is_fully_sharded, split_factor, without_torch_functions
-from graphpatch_notebook.values import TensorSpec, mapped_spec, off_meta, tensor_specs
+from graphpatch_notebook.values import (
+    IMMUTABLE,
+    ContainerSpec,
+    TensorSpec,
+    ValueSpec,
+    children,
+    describe,
+    digest,
+    dtype_name,
+    key_text,
+    tensor_specs,
+)
 
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
 _Key: TypeAlias = "tuple[int, tuple[Any, ...]]"
+_Statement: TypeAlias = "dict[str, list[tuple[str, Any]]]"
+"""Of inputs and patches, by what they are: their kinds and values, to compare them between processes."""
 _LEAVES = (nn.Linear.forward, nn.Embedding.forward)
 
 
@@ -83,6 +101,8 @@ class Sharding:
         self._leaves: dict[int, Node] = {}
         self._placements: dict[_Key, Placement | str] = {}
         self._is_measured = False
+        self._root: Frame
+        self._own: Collection[str] = ()  # the inputs of which each process has a part
 
     # -- records -------------------------------------------------------------------------------------------------------
 
@@ -101,7 +121,7 @@ class Sharding:
         known = {} if local is None else nodes_by_key(local)
         for node in frame.nodes:
             other = known.get(node_key(node))
-            node.spec = off_meta(node.spec, device)
+            node.spec = _off_meta(node.spec, device)
             if isinstance(node, CallNode):
                 self.join(node.frame, other.frame if isinstance(other, CallNode) else None, device)
             elif is_of_experts and (node.kind == "op" or not holds_some_experts(frame.module)):
@@ -110,7 +130,7 @@ class Sharding:
                 self._leaves[id(node)] = frame.output_node
             elif node.kind == "op" and (other is None or other.op != node.op):
                 self._refused[id(node)] = "the processes do not compute this value"
-            elif node.is_view_filled_later or node.op in _UNFILLED:
+            elif node.is_view_filled_later or node.op in UNFILLED:
                 self._refused[id(node)] = "this is memory that the model fills in later"
             elif other is not None:
                 node.is_mutated_later |= other.is_mutated_later
@@ -159,23 +179,73 @@ class Sharding:
         held = getattr(target.frame.module, str(node.target), None) if node.kind in HELD_KINDS else None
         return self._as_held(target, own_dim=_split_dim(held))
 
-    def check_call(self, function: Callable[..., Any], inputs: Sequence[Any], entries: Sequence[Any]) -> None:
-        """Checks that all processes call the model, or a method of it, with the same tokens and patches.
+    def placed(self, entry: Any, problems: list[str]) -> Any:
+        """Returns an entry of a plan with the placement of its value."""
+        target, placement, problem = entry.target, self.placement(entry.target), self.problem(entry.target)
+        if problem is None and placement is not None and placement.dim is not None and entry.patches[0].replaces_call:
+            problem = f"{type(entry.patches[0]).__name__} cannot replace a call that returns a part of a value"
+        if problem is not None:
+            problems.append(f"{target.text!r}: the model is sharded over processes, and {problem}")
+        return replace(entry, target=self.run_target(target), placement=placement, is_early=self.is_leaf(target))
+
+    def check_call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], entries: Sequence[Any]) -> None:
+        """Checks that all processes call the model, or a method of it, with the same inputs and patches.
 
         Methods that all modules have, such as `eval`, do not run the model.
+
+        Raises:
+            GraphError: They do not: on all of them, with what differs.
         """
-        name = "forward" if isinstance(function, Module) else getattr(function, "__name__", "")
         if self._is_measured and (name == "forward" or not hasattr(Module, name)):
-            # Caches, and what is computed from other values, may have parts or other last digits.
-            tokens = [each for each in inputs if isinstance(each, Tensor) and not each.is_floating_point()]
-            given = [(entry.target.text, patch) for entry in entries for patch in entry.patches]
             with without_torch_functions():  # modes of the caller see the model only
-                self.processes.check_call(name, tokens, given)
+                mine: _Statement = {"the method": [(name, None)]} | self._inputs(name, args, kwargs)
+                for entry in entries:
+                    where = format_path((*entry.target.frame.path, entry.target.node.name))
+                    for patch in entry.patches:
+                        kind = type(patch).__name__ + f" for {entry.target.text!r}" * (entry.target.text != where)
+                        fields = [(key, _stated(value)) for key, value in vars(patch).items() if key[0] != "_"]
+                        mine.setdefault(f"the patches on {where!r}", []).append((kind, fields))
+                if differing := self._differing(mine):
+                    raise GraphError(_DIFFER.format("; ".join(list(differing.values())[:_MOST])))
+
+    def _inputs(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Statement:
+        """Returns what is stated of the inputs of a call: all but those of which each process has a part."""
+        names = [node.name for node in self._root.inputs()] if name == "forward" else []
+        given = {names[at] if at < len(names) else at: value for at, value in enumerate(args)} | dict(kwargs)
+        return {
+            what: [(_kind(value), _stated(value, is_input=True))]
+            for key, value in given.items()
+            if (what := f"the input {key!r}") not in self._own
+        }
+
+    def _differing(self, mine: _Statement) -> dict[str, str]:
+        """Returns in what the statements of the processes differ, as texts: the same on all processes."""
+        ranks, (first, *others) = self.processes.ranks, self.processes.gathered(mine)
+        found: dict[str, str] = {}
+        for rank, other in zip(ranks[1:], others, strict=True):
+            for what in dict.fromkeys((*first, *other)):
+                if what not in found and (
+                    text := _difference(first.get(what, []), other.get(what, []), ranks[0], rank)
+                ):
+                    found[what] = f"{what}: another {text}"
+        return found
 
     # -- measure -------------------------------------------------------------------------------------------------------
 
-    def measure(self, run: RunWithPatches, nodes: NodeMap) -> None:
-        """Finds out how the values are distributed, by `run` of the model on the example inputs on all processes."""
+    def measure(self, run: RunWithPatches, nodes: NodeMap, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Finds out how the values are distributed, by `run` of the model on the example inputs on all processes.
+
+        Raises:
+            GraphError: The processes have other inputs, or other names.
+        """
+        self._root = nodes.root
+        differing = self._differing(self._inputs("forward", args, kwargs))
+        if differing and not runs_shards(nodes.root.module):  # else it takes parts of them
+            raise GraphError(_DIFFER.format("; ".join(differing.values())))
+        self._own = frozenset(differing)
+        first, *others = self.processes.gathered(kept_for(nodes, meanings))
+        if text := next(filter(None, (differing_names(first, each) for each in others)), ""):
+            raise GraphError(_OTHER_NAMES + text)
         targets = {path: resolve(nodes.root, path) for path in nodes}
         looked = {
             path: target
@@ -254,8 +324,14 @@ class Sharding:
         return {path: problem for path, problem in found if problem is not None}
 
 
+_DIFFER = "the processes do not make the same call of the model: {}"
+_OTHER_NAMES = (
+    "the same names mean other values in the processes, since the model does not run alike in all of them (it iterates "
+    "over a set, perhaps; then start them with the same PYTHONHASHSEED): "
+)
+_MOST = 3  # how many differences a message shows
+_LAST_DIGITS = 1e-7  # how much numbers differ that mean the same, relatively
 _NOT_SEEN = "a run on the example inputs did not show how it is distributed"
-_UNFILLED = ("empty", "new_empty", "empty_like")
 _PACKED = "it is made of weights that are packed into one, whose parts are not in order"
 
 
@@ -305,7 +381,66 @@ def note_placements(root: Frame, placements: Mapping[str, str]) -> None:
         def placed(spec: TensorSpec, keys: tuple[Any, ...], texts: dict[tuple[Any, ...], str] = texts) -> TensorSpec:
             return replace(spec, placement=texts.get(keys, ""))
 
-        node.spec = mapped_spec(node.spec, placed)
+        node.spec = _mapped_spec(node.spec, placed)
+
+
+# -- what a process states of its call ---------------------------------------------------------------------------------
+
+
+def _kind(value: Any) -> str:
+    return f"{describe(value)} of {dtype_name(value.dtype)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _stated(value: Any, *, is_input: bool = False) -> Any:
+    """Returns what is compared of a value: tensors of an input as sketches, whose last digits may differ."""
+    if type(value) in (dict, list, tuple):
+        return [
+            (key_text(key), _kind(child), _stated(child, is_input=is_input)) for key, child in children(value) or ()
+        ]
+    if isinstance(value, Tensor) and is_input and value.is_floating_point():
+        is_other = value.layout is not torch.strided or value.is_nested or value.is_meta or is_distributed(value)
+        return None if is_other else sketch(value).cpu()
+    if is_input and not isinstance(value, (Tensor, *IMMUTABLE)):  # such as a cache, which has parts
+        return None
+    return value if isinstance(value, float) else digest(value)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and is_same_sketch(one, other)
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=_LAST_DIGITS) or repr(one) == repr(other)
+    if isinstance(one, (list, tuple)):
+        return isinstance(other, type(one)) and len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
+
+
+def _difference(one: Sequence[tuple[str, Any]], other: Sequence[tuple[str, Any]], here: int, there: int) -> str:
+    """Returns in what the patches on a value, or an input, differ in two processes; empty if they do not."""
+    kinds, others = ([kind for kind, _ in each] for each in (one, other))
+    if sorted(kinds) != sorted(others):
+        mine, theirs = (", ".join(each) or "none" for each in (kinds, others))
+        return f"kind ({mine} on process {here}, {theirs} on process {there})"
+    if _is_same(one, other):
+        return ""
+    return "order" if all(any(_is_same(each, another) for another in other) for each in one) else "value"
+
+
+def _mapped_spec(
+    spec: ValueSpec, function: Callable[[TensorSpec, tuple[Any, ...]], ValueSpec], keys: tuple[Any, ...] = ()
+) -> ValueSpec:
+    """Returns `spec` with `function(spec of the tensor, keys that lead to it)` for each tensor in it."""
+    if isinstance(spec, TensorSpec):
+        return function(spec, keys)
+    if isinstance(spec, ContainerSpec):
+        inside = ((text, key, _mapped_spec(child, function, (*keys, key))) for text, key, child in spec.children)
+        return replace(spec, children=tuple(inside))
+    return spec
+
+
+def _off_meta(spec: ValueSpec, device: torch.device) -> ValueSpec:
+    """Returns `spec` with `device` in place of the meta device."""
+    return _mapped_spec(spec, lambda s, _: replace(s, device=device) if s.device.type == "meta" else s)
 
 
 # -- what a process saw ------------------------------------------------------------------------------------------------
@@ -371,6 +506,34 @@ def is_sharded(model: Module) -> bool:
         return False
     size = getattr(model, "tp_size", None)
     return (type(size) is int and size > 1) or next(iter(distributed_tensors(model)), None) is not None
+
+
+@contextmanager
+def holding_tensors(module: Module, replacements: dict[str, Tensor]) -> Iterator[None]:
+    """Puts tensors into a module itself, for the length of the block.
+
+    Nobody else runs the module meanwhile, since all processes run it together.
+    """
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for path, new in replacements.items():
+            if new.requires_grad and not is_distributed(new):
+                raise PatchValueError(
+                    f"{path!r} of this {type(module).__name__} cannot be patched with gradients: those of the "
+                    "weight itself are summed over the processes; patch it under torch.no_grad(), or patch the "
+                    "output"
+                )
+            above, _, name = path.rpartition(".")
+            holder = module.get_submodule(above)
+            places: tuple[dict[str, Any], ...] = (holder._parameters, holder._buffers, holder.__dict__)
+            held = next((held for held in places if held.get(name) is not None), None)
+            if held is not None:
+                before.append((held, name, held[name]))
+                held[name] = new
+        yield
+    finally:
+        for held, name, value in reversed(before):
+            held[name] = value
 
 
 def distributed_tensors(model: Module) -> Iterable[Any]:

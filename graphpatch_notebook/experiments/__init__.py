@@ -9,13 +9,13 @@
 - `attribute_edges`, `circuit`, `circuit_patches`, `faithfulness`: what passes along the edges between components, and
   exact runs of the model with some of these edges only.
 - `record_to`, `ActivationStore`, `mean_values`, `average`, `ridge_probes`: values and results over datasets that do not
-  fit into memory.
+  fit into memory; `probes`: what linear probes read off stored values, and along which direction.
 - `map_batches`: any of these on each batch of a dataset, also on an executor; `RayExecutor`, an executor of Ray.
 - `attribute`, `top_scores`: the effect of each value, estimated by gradients.
 
 A metric is a function of the output of the model: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
-`KLDivergence`, or your own. Results are `xarray.DataArray` objects. `plot_heatmap`, `plot_heads` and `plot_scores` draw
-them, `save_figure` saves a plot, and `save_result` and `load_result` write and read files. In a notebook,
+`KLDivergence`, or your own. Results are `xarray.DataArray` objects. `plot_heatmap` and `plot_heads` draw
+them, and `save_result` and `load_result` write and read files. In a notebook,
 `show_heatmap` and `show_circuit` display a result, `show_lens` what each layer of a model
 says, and `show_generation` what it generates.
 
@@ -33,6 +33,7 @@ from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.edges import attribute_edges
 from graphpatch_notebook.experiments.circuits.runs import circuit, circuit_patches, faithfulness
 from graphpatch_notebook.experiments.datasets.batches import average, mean_values
+from graphpatch_notebook.experiments.datasets.probes import Probe, Probes, probes
 from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
 from graphpatch_notebook.experiments.elsewhere import RayExecutor, map_batches, remote
@@ -45,8 +46,6 @@ from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifferenc
 from graphpatch_notebook.experiments.plotting import (
     plot_heads,
     plot_heatmap,
-    plot_scores,
-    save_figure,
     show_attention,
     show_circuit,
     show_generation,
@@ -67,6 +66,8 @@ __all__ = [
     "Loss",
     "Noise",
     "Probability",
+    "Probe",
+    "Probes",
     "RayExecutor",
     "ablate",
     "attribute",
@@ -87,11 +88,10 @@ __all__ = [
     "path_patch",
     "plot_heads",
     "plot_heatmap",
-    "plot_scores",
+    "probes",
     "record_to",
     "remote",
     "ridge_probes",
-    "save_figure",
     "save_result",
     "show_attention",
     "show_circuit",

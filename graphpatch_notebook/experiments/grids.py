@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FloatArray: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _POSITIONS = ("position", "token", "pos")
-_DIFFERENCES = ("gradient", "integrated", "relp", "secant", "attribution")
+_DIFFERENCES = ("gradient", "integrated", "secant", "attribution")
 """Methods of `attribute`, which return differences. `"attribution"` was the name of `"gradient"` in older results."""
 _SEGMENT = re.compile(r"[^.|]+[.|]?")
 _PATH = re.compile(r"[^\s.|]+([.|][^\s.|]+)*")
@@ -104,11 +104,10 @@ class Grid:
         """Which cells have no number."""
         return np.isnan(self.values)
 
-    def is_upward(self, origin: str | None) -> bool:
-        """Whether the first row is the lowest: by default, for layers, and not for tokens."""
-        if origin not in (None, "lower", "upper"):
-            raise ExperimentError(f"origin={origin!r} must be 'lower' or 'upper'")
-        return (not self.rows.is_tokens and self.rows.name not in _POSITIONS) if origin is None else origin == "lower"
+    @property
+    def is_upward(self) -> bool:
+        """Whether the first row is the lowest: for layers, and not for tokens."""
+        return not self.rows.is_tokens and self.rows.name not in _POSITIONS
 
 
 def grid_of(
@@ -118,8 +117,6 @@ def grid_of(
     order: Sequence[Any] = (),
     tokens: Sequence[str] | None = None,
     center: float | str | None = "auto",
-    limits: tuple[float, float] | None = None,
-    labels: Mapping[str, str] | None = None,
     relative_to: str | float | None = None,
 ) -> Grid:
     """Returns the numbers of a result, with labels and a color scale.
@@ -128,10 +125,9 @@ def grid_of(
         result: A `DataArray` of real numbers.
         dimensions: How many dimensions it must have.
         order: The names of its first dimensions; `...` as for `DataArray.transpose`.
-        tokens: The texts of the tokens: one for each position of the result, or those of the whole sequence.
+        tokens: The texts of the tokens: one for each position of the result, or those of the whole sequence. `None` for
+            those that the result itself has.
         center: The number without color; `"auto"` for the baseline of the result; `None` for none.
-        limits: The numbers of the first and the last color.
-        labels: Titles of dimensions, and of the numbers under the name of the result.
         relative_to: A number to subtract, or the name of an attribute of the result.
     """
     extra("xarray", "a plot")
@@ -142,7 +138,7 @@ def grid_of(
     if result.ndim != dimensions or not result.size:
         raise ExperimentError(
             f"this plot needs {dimensions} dimensions, not empty; the result has {dict(result.sizes)}: use result.sel, "
-            "result.mean, or for one dimension plot_scores(result), for three plot_heads(result, facet=...)"
+            "result.mean, or for three dimensions plot_heads(result, facet=...)"
         )
     if result.dtype.kind not in "biuf":
         raise ExperimentError(f"the result has dtype {result.dtype}, not real numbers; use result.astype(float)")
@@ -150,26 +146,26 @@ def grid_of(
     if unknown := [name for name in names if name not in result.dims]:
         raise ExperimentError(f"{unknown[0]!r} is not a dimension of the result: {', '.join(map(str, result.dims))}")
     array = result.transpose(*order) if names else result
-    titles = labels or {}
-    values, scale = _numbers(array, center, limits, titles, relative_to)
+    values, scale = _numbers(array, center, relative_to)
+    if tokens is None and "position" in array.dims and (own := array.attrs.get("tokens")):
+        fits = all(type(place) is int and 0 <= place < len(own) for place in _coordinates(array, "position"))
+        tokens = own if fits else None
     place, texts = (None, None) if tokens is None else _token_texts(array, tokens)
-    sides = (_side(array, str(name), texts if name == place else None, titles) for name in array.dims)
+    sides = (_side(array, str(name), texts if name == place else None) for name in array.dims)
     return Grid(values, tuple(sides), scale)
 
 
 # -- numbers and colors ------------------------------------------------------------------------------------------------
 
 
-def _numbers(
-    array: DataArray, center: Any, limits: Any, titles: Mapping[str, str], relative_to: str | float | None
-) -> tuple[FloatArray, Scale]:
+def _numbers(array: DataArray, center: Any, relative_to: str | float | None) -> tuple[FloatArray, Scale]:
     """Returns the numbers to show, and their color scale."""
     name = str(array.name) if array.name is not None else "value"
     if "metric" in array.coords and "metric" not in array.dims:  # one of several was selected
         picked = str(array.coords["metric"].item())
         name = picked if name == "<lambda>" else f"{name} {picked}"
     metric = array.attrs.get("metric")
-    shown = titles.get(name, f"{name} ({metric})" if isinstance(metric, str) and metric != name else name)
+    shown = f"{name} ({metric})" if isinstance(metric, str) and metric != name else name
     values = np.where(np.isfinite(array.values), array.values, np.nan).astype(np.float64)
     middle = _center(array, center)
     if relative_to is not None:
@@ -180,15 +176,13 @@ def _numbers(
     missing = "no finite value" if np.isinf(array.values).any() else "no value" if np.isnan(values).any() else None
     if missing and len(array.attrs.get("errors", ())) == np.isnan(values).sum():
         missing = "failed"
-    return values, Scale(shown, middle, _limits(values, middle, limits), missing)
+    return values, Scale(shown, middle, _limits(values, middle), missing)
 
 
-def _limits(values: Any, center: Center | None, given: tuple[float, float] | None) -> tuple[float, float]:
+def _limits(values: Any, center: Center | None) -> tuple[float, float]:
     """Returns the numbers of the first and the last color, symmetric around the center if there is one."""
     finite = values[np.isfinite(values)]
-    low, high = map(float, given or ((finite.min(), finite.max()) if len(finite) else (0.0, 0.0)))
-    if given is not None and not 0 < high - low < math.inf:
-        raise ExperimentError(f"limits={given!r} must be two finite numbers, the smaller one first")
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
     if center is not None:
         reach = max(abs(low - center.value), abs(high - center.value))
         low, high = center.value - reach, center.value + reach
@@ -243,18 +237,17 @@ def _attribute(array: DataArray, name: str) -> float | None:
 # -- rows and columns --------------------------------------------------------------------------------------------------
 
 
-def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, titles: Mapping[str, str]) -> Side:
-    title = titles.get(name, name)
+def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None) -> Side:
     values = _coordinates(array, name)
     if tokens is not None:
-        return Side(name, values, tokens, title, is_tokens=True)
+        return Side(name, values, tokens, name, is_tokens=True)
     if not all(isinstance(value, str) for value in values):
         texts = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in values)
-        return Side(name, values, tuple(texts), title)
+        return Side(name, values, tuple(texts), name)
     if not are_paths(values):
-        return Side(name, values, values, title, is_tokens=name in _POSITIONS)
+        return Side(name, values, values, name, is_tokens=name in _POSITIONS)
     labels, common = path_labels(values)
-    return Side(name, values, labels, f"{name}: {common}" if common and title == name else title)
+    return Side(name, values, labels, f"{name}: {common}" if common else name)
 
 
 def _coordinates(array: DataArray, name: str) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ Logits in half precision are converted to float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -34,11 +34,8 @@ class _Metric:
     """Base class of metrics: names them by their arguments, and keeps tokens and positions as integers."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if each.name == "position":
-                _keep_position(self)
-            elif each.name in _SHOWN:
-                _keep_tokens(self, each.name)
+        for name in _SHOWN & {each.name for each in fields(self)}:
+            object.__setattr__(self, name, _integers(getattr(self, name), name))
 
     @property
     def name(self) -> str:
@@ -163,7 +160,7 @@ class Loss(_Metric):
                 "give labels of shape (batch, seq)"
             )
         labels = self.labels[:, 1:].to(logits.device, torch.long)
-        _check_tokens(labels[labels != IGNORED], logits.shape[-1])
+        _check_tokens(map(int, labels[labels != IGNORED].aminmax()), logits.shape[-1])
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
@@ -191,8 +188,7 @@ class KLDivergence(_Metric):
     log_probabilities: Tensor = field(repr=False)
 
     def __init__(self, reference: Any, position: Position = -1) -> None:
-        object.__setattr__(self, "position", position)
-        _keep_position(self)
+        object.__setattr__(self, "position", _integers(position, "position"))
         object.__setattr__(self, "log_probabilities", self._log_probabilities(reference).detach())
 
     def __call__(self, output: Any) -> Tensor:
@@ -264,48 +260,32 @@ def _widened(logits: Tensor) -> Tensor:
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def _keep_position(metric: Any) -> None:
-    """Converts the given position to an integer, or to one for each sequence."""
-    if metric.position is None:
-        return
-    given = _integers(metric.position, "position")
-    if given.ndim == 2 and given.shape[1] == 1:
-        given = given[:, 0]
-    object.__setattr__(metric, "position", given.item() if given.ndim == 0 else tuple(given.tolist()))
-
-
-def _integers(given: Any, name: str) -> Tensor:
-    """Returns an integer, or one for each sequence, as a tensor."""
+def _integers(given: Any, name: str) -> int | tuple[int, ...] | None:
+    """Returns an integer, or one for each sequence, which can be compared and printed, unlike tensors."""
+    if given is None and name == "position":
+        return None
     try:
         found = torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):  # such as a text
         found = torch.empty(0)
     if found.is_floating_point() or found.dtype == torch.bool or not found.numel() or found.shape[1:] not in ((), (1,)):
-        raise ExperimentError(f"{name} must be an integer, or one for each sequence of the batch, not {given!r}")
-    return found
-
-
-def _keep_tokens(metric: Any, name: str) -> None:
-    """Converts the given tokens to integers, which can be compared and printed, unlike tensors."""
-    given = getattr(metric, name)
-    if isinstance(given, str) or (isinstance(given, (list, tuple)) and any(isinstance(t, str) for t in given)):
-        raise ExperimentError(f"{name} is a text, {given!r}; give token ids: tokenizer.encode(...)")
-    tokens = _integers(given, name)
-    if tokens.ndim > 1:
-        raise ExperimentError(f"{name} must be one token for each sequence of the batch, not {given!r}")
-    object.__setattr__(metric, name, tokens.item() if tokens.ndim == 0 else tuple(tokens.tolist()))
+        raise ExperimentError(
+            f"{name} must be an integer (of a token, as tokenizer.encode gives it), or one for each sequence of the "
+            f"batch, not {given!r}"
+        )
+    return int(found) if found.ndim == 0 else tuple(found.flatten().tolist())
 
 
 def _of_tokens(values: Tensor, tokens: Any) -> Tensor:
     """Returns the value of the token of each sequence, `(batch,)`."""
-    chosen = torch.tensor(tokens, device=values.device)
-    _check_tokens(chosen, values.shape[-1])
-    if chosen.ndim:
-        _check_count(len(chosen), values, "tokens")
-    return values.gather(-1, chosen.expand(len(values))[:, None])[:, 0]
+    _check_tokens([tokens] if isinstance(tokens, int) else tokens, values.shape[-1])
+    if isinstance(tokens, int):
+        return values[:, tokens]
+    _check_count(len(tokens), values, "tokens")
+    return values.gather(-1, torch.tensor(tokens, device=values.device)[:, None])[:, 0]
 
 
-def _check_tokens(tokens: Tensor, count: int) -> None:
-    bad = tokens[(tokens < 0) | (tokens >= count)]
-    if bad.numel():
-        raise ExperimentError(f"token {int(bad[0])} is out of range: the logits are of {count} tokens, counted from 0")
+def _check_tokens(tokens: Iterable[int], count: int) -> None:
+    bad = [token for token in tokens if not 0 <= token < count]
+    if bad:
+        raise ExperimentError(f"token {bad[0]} is out of range: the logits are of {count} tokens, counted from 0")

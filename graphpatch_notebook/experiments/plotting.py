@@ -1,26 +1,23 @@
-"""Plots of results: heatmaps, heads, and bars with matplotlib; interactive heatmaps in notebooks."""
+"""Plots of results: heatmaps of values and heads with matplotlib; interactive heatmaps in notebooks."""
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.attribution.attribute import names_in, ranked
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.grids import Grid, Scale, Side, grid_of, shown_labels
 from graphpatch_notebook.lazy_names import extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
     from xarray import DataArray
 
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
@@ -34,8 +31,6 @@ if TYPE_CHECKING:
 
 _ACROSS = 4
 """The number of grids in a row."""
-_FOR_PAPER: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "path"}
-"""TrueType fonts in PDF and PostScript, since journals refuse Type 3; outlines in SVG, which need no fonts."""
 
 
 def plot_heatmap(
@@ -43,42 +38,30 @@ def plot_heatmap(
     *,
     tokens: Sequence[str] | None = None,
     ax: Axes | None = None,
-    rows: str | None = None,
-    origin: str | None = None,
     center: float | str | None = "auto",
-    limits: tuple[float, float] | None = None,
-    colormap: str | Colormap | None = None,
     title: str | None = None,
-    labels: Mapping[str, str] | None = None,
     relative_to: str | float | None = None,
-    colorbar: bool = True,
 ) -> Axes:
     """Draws a heatmap of a result with two dimensions, such as `("path", "position")`, and returns its axes.
 
-    Notebooks show the figure at the end of the cell; elsewhere, save it with `save_figure(axes, file)`. The settings of
-    matplotlib are not changed.
+    Notebooks show the figure at the end of the cell; `axes.figure.savefig(file)` saves it. The settings of
+    matplotlib are not changed. The first dimension is vertical: `plot_heatmap(result.T)` draws tokens from top to
+    bottom and layers from left to right, as ROME does. All else is as in any plot of matplotlib:
+    `axes.set_xlabel("layer")`, `axes.invert_yaxis()`, `axes.collections[0].set(cmap="viridis", clim=(0, 1))`.
 
     Args:
         result: A `DataArray` of real numbers. Cells without a finite number (that failed or did not run) are hatched.
         tokens: The texts of the tokens: one for each position of the result, or those of the whole sequence. They are
-            the tick labels, with spaces and invisible characters made visible.
+            the tick labels, with spaces and invisible characters made visible. Results of a graph with a tokenizer, on
+            one sequence, have them.
         ax: The axes to draw into; by default, those of a new figure.
-        rows: The vertical dimension; by default, the first. `rows="position"` draws as ROME does, with tokens from top
-            to bottom and layers from left to right.
-        origin: Whether the first row is the `"lower"` or the `"upper"` one. By default, lower for layers and upper for
-            tokens.
         center: The number without color, from which colors diverge. `"auto"`: the metric without patches (the attribute
             `baseline` of the result), or zero for attribution scores and for numbers on both sides of zero. `None`:
             colors go from the minimum to the maximum.
-        limits: The numbers of the first and the last color; by default, the minimum and the maximum. With a center,
-            limits are symmetric around it.
-        colormap: A colormap of matplotlib; by default, one that is safe for color-blind readers.
         title: The title.
-        labels: Titles of dimensions, such as `{"path": "layer"}`, and of the numbers under the name of the result.
         relative_to: A number to subtract, or the name of an attribute: `"corrupted"`, `"baseline"`. Do not use
             `plot_heatmap(result - result.corrupted)`: a difference may keep the attributes, and with them the wrong
             center.
-        colorbar: Whether to draw a color bar.
 
     Raises:
         ExperimentError: The result does not have two dimensions, tokens or options do not fit it (the message has a
@@ -95,16 +78,7 @@ def plot_heatmap(
     Source:
         Meng et al., Locating and Editing Factual Associations in GPT (ROME), 2022, for the layout.
     """
-    grid = grid_of(
-        result,
-        order=(rows, ...),
-        tokens=tokens,
-        center=center,
-        limits=limits,
-        labels=labels,
-        relative_to=relative_to,
-    )
-    return _draw_heatmap(grid, ax, origin, colormap, title, colorbar=colorbar)
+    return _draw_heatmap(grid_of(result, tokens=tokens, center=center, relative_to=relative_to), ax, title)
 
 
 def plot_heads(
@@ -122,7 +96,7 @@ def plot_heads(
         facet: A dimension, such as `"position"`: draws a heatmap for each of its coordinates, with one color scale.
         tokens: The texts of the tokens, as titles of positions, as for `plot_heatmap`.
         ax: The axes to draw into, if there is no `facet`.
-        **options: As for `plot_heatmap`: `origin`, `center`, `limits`, `colormap`, `title`, `labels`, `relative_to`.
+        **options: As for `plot_heatmap`: `center`, `title`, `relative_to`.
 
     Returns:
         The axes; with `facet`, an array of them, one for each coordinate.
@@ -136,19 +110,19 @@ def plot_heads(
         >>> plot_heads(result).get_xlabel()
         'head'
     """
-    colormap, origin, title = (options.pop(name, None) for name in ("colormap", "origin", "title"))
+    title = options.pop("title", None)
     if facet == "head" or (facet is not None and ax is not None):
         raise ExperimentError("facet= is a dimension other than 'head', and draws into several axes, without ax=")
     order = (..., "head") if facet is None else (facet, ..., "head")
     grid = grid_of(result, 2 if facet is None else 3, order=order, tokens=tokens, **options)
     if facet is None:
-        return _draw_heatmap(grid, ax, origin, colormap, title)
+        return _draw_heatmap(grid, ax, title)
     across = min(len(grid.values), _ACROSS)
     table = _new_axes(grid.rows, grid.columns, (math.ceil(len(grid.values) / across), across))
     axes = table.flat[: len(grid.values)]
     side, labels = grid.sides[0], shown_labels(grid.sides[0], _glyphs_of_font())
     for number, (one, part) in enumerate(zip(axes, grid.values, strict=True)):
-        cells = _draw_cells(one, replace(grid, values=part), colormap, is_upward=grid.is_upward(origin))
+        cells = _draw_cells(one, replace(grid, values=part))
         value = f"{side.values[number]}: " if side.is_tokens and labels[number] != str(side.values[number]) else ""
         one.set_title(f"{side.name} {value}{labels[number]}", fontsize="medium", **_PLAIN)
         one.label_outer()
@@ -161,100 +135,10 @@ def plot_heads(
     return axes
 
 
-def plot_scores(
-    result: DataArray,
-    *,
-    top: int | None = 20,
-    distinct: bool = True,
-    ax: Axes | None = None,
-    title: str | None = None,
-    labels: Mapping[str, str] | None = None,
-    relative_to: str | float | None = None,
-) -> Axes:
-    """Draws the scores with the largest magnitude as bars, the largest on top, and returns the axes.
-
-    Args:
-        result: A `DataArray` with one dimension, such as the result of `attribute`.
-        top: The number of bars; `None` for all.
-        distinct: Whether names of one value with the same score share a bar, as for `top_scores`.
-        ax: The axes to draw into; by default, those of a new figure.
-        title: The title.
-        labels: Titles of the dimension and the numbers.
-        relative_to: A number to subtract, or the name of an attribute: `"corrupted"`, `"baseline"`.
-
-    Raises:
-        ExperimentError: The result has other dimensions, or no finite number. The message has a repair.
-
-    Example:
-        >>> import xarray
-        >>> result = xarray.DataArray([0.1, -0.7, 0.3], {"path": ["a.output", "b.output", "c.output"]}, ["path"])
-        >>> [tick.get_text() for tick in plot_scores(result, top=2).get_yticklabels()]
-        ['b', 'c']
-    """
-    if top is not None and top < 1:
-        raise ExperimentError(f"top={top!r} must be a number of bars, or None for all")
-    options: Any = {"center": 0.0, "labels": labels, "relative_to": relative_to}
-    grid = grid_of(result, 1, **options)
-    values, scale = grid.values, grid.scale
-    has_paths = distinct and grid.columns.name == "path"
-    names = [(path if has_paths else number,) for number, path in enumerate(grid.columns.values)]
-    ranks = ranked(values, names, names_in(result.attrs) if has_paths else {})
-    if not ranks:
-        raise ExperimentError(f"none of the {len(values):,} scores is finite")
-    order = [rank.number for rank in ranks[:top]]
-    side = grid_of(result[order], 1, **options).columns  # paths are shown by the parts in which these few differ
-    left_out = int(grid.is_missing.sum())
-    total = len(ranks) + left_out
-    remark = f" ({len(order):,} of {total:,}" if len(order) < total else ""
-    remark += f", {left_out:,} without a finite number" if left_out else ""
-    axes = _new_axes(side, None)[0, 0] if ax is None else ax
-    axes.barh(np.arange(len(order)), values[order], color=np.where(values[order] < 0, _NEGATIVE, _POSITIVE).tolist())
-    axes.axvline(0.0, color=axes.spines["bottom"].get_edgecolor(), linewidth=0.8)
-    axes.set_ylim(len(order) - 0.4, -0.6)
-    axes.set_xlabel(_wrapped(scale.name), **_PLAIN)
-    _label(axes.yaxis, side, side.title + (f"{remark})" if remark else ""))
-    if title is not None:
-        axes.set_title(title, loc="left")
-    return axes
-
-
-def save_figure(drawn: Any, file: str | os.PathLike[str], *, dpi: int = 300) -> None:
-    """Saves the figure of a plot for publication, with embedded fonts and all labels inside.
-
-    Args:
-        drawn: The result of a plot function (axes or an array of axes), or a figure.
-        file: The name of the file. The suffix determines the format: .pdf, .svg, .png, .eps, ...
-        dpi: Dots per inch, for raster formats.
-
-    Raises:
-        ExperimentError: `drawn` is something else.
-        ValueError: matplotlib does not support the format.
-
-    Example:
-        >>> import tempfile, xarray
-        >>> from graphpatch_notebook.experiments import plot_heatmap
-        >>> axes = plot_heatmap(xarray.DataArray([[1.0, 2.0]], dims=["path", "position"]))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_figure(axes, f"{folder}/trace.pdf")
-    """
-    extra("matplotlib.pyplot", "a plot")
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    first = drawn.flat[0] if hasattr(drawn, "flat") else drawn
-    figure = first if isinstance(first, Figure) else getattr(first, "figure", None)
-    if figure is None:
-        raise ExperimentError(f"expected a figure or the result of a plot, not {type(drawn).__name__}")
-    with rc_context(_FOR_PAPER):
-        figure.savefig(file, dpi=dpi, bbox_inches="tight", pad_inches=0.03)
-
-
 def show_heatmap(
     result: DataArray,
     *,
     tokens: Sequence[str] | None = None,
-    rows: str | None = None,
-    origin: str | None = None,
     title: str | None = None,
     pg: PatchableGraph | None = None,
     **options: Any,
@@ -268,14 +152,12 @@ def show_heatmap(
 
     Args:
         result: A `DataArray` of real numbers with two dimensions.
-        tokens: As for `plot_heatmap`, like all that follow.
-        rows: The vertical dimension.
-        origin: Whether the first row is the `"lower"` or the `"upper"` one.
+        tokens: As for `plot_heatmap`.
         title: The title.
         pg: The graph that the result is of: cells then are a part of the selection of its views. A click selects the
             path, layer, head and position of the cell in all of them, and what is selected there is marked. Cells of
             paths and components can be patched, with the actions of the other views.
-        **options: `center`, `limits`, `labels`, `relative_to`.
+        **options: As for `plot_heatmap`: `center`, `relative_to`.
 
     Raises:
         ExperimentError: The result does not have two dimensions, or tokens or options do not fit it.
@@ -290,13 +172,13 @@ def show_heatmap(
     """
     from graphpatch_notebook.notebook.views.results import ResultHeatmap
 
-    grid = grid_of(result, order=(rows, ...), tokens=tokens, **options)
+    grid = grid_of(result, tokens=tokens, **options)
     if pg is None:
-        return ResultHeatmap(grid, title, is_upward=grid.is_upward(origin))
+        return ResultHeatmap(grid, title, is_upward=grid.is_upward)
     from graphpatch_notebook.notebook.views.results import LinkedHeatmap
 
     workspace, _ = _for_view((), {})
-    return LinkedHeatmap(result, grid, title, is_upward=grid.is_upward(origin), graph=pg, workspace=workspace)
+    return LinkedHeatmap(result, grid, title, is_upward=grid.is_upward, graph=pg, workspace=workspace)
 
 
 def show_attention(
@@ -482,8 +364,6 @@ def _for_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Workspace,
 
 _DIVERGING, _SEQUENTIAL = "RdBu_r", "Purples"
 """Colormaps that are safe for color-blind readers."""
-_POSITIVE, _NEGATIVE = "#b2182b", "#4393c3"
-"""The two ends of the diverging colormap."""
 _MISSING: Any = {"facecolor": "0.88", "edgecolor": "0.6", "hatch": "////", "linewidth": 0.0}
 _LABEL_PAD = 8.0
 """Between the label of a vertical axis and its ticks, in points: long labels are beside ticks on their whole length."""
@@ -491,44 +371,39 @@ _PLAIN: Any = {"parse_math": False, "usetex": False}
 """For texts of users, in which `$` and backslashes have no meaning."""
 
 
-def _new_axes(rows: Side, columns: Side | None, shape: tuple[int, int] = (1, 1)) -> Any:
+def _new_axes(rows: Side, columns: Side, shape: tuple[int, int] = (1, 1)) -> Any:
     """Returns an array of axes in a new figure, with room for the rows and columns and their labels."""
     pyplot = extra("matplotlib.pyplot", "a plot")
-    wide = 4.0 if columns is None else max(min(0.32 * len(columns.values), 11.0 / shape[1]), 2.5)
+    wide = max(min(0.32 * len(columns.values), 11.0 / shape[1]), 2.5)
     tall = max(min(0.25 * len(rows.values), 8.5 / shape[0]), 2.0)
-    beside, below = (0.0 if side is None else _length(shown_labels(side)) for side in (rows, columns))
+    beside, below = (_length(shown_labels(side)) for side in (rows, columns))
     size = shape[1] * (wide + 0.2) + beside + 1.5, shape[0] * (tall + 0.3) + below + 1.0
     return pyplot.subplots(*shape, figsize=size, layout="constrained", squeeze=False)[1]
 
 
-def _draw_heatmap(
-    grid: Grid, ax: Axes | None, origin: str | None, colormap: Any, title: str | None, *, colorbar: bool = True
-) -> Axes:
-    is_upward = grid.is_upward(origin)
+def _draw_heatmap(grid: Grid, ax: Axes | None, title: str | None) -> Axes:
     axes: Axes = _new_axes(grid.rows, grid.columns)[0, 0] if ax is None else ax
-    cells = _draw_cells(axes, grid, colormap, is_upward=is_upward)
-    if colorbar:
-        _draw_color_bar(axes, cells, grid.scale)
+    _draw_color_bar(axes, _draw_cells(axes, grid), grid.scale)
     _draw_legend(axes, grid.scale, loc="lower right", bbox_to_anchor=(1.0, 1.0))
     if title is not None:
         axes.set_title(title, loc="left", pad=None if grid.scale.missing is None else 20.0)
     return axes
 
 
-def _draw_cells(ax: Axes, grid: Grid, colormap: Any, *, is_upward: bool) -> Any:
+def _draw_cells(ax: Axes, grid: Grid) -> Any:
     """Draws cells and labels, and returns the colored mesh. Cells without a number show the hatched background."""
     rows, columns = grid.values.shape
     cells = ax.pcolormesh(
         np.arange(columns + 1) - 0.5,
         np.arange(rows + 1) - 0.5,
         np.ma.masked_invalid(grid.values),
-        cmap=colormap or (_SEQUENTIAL if grid.scale.center is None else _DIVERGING),
+        cmap=_SEQUENTIAL if grid.scale.center is None else _DIVERGING,
         clim=grid.scale.limits,
         rasterized=True,  # viewers of PDF and SVG show gaps between adjacent areas
     )
     if grid.scale.missing is not None:
         ax.patch.set(**_MISSING)
-    ax.set_ylim(*((-0.5, rows - 0.5) if is_upward else (rows - 0.5, -0.5)))
+    ax.set_ylim(*((-0.5, rows - 0.5) if grid.is_upward else (rows - 0.5, -0.5)))
     _label(ax.yaxis, grid.rows, grid.rows.title)
     _label(ax.xaxis, grid.columns, grid.columns.title)
     return cells

@@ -266,6 +266,8 @@ def save_result(result: DataArray, file: str | os.PathLike[str]) -> None:
                 written = written.assign_coords({name: (coord.dims, np.array(coord.values, dtype=str))})
         written.attrs[_JSON] = json.dumps(kept, default=lambda value: value.tolist())  # of numpy
         with whole_file(path) as temporary:
+            # On a full disk, this raises an error. HDF5 would raise one too, and end the process some time later.
+            temporary.write_bytes(bytes(4 * written.to_dataset(name="_").nbytes + 2**16))
             written.to_netcdf(temporary, engine="h5netcdf")
     except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
         raise ExperimentError(f"the result cannot be written to {str(path)!r}: {error}") from error

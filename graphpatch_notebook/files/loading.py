@@ -10,12 +10,10 @@ fixed sizes and modes before a call; steps in the graphs check what the model's 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import inspect
 import keyword
 import os
 from collections.abc import Iterable, Sequence
-from contextvars import ContextVar
 from functools import cache
 from itertools import count
 from typing import IO, Any
@@ -25,8 +23,7 @@ from torch import Tensor, fx
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from graphpatch_notebook.capture.held_values import module_at
-from graphpatch_notebook.capture.inputs import bind, signature_with
-from graphpatch_notebook.capture.observers import observer
+from graphpatch_notebook.capture.inputs import signature_with
 from graphpatch_notebook.capture.records import (
     RECORD,
     CallNode,
@@ -35,38 +32,35 @@ from graphpatch_notebook.capture.records import (
     InputParameter,
     Node,
     OpNode,
-    SavedSite,
+    Site,
     SourceLine,
 )
+from graphpatch_notebook.components.dimensions import Dimensions, StoredRuns, dimensions_of
 from graphpatch_notebook.errors import GraphError, SerializationError
 from graphpatch_notebook.files.documents import (
     FramePart,
     FunctionPart,
     GraphDocument,
     ModulePart,
+    Names,
     RecordPart,
     StepPart,
-    read_document,
-)
-from graphpatch_notebook.files.values import (
-    Names,
-    RefusedCall,
     check_attribute,
     check_method,
     decoded,
     dtype_of,
     is_name,
     made_tensors,
+    read_document,
 )
 from graphpatch_notebook.graphs.build import ForwardCodeGen
+from graphpatch_notebook.graphs.edits import SnapshotCalls
 from graphpatch_notebook.graphs.generated_code import generate
-from graphpatch_notebook.interrupts import holding
-from graphpatch_notebook.patching.comparison import Aspect, CallSignature, Settings
+from graphpatch_notebook.graphs.modules import running_graph
+from graphpatch_notebook.graphs.signatures import Aspect, Settings
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import set_grad_enabled
-from graphpatch_notebook.values import (
-    TensorSpec,
-)
+from graphpatch_notebook.values import TensorSpec, tensor_specs
 
 METADATA_KEY = "graphpatch_notebook"
 """The key of the document in the metadata of a safetensors file."""
@@ -74,10 +68,9 @@ METADATA_KEY = "graphpatch_notebook"
 ALIAS = "_graphpatch_"
 """The prefix of names that graphs use for what Python cannot reach by its own name."""
 
-# The classes of torch that only hold modules keep their class.
+# These keep their class where they only hold modules. One that runs has a graph, with what hooks of its modules did.
 _CONTAINERS: dict[str, type[Module]] = {cls.__name__: cls for cls in (ModuleDict, ModuleList, Sequential)}
 _FLAGS = ("is_size", "is_mutated_later", "is_view_filled_later")
-_running: ContextVar[tuple[Module, ...]] = ContextVar("graphpatch_running_roots", default=())
 
 
 def load(
@@ -92,7 +85,9 @@ def load(
         steps = (step.target for part in document.frames for step in part.graph)
         names.check(target for target in steps if isinstance(target, FunctionPart))
         return _Reader(document, made_tensors(document.tensors, contents), model, names).loaded()
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, AssertionError) as error:
+    except (
+        LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, AssertionError, StopIteration,
+    ) as error:  # fmt: skip
         raise SerializationError(f"{name} is damaged, or does not fit: {error}") from error
 
 
@@ -135,7 +130,7 @@ class LoadedModule(Module):
 
 
 class LoadedRoot(LoadedModule):
-    """The root of a loaded graph. If a model is given, it runs the calls that the graph does not hold for.
+    """The root of a loaded graph.
 
     Attributes:
         runs_its_graphs: Whether it runs by itself as its graphs do: no module has several graphs, for several calls.
@@ -144,75 +139,32 @@ class LoadedRoot(LoadedModule):
     runs_its_graphs: bool = False
     _stored_calls: LoadedCalls
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph, or the model in its place."""
-        if self in _running.get() or "_stored_calls" not in self.__dict__:  # it may call itself
-            return super().__call__(*args, **kwargs)
-        is_running = False
-        try:
-            self._stored_calls.check(args, kwargs)
-            is_running = True
-            with holding(_running, (*_running.get(), self)):
-                return super().__call__(*args, **kwargs)
-        except RefusedCall:
-            run, model = observer.get(), self._stored_calls.model
-            # Edits and patches would be lost. In train mode, it may have written buffers and drawn random numbers.
-            if model is None or any(getattr(run, name, False) for name in ("has_edited_graphs", "is_patched")):
-                raise
-            if self._stored_calls.has_edits or (is_running and self.training):
-                raise
-        return model(*args, **kwargs)
 
-
-class LoadedCalls:
-    """Which calls the graph of `frame` holds for, and the model that runs others; a forward pre-hook.
+class LoadedCalls(SnapshotCalls):
+    """Which calls the graph of the first frame holds for; a forward pre-hook.
 
     Attributes:
-        sizes: The sizes of each tensor among the inputs, `None` where they may be others.
+        known_sizes: The sizes of each tensor among the inputs, `None` where they may be others.
         default_dtype: The default dtype of torch when the graph was saved.
-        model: The model that runs other calls, if it was given.
-        has_edits: Whether graphs were edited, so that the model cannot run in their place.
     """
 
     def __init__(
-        self,
-        frames: Sequence[Frame],
-        sizes: Sequence[Sequence[int | None]],
-        default_dtype: torch.dtype,
-        model: Module | None,
+        self, frames: Sequence[Frame], known_sizes: Sequence[Sequence[int | None]], default_dtype: torch.dtype
     ) -> None:
-        frame = frames[0]
-        self.sizes = sizes
-        self.default_dtype = default_dtype
-        self.model = model
-        self.has_edits = any(each.is_edited for each in frames)
-        self._modes = {each.module: each.module.training for each in frames if each.opaque_reason is None}
-        self._signature = signature_with(frame.parameters)
-        self._defaults = {p.name: None if p.default is inspect.Parameter.empty else p.default for p in frame.parameters}
-        found, free = CallSignature.of_frame(frame), count()
-        named = tuple(tuple(f"size_{next(free)}" if size is None else size for size in known) for known in sizes)
+        frame, free = frames[0], count()
+        sizes = tuple(tuple(f"size_{next(free)}" if size is None else size for size in known) for known in known_sizes)
         settings: Settings = ((Aspect.DEFAULT_DTYPE, default_dtype), (Aspect.AUTOCAST, None))
         if frame.conditions.grad_mode is not None:
             settings += ((Aspect.GRAD_MODE, frame.conditions.grad_mode),)
-        self._inputs = dataclasses.replace(found, sizes=named, settings=settings)
+        super().__init__(frame, frame.custom_graph, sizes=sizes, settings=settings, any_size=False)
+        self.modes = {each.module: each.module.training for each in frames if each.opaque_reason is None}
+        self.known_sizes = known_sizes
+        self.default_dtype = default_dtype
 
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Checks a call through a graph module, since the root checks its own."""
-        if not isinstance(module, LoadedRoot):
+        """Checks a call, but not those that a graph makes: the root may call itself."""
+        if running_graph.get() is None:
             self.check(args, kwargs)
-
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises an error for a call that the graph does not hold for."""
-        for module, training in self._modes.items():
-            if module.training is not training:
-                was = "train" if training else "eval"
-                raise RefusedCall(f"{type(module).__name__} was in {was} mode in the example; call pg.{was}()")
-        bound = bind(self._signature, args, kwargs)
-        if bound is None:
-            raise RefusedCall(f"the call does not fit forward{self._signature}")
-        values = [bound.get(name, self._defaults[name]) for name, _ in self._inputs.inputs]
-        for difference in self._inputs.differences(values):
-            raise RefusedCall(str(difference))
 
 
 def calls_of(module: Module) -> LoadedCalls | None:
@@ -259,7 +211,7 @@ class _Reader:
         self._model = model
         self._names = names
         self._lines = [SourceLine(*line) for line in document.lines]
-        self._sites: dict[tuple[int, ...], SavedSite] = {}
+        self._sites: dict[tuple[int, ...], Site] = {}
         self._modules: list[Module] = []
         self._frames: list[Frame] = []
         self._graph_counts = collections.Counter(part.module for part in document.frames)
@@ -269,7 +221,7 @@ class _Reader:
         document, parts, frames = self._document, self._document.frames, self._frames
         live = {part.module for part in parts if part.unstored is not None}
         for number, held in enumerate(document.modules):
-            self._modules.append(self._module(held, number in live, number == parts[0].module))
+            self._modules.append(self._module(number, held, number in live))
         for module, held in zip(self._modules, document.modules, strict=True):  # calls between modules may have cycles
             for name, (kind, number) in held.names.items():
                 if not name.startswith(ALIAS) or not name.isidentifier():
@@ -284,19 +236,33 @@ class _Reader:
             self._add_graph(frame, part)
         root = frames[0].module
         if frames[0].opaque_reason is None and isinstance(root, LoadedRoot):
-            calls = LoadedCalls(frames, document.sizes, dtype_of(document.default_dtype), self._model)
+            calls = LoadedCalls(frames, document.sizes, dtype_of(document.default_dtype))
             root.__dict__.update(_stored_calls=calls, runs_its_graphs=max(self._graph_counts.values()) == 1)
             root.register_forward_pre_hook(calls, with_kwargs=True)
+        frames[0].capture.findings[dimensions_of] = self._dimensions(frames)
         unstored = {format_path(f.path): f.opaque_reason for f in frames if f.opaque_reason is not None}
         return root, frames[0], unstored
 
-    def _module(self, part: ModulePart, is_live: bool, is_root: bool) -> Module:
+    def _dimensions(self, frames: Sequence[Frame]) -> Dimensions:
+        """Returns what is known about the sizes of values."""
+        part = self._document.dimensions
+        specs = [spec for frame in frames for node in frame.nodes for spec in tensor_specs(node.spec)]
+        for spec, number in zip(specs, part.tensors, strict=bool(part.groups)):
+            ranks = [len(spec.shape) if shape is None else len(shape) for shape in part.shapes[number]]
+            if ranks != [len(spec.shape)] * len(part.runs):
+                raise ValueError("it has sizes of other values")
+        known = Dimensions(frames[0], StoredRuns(part.groups, part.runs, part.shapes, part.tensors))
+        known.group_sizes()  # which raises an error if there are no such inputs
+        return known
+
+    def _module(self, number: int, part: ModulePart, is_live: bool) -> Module:
         """Returns a module, after its children. If it is live, it is that of the model, if there is one."""
         original = self._original(part)
         if original is not None and is_live:
             return original
-        is_container = part.cls in _CONTAINERS and not part.names and not is_root
-        module = _CONTAINERS[part.cls]() if is_container else _loaded_class(part.cls, is_root)()
+        is_root = number == self._document.frames[0].module
+        only_holds = part.cls in _CONTAINERS and not part.names and number not in self._graph_counts
+        module = _CONTAINERS[part.cls]() if only_holds else _loaded_class(part.cls, is_root)()
         module.training = part.training
         module._modules.update({name: None if n is None else self._modules[n] for name, n in part.children.items()})
         for registry, numbers in ((module._parameters, part.parameters), (module._buffers, part.buffers)):
@@ -329,7 +295,7 @@ class _Reader:
         for record in part.records:
             node = self._record(number, record)
             if (key := tuple(record.lines)) and isinstance(node, (OpNode, CallNode)):
-                node.site = self._sites.setdefault(key, SavedSite((), tuple(self._lines[line] for line in key)))
+                node.site = self._sites.setdefault(key, Site((), tuple(self._lines[line] for line in key)))
             frame.nodes.append(node)
             frame.names[node.name] = node
 

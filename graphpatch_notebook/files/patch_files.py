@@ -13,11 +13,16 @@ from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.files.documents import (
     PatchDocument,
     PatchPart,
+    TensorTable,
     checked_file,
+    decoded,
+    encoded,
+    made_tensors,
     read_document,
     write_document,
 )
-from graphpatch_notebook.files.values import TensorTable, decoded, encoded, made_tensors
+from graphpatch_notebook.inspection.meanings import differing_names, meanings, targets_of
+from graphpatch_notebook.inspection.node_map import kept_for
 from graphpatch_notebook.patches import kinds
 from graphpatch_notebook.patches.kinds import Patch
 
@@ -26,7 +31,9 @@ _KINDS = {name: kind for name, kind in vars(kinds).items() if isinstance(kind, t
 
 
 def save_patches(
-    file: str | os.PathLike[str] | IO[bytes], patches: Mapping[Any, Patch[Any] | Sequence[Patch[Any]]]
+    file: str | os.PathLike[str] | IO[bytes],
+    patches: Mapping[Any, Patch[Any] | Sequence[Patch[Any]]],
+    pg: Any = None,
 ) -> None:
     """Writes a patch map to one file, with its tensors, without pickle: JSON in a safetensors file.
 
@@ -36,6 +43,9 @@ def save_patches(
     Args:
         file: The name of the file, or an open binary file such as an `io.BytesIO`.
         patches: From paths to a patch or a list of patches, as for `PatchableGraph.patch`.
+        pg: The `PatchableGraph` that the patches are for. What its names mean is then written, too, and `load_patches`
+            compares it with what they mean in the graph there: in another version of a model's code, a name may be of
+            another value.
 
     Raises:
         SerializationError: Some patches cannot be written; the message names all of them. Nothing is written.
@@ -66,19 +76,25 @@ position_dim=None, value=tensor([1., 1.]), slice=None)}
             problems.append(f"{str(path)!r}: there are no patches")
     if problems:
         raise SerializationError("these patches cannot be saved:" + "".join(f"\n  {problem}" for problem in problems))
-    write_document(target, _KEY, PatchDocument(patches=parts, tensors=tensors.parts), tensors.contents())
+    document = PatchDocument(patches=parts, tensors=tensors.parts)
+    if pg is not None:
+        document.meanings = meanings(pg.nodes, targets_of(pg.nodes, (part.path for part in parts)))
+    write_document(target, _KEY, document, tensors.contents())
 
 
-def load_patches(file: str | os.PathLike[str] | IO[bytes]) -> dict[str, Patch[Any] | list[Patch[Any]]]:
+def load_patches(file: str | os.PathLike[str] | IO[bytes], pg: Any = None) -> dict[str, Patch[Any] | list[Patch[Any]]]:
     """Returns the patch map that `save_patches` wrote: new patches, with tensors on the devices that they were on.
 
-    Nothing in the file is run or imported. The paths are checked when the map is used.
+    Nothing in the file is run or imported. Whether the paths exist is checked when the map is used.
 
     Args:
         file: The name of the file, or an open binary file, which is read from its current position.
+        pg: The `PatchableGraph` that the patches are for. The names in the file must mean the same in it, if they were
+            saved with a graph.
 
     Raises:
-        SerializationError: The file was not written by `save_patches`, or is damaged.
+        SerializationError: The file was not written by `save_patches`, or is damaged; or a name means another value in
+            `pg`: the message has the difference.
         FileNotFoundError, IsADirectoryError: The file does not exist, or is a folder.
 
     Example:
@@ -100,6 +116,10 @@ def load_patches(file: str | os.PathLike[str] | IO[bytes]) -> dict[str, Patch[An
             found[part.path] = patch if before is None else [*before, patch]
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise SerializationError(f"{name} is damaged: {error}") from error
+    if pg is not None:
+        used = targets_of(pg.nodes, found)
+        if differing := differing_names(kept_for(pg.nodes, meanings), document.meanings, used):
+            raise SerializationError(f"names in {name} mean other values in this graph: {differing}")
     return found
 
 

@@ -1,20 +1,15 @@
 """`save`: writes the records of frames, their graphs and modules as one document, and the tensors as safetensors.
 
-A frame whose graph may not equal its module is not stored, with the reason. What the model's Python code made of sizes
-and values is not in its graph, so the stored graph checks that it is the same again:
-
-    if x.shape[1] > 512:        ->        gt = operator.gt(size_shape[1], 512)
-                                          unchanged(gt, False)
+A frame whose graph may not equal its module is not stored, with the reason. Stored graphs check that what the model's
+code read of sizes and values is the same again (`graphs.edits.guarded`).
 """
 
 from __future__ import annotations
 
 import io
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,16 +19,24 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import listed_doubts
 from graphpatch_notebook.capture.held_values import module_at
-from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, Site, SizeGuard
+from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Site
+from graphpatch_notebook.components.dimensions import dimensions_of
 from graphpatch_notebook.errors import GraphError, GraphPatchWarning, SerializationError
 from graphpatch_notebook.files.documents import (
+    DimensionsPart,
     FramePart,
     GraphDocument,
     ModulePart,
     RecordPart,
     StepPart,
+    TensorTable,
+    check_attribute,
+    check_method,
     checked_file,
+    encoded,
+    encoded_function,
     name_of,
+    refused,
     write_document,
 )
 from graphpatch_notebook.files.loading import (
@@ -45,24 +48,17 @@ from graphpatch_notebook.files.loading import (
     load,
     tensor_at,
 )
-from graphpatch_notebook.files.values import (
-    TensorTable,
-    check_attribute,
-    check_method,
-    encoded,
-    encoded_function,
-    refused,
-    unchanged,
-)
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.graphs.build import Targets, build
-from graphpatch_notebook.graphs.edits import guards_of, unguarded_doubts
+from graphpatch_notebook.graphs.edits import guarded, unguarded_doubts
+from graphpatch_notebook.graphs.generated_code import weave
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patching.model_state import copied, copied_output, difference, preserved
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import set_grad_enabled
 from graphpatch_notebook.values import (
     ObjectSpec,
+    TensorSpec,
     ValueSpec,
     dtype_name,
     tensor_specs,
@@ -98,15 +94,13 @@ def save(
         write_document(written, METADATA_KEY, document, tensors)
         written.seek(0)
         module, frame, _ = load(written, root.module if writer.unstored else None, None)
-        if (calls := calls_of(module)) is not None:
-            calls.model = None  # only for what is not stored
         graph = runnable(module, frame, ExtractionOptions())
         for number, (args, kwargs) in enumerate(check):
             try:
                 found = _output_of(graph, (module, root.module), args, kwargs)
             except GraphError as error:
                 raise SerializationError(f"check[{number}]: {error}") from error
-            problem = difference(found, _output_of(call, (root.module,), args, kwargs), "output")
+            problem = difference(found, _output_of(call, (module, root.module), args, kwargs), "output")
             if problem is not None:
                 raise SerializationError(f"check[{number}]: the graph does not equal the model: {problem}")
     if writer.unstored:
@@ -114,15 +108,11 @@ def save(
     write_document(target, METADATA_KEY, document, tensors)
 
 
-def _output_of(
-    run: Callable[..., Any], modules: tuple[Module, ...], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def _output_of(run: Callable[..., Any], modules: Sequence[Module], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Returns a copy of what `run` returns for copies of its arguments; modules and generators stay as they were."""
-    if not modules:
+    with preserved(modules[0]), preserved(modules[1]):
         args, kwargs = copied((args, kwargs))
         return copied_output(run(*args, **kwargs))
-    with preserved(modules[0]):
-        return _output_of(run, modules[1:], args, kwargs)
 
 
 class _Writer:
@@ -148,6 +138,8 @@ class _Writer:
         self._numbers = {id(frame): number for number, frame in enumerate(self.frames)}
         self._lines: dict[tuple[str, int, str, str], int] = {}
         self._site_lines: dict[int, list[int]] = {}
+        self._specs: list[TensorSpec] = []
+        self._encoded: dict[ValueSpec, dict[str, Any]] = {}
 
     def document(self) -> GraphDocument:
         """Returns the document, or raises an error if it would lack a graph that *is* its module."""
@@ -164,17 +156,27 @@ class _Writer:
                     f"the graph of {_where(frame)} replaces its module, as it was edited or is custom, and cannot be "
                     f"stored: {self.unstored[id(frame)]}. Nothing was written; save a PatchableGraph without this edit"
                 )
-        module, specs = self.root.module, [spec for node in self.root.inputs() for spec in tensor_specs(node.spec)]
+        module, calls = self.root.module, calls_of(self.root.module)
+        shapes = [spec.shape for node in self.root.inputs() for spec in tensor_specs(node.spec)]
+        frames = [self._frame(frame, graphs) for frame in self.frames]
+        has_sizes = not self.root.capture.is_program  # a program fixes its own
+        known = dimensions_of(self.root) if has_sizes else None
+        unseen = set() if known is None else known.unseen
         sizes: list[list[int | None]] = [
-            list(spec.shape) if self.root.capture.has_escaped_sizes else [None] * len(spec.shape) for spec in specs
+            [
+                size if self.root.capture.has_escaped_sizes or (number, dim) in unseen else None
+                for dim, size in enumerate(shape)
+            ]
+            for number, shape in enumerate(shapes)
         ]
-        calls = calls_of(module)
+        runs = None if known is None else known.stored(self._specs)
         return GraphDocument(
             default_dtype=dtype_name(calls.default_dtype if calls else torch.get_default_dtype()),
             sizes=list(
-                map(list, calls.sizes if calls else getattr(module, "fixed_sizes", sizes))
+                map(list, calls.known_sizes if calls else getattr(module, "fixed_sizes", sizes))
             ),  # of an exported program
-            frames=[self._frame(frame, graphs) for frame in self.frames],
+            frames=frames,
+            dimensions=DimensionsPart() if runs is None else DimensionsPart(*runs),
             modules=self.modules.parts(),
             tensors=self.tensors.parts,
             lines=list(self._lines),
@@ -240,13 +242,22 @@ class _Writer:
         flags |= {"is_mutated_later": node.is_mutated_later, "is_view_filled_later": node.is_view_filled_later}
         call = node if isinstance(node, CallNode) else None
         return RecordPart(
-            node.kind, node.name, node.op, _spec(node.spec),
+            node.kind, node.name, node.op, self._spec(node.spec),
             target=None if node.kind in ("op", "constant", "output") else str(node.target),
             lines=[] if node.site is None else self._lines_of(node.site),
             flags=[flag for flag, is_set in flags.items() if is_set],  # type: ignore[misc]  # its names
             written_argument=node.written_argument,
             call=None if call is None else (self._numbers[id(call.frame)], call.call_index, call.call_count),
         )  # fmt: skip
+
+    def _spec(self, spec: ValueSpec) -> dict[str, Any]:
+        """Returns the entry of `spec`; a value that cannot be written becomes that of an object."""
+        with suppress(GraphError):  # a key of a dict that is an object, say
+            if spec not in self._encoded:  # layers have values of the same shapes
+                self._encoded[spec] = encoded(spec)
+            self._specs += tensor_specs(spec)
+            return self._encoded[spec]
+        return encoded(ObjectSpec(str(spec)))  # type: ignore[no-any-return]
 
     def _lines_of(self, site: Site) -> list[int]:
         if id(site) not in self._site_lines:  # layers share their sites
@@ -257,13 +268,6 @@ class _Writer:
 
 def _where(frame: Frame) -> str:
     return repr(format_path(frame.path)) if frame.parent is not None else "the root"
-
-
-def _spec(spec: ValueSpec) -> dict[str, Any]:
-    """Returns the entry of `spec`; a value that cannot be written becomes that of an object."""
-    with suppress(GraphError):  # a key of a dict that is an object, say
-        return encoded(spec)  # type: ignore[no-any-return]
-    return encoded(ObjectSpec(str(spec)))  # type: ignore[no-any-return]
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -286,50 +290,29 @@ class _GraphWriter:
         self._edited = writer.edited.get(id(frame))
         self._numbers: dict[fx.Node, int] = {}
         self._records = {id(node): number for number, node in enumerate(frame.graph_nodes)}
-        self._step_of: dict[int, int] = {}
-        self._site: Site | None = None
         self._built = build(frame, _PATHS) if self._edited is None else self._edited.built()
-        guards = self._guards() if frame.custom_graph is None else {}
-        mode = now = frame.conditions.grad_mode
-        callers_mode: Any = None
-        for fx_node in self._built.graph.nodes:
-            is_end = False
-            if fx_node.target is set_grad_enabled and not writer.is_loaded:
-                if callers_mode is None:
-                    callers_mode = self._call(torch.is_grad_enabled)
-                is_end = bool(fx_node.args[0] and mode and not now)  # of `with torch.no_grad():`
-                if not is_end and (fx_node.args[0] or writer.root.conditions.grad_mode is not True):
-                    writer.is_of_one_grad_mode = True
-                now = bool(fx_node.args[0])
-            record = self._add(fx_node, [callers_mode] if is_end else None)
-            for guard in guards.get(record, ()):
-                refs = [operand for operand in guard.operands if isinstance(operand, Ref)]
-                if all(self._records[id(ref.node)] in self._step_of for ref in refs):  # the user may have erased one
-                    self._add_check(guard)
-        if now is not mode:
-            raise SerializationError(
-                "it changes the grad mode out of sight, as checkpoint(..., use_reentrant=True) does"
-            )
+        graph = self._built.graph
+        if self._edited is not None or (frame.custom_graph is not None and not writer.is_loaded):  # it changes below
+            graph = weave(graph, ())  # a copy
+        if frame.custom_graph is None:
+            guarded(graph, frame)
+        if not writer.is_loaded:
+            writer.is_of_one_grad_mode |= _follow_grad_mode(graph, frame)
+        for fx_node in graph.nodes:
+            self._add(fx_node)
 
-    def _add(self, fx_node: Any, args: list[Any] | None) -> int | None:
-        """Adds the step of a node. Returns the number of its record."""
-        step = StepPart(fx_node.op, fx_node.name)
+    def _add(self, fx_node: Any) -> None:
+        step = StepPart(fx_node.op, fx_node.name, self._target(fx_node))
         if fx_node.op not in ("placeholder", "get_attr"):
             is_whole = fx_node.op != "output" or self._frame.custom_graph is not None
             given = fx_node.args if is_whole else ((fx_node.args[0],),)
             if fx_node.op == "call_function":
                 check_attribute(fx_node.target, given)
-            step.args = [encoded(value, self._leaf) for value in given] if args is None else args
+            step.args = [encoded(value, self._leaf) for value in given]
             step.kwargs = {name: encoded(value, self._leaf) for name, value in fx_node.kwargs.items()}
-        step.target = self._target(fx_node)
-        number = self._numbers[fx_node] = len(self.steps)
+        step.record = self._records.get(id(fx_node.meta.get(RECORD)))
+        self._numbers[fx_node] = len(self.steps)
         self.steps.append(step)
-        record = fx_node.meta.get(RECORD)
-        step.record = self._records.get(id(record))
-        if record is not None and step.record is not None:
-            self._step_of[step.record] = number
-            self._site = record.site or self._site  # arithmetic on sizes has none: it is near the operation before
-        return step.record
 
     def _leaf(self, value: Any) -> Any:
         return {"step": self._numbers[value]} if isinstance(value, fx.Node) else refused(value)
@@ -372,33 +355,23 @@ class _GraphWriter:
             raise SerializationError(f"it reads {path!r}: an object, or a tensor that no module holds and that is gone")
         return modules.alias(module, "tensor", modules.tensor(module, "constant", value))
 
-    # -- checks --------------------------------------------------------------------------------------------------------
 
-    def _guards(self) -> dict[int | None, list[SizeGuard]]:
-        """Returns what Python found out about sizes and values, by the last record that it is about."""
-        found: dict[int | None, list[SizeGuard]] = {}
-        for guard in guards_of(self._frame):
-            records = [self._records.get(id(ref.node), -1) for ref in guard.operands if isinstance(ref, Ref)]
-            if min(records, default=-1) >= 0:  # not one of the steps of a fused call, which runs itself
-                found.setdefault(max(records), []).append(guard)
-        return found
-
-    def _add_check(self, guard: SizeGuard) -> None:
-        operands = [self._operand(operand) if isinstance(operand, Ref) else operand for operand in guard.operands]
-        found = operands[0] if guard.func is None else self._call(guard.func, *operands)
-        line = None if self._site is None else self._site.source_lines()[-1]
-        where = "its start" if line is None else f"{Path(line.file).name}:{line.line}"
-        self._call(unchanged, found, encoded(guard.result), where)
-
-    def _operand(self, ref: Ref) -> Any:
-        value = {"step": self._step_of[self._records[id(ref.node)]]}
-        for key in ref.dig:
-            value = self._call(operator.getitem, value, key)
-        return value
-
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        self.steps.append(StepPart("call_function", f"check_{len(self.steps)}", encoded_function(function), list(args)))
-        return {"step": len(self.steps) - 1}
+def _follow_grad_mode(graph: fx.Graph, frame: Frame) -> bool:
+    """Makes `with torch.no_grad():` end in the mode of the caller. Returns whether the graph is for one mode only."""
+    mode = now = frame.conditions.grad_mode
+    callers, is_of_one = None, False
+    for node in [node for node in graph.nodes if node.target is set_grad_enabled]:
+        if callers is None:
+            with graph.inserting_before(node):
+                callers = graph.call_function(torch.is_grad_enabled)
+        if node.args[0] and mode and not now:
+            node.args, now = (callers,), True
+        else:
+            now = bool(node.args[0])
+            is_of_one |= now or frame.root.conditions.grad_mode is not True
+    if now is not mode:
+        raise SerializationError("it changes the grad mode out of sight, as checkpoint(..., use_reentrant=True) does")
+    return is_of_one
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -450,7 +423,7 @@ class _ModuleTable:
             ModulePart(
                 cls=type(module).__name__,
                 path=self._paths.get(id(module)),
-                training=module.training,
+                training=getattr(module, "training", False),
                 parameters={name: self._optional(module, name, tensor) for name, tensor in module._parameters.items()},
                 buffers={name: self._optional(module, name, tensor) for name, tensor in module._buffers.items()},
                 not_persistent=sorted(module._non_persistent_buffers_set),

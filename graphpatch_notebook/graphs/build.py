@@ -15,7 +15,6 @@ users know, which is that of the record.
 from __future__ import annotations
 
 import builtins
-import dataclasses
 import inspect
 import operator
 import re
@@ -155,6 +154,8 @@ class _GraphBuilder:
 
     def _register(self, node: Node, fx_node: fx.Node) -> None:
         fx_node.meta[RECORD] = node
+        if node.name in self.frame.example_values:
+            fx_node.meta["val"] = self.frame.example_values[node.name]
         # The value of `x[i] = v` as a record is `x`, which has just been written into.
         self.values[node, ()] = self._written(node) or fx_node
         # Read at once: the model may write something else there later.
@@ -272,10 +273,13 @@ class _GraphBuilder:
     def _taken(self, parent: fx.Node, spec: ValueSpec | None, key: Key) -> fx.Node:
         func: Callable[..., Any] = take
         if isinstance(spec, ContainerSpec) and type(key) in (int, str):
-            is_indexed = issubclass(spec.type, (tuple, list)) or hasattr(spec.type, "keys")
+            is_indexed = type(key) is int or hasattr(spec.type, "keys")
             func = operator.getitem if is_indexed else getattr
         name = f"{parent.name}_sub_{key}" if type(key) is int else f"{parent.name}_{key}"
-        return self.graph.create_node("call_function", func, (parent, self._value(key)), name=identifier(name))
+        taken = self.graph.create_node("call_function", func, (parent, self._value(key)), name=identifier(name))
+        if "val" in parent.meta:
+            taken.meta["val"] = take(parent.meta["val"], key)
+        return taken
 
 
 def _operand(value: Any) -> Operand:
@@ -629,12 +633,12 @@ def _structure(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> St
 
 def _element(record: OpNode, part: Ref) -> ElementNode:
     assert isinstance(part.node, OpNode)
-    same = {
-        field.name: getattr(record, field.name)
-        for field in dataclasses.fields(Node)
-        if field.name not in ("kind", "op")
-    }
-    return ElementNode(op=part.node.op, whole=part.node, position=part.dig[0], **same)
+    whole = part.node
+    own = ("target", "spec", "base_name", "name", "is_size", "is_live", "is_mutated_later", "is_view_filled_later")
+    same = {name: getattr(record, name) for name in own}
+    return ElementNode(
+        op=whole.op, whole=whole, position=part.dig[0], site=whole.site, occurrence=whole.occurrence, **same
+    )
 
 
 def _note_function(record: OpNode, fx_node: fx.Node) -> None:

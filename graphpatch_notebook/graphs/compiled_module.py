@@ -9,25 +9,33 @@ import keyword
 import threading
 from collections.abc import Callable
 from operator import attrgetter
+from textwrap import indent
 from typing import Any, final
 
 from torch import fx
 from torch.compiler import is_compiling
-from torch.nn import Module, ModuleList
+from torch.nn import ModuleList
 
-from graphpatch_notebook.capture.held_values import module_at
+from graphpatch_notebook.capture.held_values import held_at, module_at
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, refer_to_copies
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import BuiltGraph, build
-from graphpatch_notebook.graphs.edits import EditedCalls, check_doubts, check_edited, update_records
-from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, weave, woven_patches
-from graphpatch_notebook.graphs.modules import GraphModule, Hierarchy, run_live
-from graphpatch_notebook.graphs.running import RunningGraph, interpreter, run_as, trusted
+from graphpatch_notebook.graphs.edits import SnapshotCalls, check_doubts, check_edited, guarded, update_records, where
+from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, name_of_module, weave, woven_patches
+from graphpatch_notebook.graphs.modules import GraphModule, RunningGraph, interpreter, run_as, run_live
 from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.paths import unique_name
-from graphpatch_notebook.torch_compat import codegen_of, is_tracing, never_compiled
+from graphpatch_notebook.torch_compat import (
+    codegen_of,
+    is_tracing,
+    never_compiled,
+    run_while_compiling,
+    tensor_metadata,
+)
+from graphpatch_notebook.values import ABSENT, TensorSpec
 
 _build_lock = threading.RLock()
+_NO_NAMES: frozenset[str] = frozenset()
 
 
 @final
@@ -49,27 +57,27 @@ class CompiledGraphModule(GraphModule):
             return relu
     """
 
-    _built: BuiltGraph | None = None
-    _edited_calls: EditedCalls | None = None
+    _built: BuiltGraph | None = None  # what runs
+    _draft: fx.Graph | None = None  # a copy, which the user may have edited since
+    _edited_calls: SnapshotCalls | None = None
     _generated: dict[frozenset[str], GeneratedCode]
     _aliases: dict[str, Any]
     _callee_by_frame: dict[int, GraphModule]
 
-    def __init__(self, frame: Frame, hierarchy: Hierarchy) -> None:
-        super().__init__(frame, hierarchy)
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
         self.__dict__.update(_generated={}, _aliases={}, _callee_by_frame={})
-        hierarchy.has_own_graphs |= frame.custom_graph is not None
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph, built when it is first read; after editing it, call `recompile()`. May be set."""
-        return self.built().graph
+        """The graph, built when it is first read. Edits have an effect after `recompile()`. May be set."""
+        if self._draft is None:
+            self._draft = weave(self.built().graph, ())
+        return self._draft
 
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
-        self.built().graph = graph
-        if self._frame.custom_graph is not None:
-            self._frame.custom_graph = graph
+        self._draft = graph
         self.recompile()
 
     def recompile(self) -> None:
@@ -78,32 +86,28 @@ class CompiledGraphModule(GraphModule):
         Raises:
             RuntimeError: The graph is malformed, or refers to something that is gone.
         """
-        self.graph.lint()
-        self._check_constants()
-        check_edited(self.graph, self._frame, self, self.original_path)
+        graph, built = self.graph, self.built()
+        graph.lint()
+        check_edited(graph, self._frame, self, self.original_path)
         if self._frame.custom_graph is None:
             check_doubts(self._frame)
         self._generated.clear()
         self._frame.is_edited = True
-        update_records(self._frame, self.graph, lambda path: attrgetter(path)(self))
+        update_records(self._frame, graph, lambda path: attrgetter(path)(self))
+        built.graph = weave(graph, ())
         if self._frame.custom_graph is None:
-            self._edited_calls = EditedCalls(self._frame, self.graph)
-        self._hierarchy.has_own_graphs = True
-        self._hierarchy.edits += 1
-
-    def _check_constants(self) -> None:
-        for name, get in self.built().constants.items():
-            is_used = any(node.op == "get_attr" and node.target == name for node in self.graph.nodes)
-            if is_used and get() is None:
-                raise GraphError(self._why_gone(name))
+            self._edited_calls = SnapshotCalls(self._frame, graph)
+        else:
+            self._frame.custom_graph = built.graph
+        self._frame.note_own_graph()
+        self._frame.capture.edits += 1
 
     def _why_gone(self, name: str) -> str:
-        nodes = (node for node in self.graph.nodes if node.op == "get_attr" and node.target == name)
+        nodes = (node for node in self.built().graph.nodes if node.op == "get_attr" and node.target == name)
         what = next((str(node.meta[RECORD].spec) for node in nodes if RECORD in node.meta), "a value")
         return (
-            f"the graph of {self.path or '<root>'!r} ({type(self._original_module).__name__}) uses an object ({what}) "
-            "that existed only while the model was captured, such as a cache; to run it, make the PatchableGraph "
-            "with inputs that do not need it (transformers: use_cache=False)"
+            f"{where(self._frame)} uses an object ({what}) that existed only while the model was captured, such as a "
+            "cache; to run it, make the PatchableGraph with inputs that do not need it (transformers: use_cache=False)"
         )
 
     @property
@@ -111,15 +115,30 @@ class CompiledGraphModule(GraphModule):
         """The Python code of the current graph."""
         return self._code().text
 
+    def print_readable(self, print_output: bool = True, **options: Any) -> str:
+        """Prints and returns the code of this graph and those below it, with shapes, dtypes and the user's lines.
+
+        Arguments are those of `torch.fx.GraphModule.print_readable`.
+        """
+        graph = weave(self.built().graph, ())
+        for node in graph.nodes:
+            if isinstance(record := node.meta.get(RECORD), Node):
+                if isinstance(spec := record.spec, TensorSpec):
+                    node.meta.setdefault("tensor_meta", tensor_metadata(spec.shape, spec.dtype))
+                if record.site is not None:
+                    node.meta["stack_trace"] = "\n".join(map(str, record.site.source_lines()))
+        text = graph.python_code(name_of_module(graph), verbose=True, **options).src.lstrip("\n")
+        inner = [each.print_readable(False, **options) for each in self.callees if isinstance(each, type(self))]
+        name = self._frame.call.name if self._frame.call is not None else type(self._original_module).__name__
+        text = f"class {name}(torch.nn.Module):\n" + indent("\n".join([text, *inner]), "    ")
+        if print_output:
+            print(text)
+        return text
+
     @property
     def doubts(self) -> list[str]:
         """Why the graph may differ from the module, on other inputs or on all; a sentence each."""
         return list(map(str, self._frame.doubts))
-
-    @property
-    def has_own_graph(self) -> bool:
-        """Whether the graph replaces the module: it was edited, or a custom extraction function made it."""
-        return self._frame.has_own_graph
 
     def input_problem(self, node: Node) -> str | None:
         """Returns why an input cannot be patched in this edited graph, if it cannot."""
@@ -131,20 +150,19 @@ class CompiledGraphModule(GraphModule):
             if self.has_own_graph:
                 return self.run_graph(args, kwargs)
             # The calls below are traced, unless graphs below are edited: then they run untraced.
-            is_live = self.calls_own_graphs
+            is_live = self._frame.runs_own_graphs
             return _run_live(self, args, kwargs) if is_live else self._original_module.forward(*args, **kwargs)
         if self.has_own_graph:
             self._check_call(args, kwargs)
             return self.run_graph(args, kwargs)
-        is_asked_for = interpreter.get() is not None or self in trusted.get()
-        return self.run_graph(args, kwargs) if is_asked_for else run_live(self, args, kwargs)
+        return run_live(self, args, kwargs) if interpreter.get() is None else self.run_graph(args, kwargs)
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the current graph: its generated code, or node by node in an interpreted run."""
-        function = None if is_compiling() else interpreter.get()
-        function = function or self._code().function
         if is_compiling():
-            return self._unwrapped(function(self, *args, **kwargs))
+            _generate_code(self)
+            return self._unwrapped(self._generated[_NO_NAMES].function(self, *args, **kwargs))
+        function = interpreter.get() or self._code().function
         running = RunningGraph(self._frame.custom_graph is None, is_patched_run=False)
         return self._unwrapped(run_as(function, running, self, args, kwargs))
 
@@ -182,13 +200,14 @@ class CompiledGraphModule(GraphModule):
                     self._built = build(self._frame, self)
         return self._built
 
-    def _code(self, names: frozenset[str] = frozenset()) -> GeneratedCode:
+    def _code(self, names: frozenset[str] = _NO_NAMES) -> GeneratedCode:
         """Returns the code in which the values of the nodes called `names` are passed to patches."""
         generated = self._generated.get(names)
         if generated is None:
-            graph = weave(self.graph, names) if names or self._edited_calls is not None else self.graph
+            graph = self.built().graph
+            graph = weave(graph, names) if names or self._edited_calls is not None else graph
             if self._edited_calls is not None:
-                graph = self._edited_calls.guarded(graph)
+                graph = guarded(graph, self._frame)
             generated = self._generated[names] = generate(graph)
         return generated
 
@@ -198,7 +217,10 @@ class CompiledGraphModule(GraphModule):
         state = self.__dict__
         if name in state.get("_aliases", ()):
             alias = state["_aliases"][name]
-            return _attribute(self, alias) if isinstance(alias, str) else alias
+            held = held_at(self._original_module, alias) if isinstance(alias, str) else alias
+            if held is ABSENT:
+                raise AttributeError(f"{type(self._original_module).__name__} has no attribute {alias!r}")
+            return held
         built = state.get("_built")
         if built is not None and name in built.constants:
             value = built.constants[name]()
@@ -222,9 +244,9 @@ class CompiledGraphModule(GraphModule):
     def callee_of(self, node: CallNode) -> GraphModule | None:
         """Returns the graph module that a call node of the graph calls."""
         known = self._callee_by_frame
-        if len(known) != len(self._callees):
+        if len(known) != len(self.callees):
             known.clear()
-            known.update((id(callee.frame), callee) for callee in self._callees)
+            known.update((id(callee.frame), callee) for callee in self.callees)
         return known.get(id(node.frame))
 
     def of_attribute(self, path: str) -> str:
@@ -247,20 +269,21 @@ class CompiledGraphModule(GraphModule):
     def copied_attributes(self) -> dict[str, Any]:
         """Returns the attributes of a copy. Code is generated again when it is needed, graphs are built again."""
         empty: dict[str, Any] = {"_generated": {}, "_callee_by_frame": {}}
-        return super().copied_attributes() | empty | dict.fromkeys(("_built", "_edited_calls"))
+        return super().copied_attributes() | empty | dict.fromkeys(("_built", "_draft", "_edited_calls"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledGraphModule:
         result: CompiledGraphModule = super().__deepcopy__(memo)
         if self._frame.is_edited:
-            graph = copy.deepcopy(self.graph, memo)
-            graph.set_codegen(codegen_of(self.graph))
+            own = self.built().graph
+            graph = copy.deepcopy(own, memo)
+            graph.set_codegen(codegen_of(own))
             refer_to_copies(graph, memo)
             copies = {name: copy.deepcopy(get(), memo) for name, get in self.built().constants.items()}
             result._built = BuiltGraph(graph, {name: functools.partial(copies.get, name) for name in copies})
             if result.frame.custom_graph is not None:
                 result.frame.custom_graph = result._built.graph
             else:
-                result._edited_calls = EditedCalls(result.frame, result._built.graph)
+                result._edited_calls = SnapshotCalls(result.frame, result._built.graph)
         return result
 
 
@@ -270,6 +293,7 @@ def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:
 
 
 _run_live = never_compiled(run_live)
+_generate_code = run_while_compiling(CompiledGraphModule._code)
 
 
 def _is_writable(path: str) -> bool:
@@ -283,18 +307,3 @@ def _is_quotable(name: str) -> bool:
 
 
 _TAKEN = frozenset(dir(CompiledGraphModule)) | frozenset(dir(ModuleList))
-
-
-def _attribute(module: GraphModule, path: str) -> Any:
-    found: Any = module.frame.module
-    for name in path.split("."):
-        found = getattr(found, name) if not isinstance(found, Module) else _held(found, name)
-    return found
-
-
-def _held(module: Module, name: str) -> Any:
-    # A parameter may have the name of a method of the class: then only the registries have it.
-    for registry in (module._parameters, module._buffers, module._modules, module.__dict__):
-        if name in registry:
-            return registry[name]
-    return getattr(module, name)

@@ -1,47 +1,47 @@
-"""Edited graphs: their records, whether they can run, and the calls that they are valid for.
+"""Graphs that run in place of code, as edited and loaded ones do: which calls they hold for, and records of edits.
 
-An edited graph is a snapshot of one run, as those of files and of `to_fx` are: flags, absent inputs, branches, and
-sizes that the code took for plain numbers are constants in it. So it refuses other structures, plain values and dtypes
-than the example's, and its code checks what Python read of sizes and values (`guards_of`).
+Such a graph is a snapshot of one run: flags, absent inputs, branches, and sizes that the code took for plain numbers
+are constants in it. So it refuses other modes, structures, plain values and dtypes than the example's
+(`SnapshotCalls`), and steps in it check what Python read of sizes and values (`guarded`):
+
+    if x.shape[1] > 512:        ->        gt = operator.gt(size_shape[1], 512)
+                                          unchanged(gt, False, 'model.py:7')
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture import Doubt, Reason, listed_doubts
 from graphpatch_notebook.capture.custom_graphs import (
+    check_graph,
     custom_record,
-    map_arguments,
-    problems_in,
     record_name,
 )
 from graphpatch_notebook.capture.frame_recorder import SIZE_READS, VALUE_READS
-from graphpatch_notebook.capture.inputs import inputs_of_call, value_like
+from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, OpNode, Ref, SizeGuard
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graphs.build import AUXILIARY, NamedFunction, connect_records
-from graphpatch_notebook.patching.comparison import Aspect, CallSignature, Difference
+from graphpatch_notebook.graphs.build import AUXILIARY, connect_records
+from graphpatch_notebook.graphs.signatures import Aspect, CallSignature, Difference
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.values import (
     ABSENT,
     ContainerSpec,
     Key,
     ScalarSpec,
-    TensorSpec,
     UnknownSpec,
     ValueSpec,
     describe,
     is_same_plain,
-    off_meta,
-    take,
 )
 from graphpatch_notebook.warning_places import warn
 
@@ -60,9 +60,59 @@ def where(frame: Frame) -> str:
 # -- the calls that a graph is valid for -------------------------------------------------------------------------------
 
 
-def guards_of(frame: Frame) -> list[SizeGuard]:
-    """Returns what Python found out about sizes and values in a frame: its graph holds where that is the same again."""
-    return [*frame.size_guards, *_reads(frame)]
+def refused_call(problem: str) -> GraphError:
+    """Returns the error for a call that a graph does not hold for."""
+    return GraphError(
+        f"the graph does not hold for this call: {problem}; make the PatchableGraph with inputs like these, or call "
+        "the model itself"
+    )
+
+
+class SnapshotCalls:
+    """The calls that the graph of a frame holds for. Made anew after each edit.
+
+    Attributes:
+        signature: The form of the call of the example; `known` has parts of it that differ from the record.
+        modes: The modules, each with whether it was in training mode.
+    """
+
+    def __init__(self, frame: Frame, graph: fx.Graph, **known: Any) -> None:
+        any_size = {"any_size": not frame.capture.has_escaped_sizes}
+        self.signature = replace(CallSignature.of_frame(frame), **(any_size | known))
+        self.modes: dict[Module, bool] = {frame.module: frame.conditions.training}
+        self._where = where(frame)
+        self._parameters = frame.parameters
+        self._shared = {name for pair in frame.conditions.same_inputs for name, _ in pair}
+        # The inputs that the graph does not read, but holds as constants of the example.
+        records = [(node, node.meta.get(RECORD)) for node in graph.nodes if node.op == "placeholder"]
+        self._unused = {r.target for node, r in records if isinstance(r, Node) and not node.users}
+
+    def input_problem(self, node: Node) -> str | None:
+        """Returns why a patch on this input would act differently in the graph than in the module; else `None`."""
+        if isinstance(node.spec, ScalarSpec) and node.target in self._unused:
+            return f"was {node.spec} in the example, and the edited graph always uses that value"
+        if node.target in self._shared:
+            return "was the same tensor as another input of the example, and the edited graph cannot distinguish them"
+        return None
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises a `GraphError` if a call differs from the example in what the graph holds as constants."""
+        for module, training in self.modes.items():
+            if module.training is not training:
+                was = "train" if training else "eval"
+                raise refused_call(f"{type(module).__name__} was in {was} mode in the example; call pg.{was}()")
+        values = [given_input(self._parameters, p.name, args, kwargs) for p in self._parameters]
+        for difference in self.signature.differences(values):
+            if not self._is_free(difference):
+                raise refused_call(f"{self._where}: {difference}")
+
+    def _is_free(self, difference: Difference) -> bool:
+        """Whether the graph does not depend on what differs, or reads it: a size that is an input."""
+        both = (difference.was, difference.now)
+        if difference.aspect is Aspect.VALUE and all(isinstance(spec, ScalarSpec) for spec in both):
+            is_read = difference.name.partition("|")[0] not in self._unused
+            return is_read and all(type(spec.value) is int for spec in both)
+        return difference.aspect is Aspect.VALUE and {*both} <= {ABSENT, ScalarSpec(None)}
 
 
 def unguarded_doubts(frame: Frame) -> list[Doubt]:
@@ -70,13 +120,69 @@ def unguarded_doubts(frame: Frame) -> list[Doubt]:
     return [d for d in frame.doubts if d.reason not in _CHECKED_DOUBTS or d.what not in (_READS | _PARTS)]
 
 
-def _reads(frame: Frame) -> Iterator[SizeGuard]:
-    """Yields the sizes and values that Python may have read unseen: in a loop over a range, or with `len`."""
+def guarded(graph: fx.Graph, frame: Frame) -> fx.Graph:
+    """Adds to the graph of a frame, behind what they are about, steps that check what Python read; returns it.
+
+    A guard is left out if the user erased a value that it is about.
+    """
+    if not (guards := list(_guards_of(frame))):
+        return graph
+    nodes = {id(node.meta[RECORD]): node for node in graph.nodes if RECORD in node.meta}
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for guard in guards:
+        refs = [operand for operand in guard.operands if isinstance(operand, Ref)]
+        if any(id(ref.node) not in nodes for ref in refs):
+            continue
+        last = max((nodes[id(ref.node)] for ref in refs), key=order.__getitem__)
+        with graph.inserting_before((inputs[-1] if last in inputs else last).next):
+            operands = [_dug(graph, nodes[id(o.node)], o.dig) if isinstance(o, Ref) else o for o in guard.operands]
+            found = operands[0] if guard.func is None else graph.call_function(guard.func, tuple(operands))
+            graph.call_function(unchanged, (found, guard.result, _line_of(last)))
+    return graph
+
+
+def unchanged(value: Any, expected: Any, line: str) -> None:
+    """Raises an error if what the model's code read into Python at `line` is not what it was in the example.
+
+    Of the parts of a tensor, their number counts.
+    """
+    if isinstance(value, (tuple, list)) and isinstance(expected, int):
+        value = len(value)
+    if not is_same_plain(expected, value):
+        raise refused_call(
+            f"the code of the model reads a size or a value at {line}, which is {value!r} now and was {expected!r} in "
+            "the example, so it might do something else now"
+        )
+
+
+def _dug(graph: fx.Graph, node: fx.Node, keys: tuple[Key, ...]) -> fx.Node:
+    for key in keys:
+        node = graph.call_function(operator.getitem, (node, key))
+    return node
+
+
+def _line_of(node: fx.Node) -> str:
+    """Returns the line of the user's code that computed a value; for arithmetic on sizes, that of an op before."""
+    while node.op != "root":
+        record = node.meta.get(RECORD)
+        if record is not None and record.site is not None:
+            line = record.site.source_lines()[-1]
+            return f"{Path(line.file).name}:{line.line}"
+        node = node.prev
+    return "its start"
+
+
+def _guards_of(frame: Frame) -> Iterator[SizeGuard]:
+    """Yields what Python found out about sizes and values, or may have read unseen: its graph holds for the same."""
+    yield from frame.size_guards
     has_loop = _has_loop(frame)
     for node in frame.graph_nodes:
         spec = node.spec
         if node.kind == "input" and has_loop and isinstance(spec, ScalarSpec) and type(spec.value) is int:
             yield SizeGuard(None, (Ref(node),), spec.value)
+        elif isinstance(node, CallNode) and frame.is_edited:  # numbers that it returned are constants
+            yield from (SizeGuard(None, (Ref(node, dig),), number) for dig, number in _numbers(spec))
         elif not isinstance(node, OpNode):
             continue
         elif node.op in _PARTS and isinstance(spec, ContainerSpec):
@@ -132,93 +238,6 @@ def check_doubts(frame: Frame) -> None:
 _OF_SNAPSHOTS = (Reason.ROUNDS, Reason.WRITES_PARAMETER)
 
 
-class EditedCalls:
-    """The calls that an edited graph is valid for. Made anew after each edit."""
-
-    def __init__(self, frame: Frame, graph: fx.Graph) -> None:
-        self._frame = frame
-        any_size = not frame.capture.has_escaped_sizes
-        self._example = replace(CallSignature.of_frame(frame), any_size=any_size)
-        # The inputs that the graph does not read, but holds as constants of the example.
-        records = [(node, node.meta.get(RECORD)) for node in graph.nodes if node.op == "placeholder"]
-        self._unused = {r.target for node, r in records if isinstance(r, Node) and not node.users}
-        # Numbers that a submodule returned are constants of the graph, too.
-        returned = [(Ref(call, dig), number) for call in frame.calls() for dig, number in _numbers(call.spec)]
-        self._guards = [*guards_of(frame), *(SizeGuard(None, (ref,), number) for ref, number in returned)]
-
-    def input_problem(self, node: Node) -> str | None:
-        """Returns why a patch on this input would act differently in the graph than in the module; else `None`."""
-        if isinstance(node.spec, ScalarSpec) and node.target in self._unused:
-            return f"was {node.spec} in the example, and the edited graph always uses that value"
-        if node.target in {name for pair in self._frame.conditions.same_inputs for name, _ in pair}:
-            return "was the same tensor as another input of the example, and the edited graph cannot distinguish them"
-        return None
-
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises a `GraphError` if a call differs from the example in what the graph holds as constants."""
-        frame = self._frame
-        if frame.module.training != frame.conditions.training:
-            was, now = ("train", "eval") if frame.conditions.training else ("eval", "train")
-            raise GraphError(
-                f"the edited graph of {where(frame)} was captured in {was} mode, and the module is in {now} mode now; "
-                f"call pg.{was}(), or make the PatchableGraph in {now} mode"
-            )
-        for difference in self._example.differences([*inputs_of_call(frame, args, kwargs).values()]):
-            if not self._is_free(difference):
-                raise _invalid(frame, str(difference))
-
-    def _is_free(self, difference: Difference) -> bool:
-        """Whether the graph does not depend on what differs, or reads it: a size that is an input."""
-        both = (difference.was, difference.now)
-        if difference.aspect is Aspect.VALUE and all(isinstance(spec, ScalarSpec) for spec in both):
-            is_read = difference.name.partition("|")[0] not in self._unused
-            return is_read and all(type(spec.value) is int for spec in both)
-        return difference.aspect is Aspect.VALUE and {*both} <= {ABSENT, ScalarSpec(None)}
-
-    def guarded(self, graph: fx.Graph) -> fx.Graph:
-        """Adds to a copy of the edited graph what checks its guards."""
-        order = {node: number for number, node in enumerate(graph.nodes)}
-        nodes = {id(node.meta[RECORD]): node for node in graph.nodes if RECORD in node.meta}
-        for guard in self._guards:
-            refs = [operand for operand in guard.operands if isinstance(operand, Ref)]
-            if any(id(ref.node) not in nodes for ref in refs):  # the user erased it
-                continue
-            last = max((nodes[id(ref.node)] for ref in refs), key=order.__getitem__)
-            with graph.inserting_after(last):
-                graph.call_function(NamedFunction(self._check_of(guard)), tuple(nodes[id(ref.node)] for ref in refs))
-        return graph
-
-    def _check_of(self, guard: SizeGuard) -> Callable[..., None]:
-        frame = self._frame
-
-        def unchanged(*values: Any) -> None:
-            given = iter(values)
-            operands = [_at(next(given), part.dig) if isinstance(part, Ref) else part for part in guard.operands]
-            found = operands[0] if guard.func is None else guard.func(*operands)
-            if isinstance(found, (tuple, list)):  # of the parts of a tensor, their number counts
-                found = len(found)
-            if not is_same_plain(guard.result, found):
-                raise _invalid(
-                    frame,
-                    f"its code reads a size or a value, which is {found!r} now and was {guard.result!r} in the example",
-                )
-
-        return unchanged
-
-
-def _at(value: Any, dig: tuple[Any, ...]) -> Any:
-    for key in dig:
-        value = take(value, key)
-    return value
-
-
-def _invalid(frame: Frame, why: str) -> GraphError:
-    return GraphError(
-        f"the edited graph of {where(frame)} is not valid for this call: {why}; make the PatchableGraph with inputs "
-        "like these, or edit the graph of a module below it that does not depend on them"
-    )
-
-
 # -- whether it can run -----------------------------------------------------------------------------------------------
 
 
@@ -235,8 +254,10 @@ def check_edited(graph: fx.Graph, frame: Frame, owner: Module, original_path: Ca
     # Custom graphs run with the user's module, which must have the attributes that they refer to.
     is_custom = frame.custom_graph is not None
     owner = frame.module if is_custom else owner
-    for problem in problems_in(graph, owner, frame.module, is_wrapped=is_custom, is_known=is_known):
-        raise GraphError(f"the graph of {where(frame)} {problem}")
+    try:
+        check_graph(graph, owner, frame.module, is_wrapped=is_custom, is_known=is_known)
+    except GraphError as error:
+        raise GraphError(f"the graph of {where(frame)} cannot run: {error}") from None
 
 
 # -- records of edited graphs ------------------------------------------------------------------------------------------
@@ -250,12 +271,11 @@ def fingerprint(graph: fx.Graph) -> list[tuple[Any, ...]]:
 def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any]) -> None:
     """Updates the records of `frame` to those of its edited graph: each node has one, under a unique name.
 
-    The values of new nodes, and of those that depend on them, are computed on the meta device. They are unknown if that
-    fails. `attribute` returns what `get_attr` nodes read, by its path.
+    The values of new nodes are unknown; others are described as they were. `attribute` returns what `get_attr` nodes
+    read, by its path.
     """
     output = frame.output_node
     kept = {id(node) for node in frame.nodes}
-    specs = _Specs(attribute, is_wrapped=frame.custom_graph is not None)
     nodes: list[Node] = []
     taken = {record.name for node in graph.nodes if (record := _record_of(node, kept)) is not None}
     for node in graph.nodes:
@@ -269,8 +289,8 @@ def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any
         elif not node.meta.get(AUXILIARY):
             record = custom_record(node, frame.module)
             record.name = unique_name(record_name(node), taken)
+            record.spec = describe(attribute(str(node.target))) if node.op == "get_attr" else UnknownSpec()
             taken.add(record.name)
-        specs.infer(node, record, is_new=node.op != "output" and node.meta.get(RECORD) is not record)
         if record is not None:
             node.meta[RECORD] = record
             nodes.append(record)
@@ -283,50 +303,3 @@ def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any
 def _record_of(node: fx.Node, kept: set[int]) -> Node | None:
     record = node.meta.get(RECORD)
     return record if isinstance(record, Node) and id(record) in kept else None
-
-
-class _Specs:
-    """Infers the specs of the values of a graph, node by node. The output of custom graphs is wrapped in a tuple."""
-
-    def __init__(self, attribute: Callable[[str], Any], *, is_wrapped: bool) -> None:
-        self._attribute = attribute
-        self._is_wrapped = is_wrapped
-        self._specs: dict[fx.Node, ValueSpec] = {}
-        self._changed: set[fx.Node] = set()
-
-    def infer(self, node: fx.Node, record: Node | None, *, is_new: bool) -> None:
-        """Stores the spec of `node`, also in its record; for a node that is not new, only where it has changed."""
-        known = None if record is None or is_new else record.spec
-        is_same = known is not None and self._changed.isdisjoint(node.all_input_nodes)
-        spec = (None if is_same else self._computed(node)) or known or UnknownSpec()
-        self._specs[node] = spec
-        if spec != known:
-            self._changed.add(node)
-        if record is not None:
-            record.spec = spec
-
-    def _computed(self, node: fx.Node) -> ValueSpec | None:
-        devices: list[torch.device] = []
-
-        def empty(_: str, spec: TensorSpec) -> Tensor:
-            devices.append(spec.device)
-            return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-
-        def value(leaf: Any) -> Any:
-            return value_like(self._specs[leaf], empty) if isinstance(leaf, fx.Node) else leaf
-
-        try:
-            args, kwargs = map_arguments(node.args, value), map_arguments(node.kwargs, value)
-            if node.op == "output":
-                result = args[0][0] if self._is_wrapped else args[0]
-            elif node.op == "get_attr":
-                return describe(self._attribute(str(node.target)))
-            elif node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            elif node.op == "call_function" and callable(node.target):
-                result = node.target(*args, **kwargs)
-            else:
-                return None
-        except Exception:  # raised by the user's function on meta tensors, or a value is not known
-            return None
-        return off_meta(describe(result), devices[0]) if devices else describe(result)

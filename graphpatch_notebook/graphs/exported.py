@@ -14,6 +14,7 @@ import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from itertools import cycle
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -24,7 +25,7 @@ from torch.export.unflatten import InterpreterModule, InterpreterModuleDispatche
 from torch.nn import Module, ModuleList
 
 from graphpatch_notebook.capture import capture, name_nodes
-from graphpatch_notebook.capture.records import CallNode, Frame, OpNode, SavedSite, Site, SourceLine, line_at
+from graphpatch_notebook.capture.records import Frame, Node, OpNode, Site, SourceLine, line_at
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, name_assigned_at
 from graphpatch_notebook.options import ExtractionOptions
@@ -40,7 +41,7 @@ from graphpatch_notebook.torch_compat import (
     without_torch_functions,
 )
 
-_TRACE_LINE = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_TRACE_LINE = re.compile(r'^ *File "(.+)", line (\d+), in (.+)\n *(.*)', re.MULTILINE)
 _OF_MODULES = frozenset(vars(Module()))
 
 
@@ -83,8 +84,7 @@ def exported_model(program: Any, flat_args_adapter: Any = None) -> tuple[Module,
     with preserved(unflattened):
         root = capture(unflattened, ExtractionOptions(), tuple(args), kwargs)
     root.capture.is_program = True
-    for frame in root.walk():
-        _name_as_exported(frame)
+    _name_as_exported(root, program)
     return unflattened, root
 
 
@@ -152,8 +152,6 @@ class ExportedModule(Module):
     """A module of an exported program. Abstract: each module has a class of its own, with its code."""
 
     graph: ClassVar[fx.Graph]
-    source_lines: ClassVar[dict[str, tuple[SourceLine, ...]]]
-    """The lines of the exported model, by the names of the graph."""
     _generated: ClassVar[GeneratedCode | None] = None
 
     @classmethod
@@ -174,6 +172,9 @@ class ExportedModule(Module):
 def _give_code(module: Any, inputs: ProgramInputs | None) -> None:
     """Makes the graph of an unflattened module its code, with the parameters of its placeholders, or of the program."""
     graph = module.graph
+    for node in graph.nodes:
+        if node.name == "self":  # the result of a submodule of that name: in code, this is the module
+            node.name = unique_name("self_1", {other.name for other in graph.nodes})
     names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
 
@@ -184,8 +185,7 @@ def _give_code(module: Any, inputs: ProgramInputs | None) -> None:
     cast(Any, forward).__signature__ = inspect.Signature([own, *(parameters if inputs is None else inputs.parameters)])
     exported = getattr(module, "_ty", None)
     name = str(getattr(exported, "__name__", exported)).rsplit(".", 1)[-1]
-    lines = {node.name: _lines_of(node) for node in graph.nodes}
-    contents = {"forward": forward, "graph": graph, "source_lines": lines, "__module__": __name__}
+    contents = {"forward": forward, "graph": graph, "__module__": __name__}
     cls: Any = type(name if exported and name.isidentifier() else "ExportedModule", (ExportedModule,), contents)
     _strip(module, [str(node.target).split(".")[0] for node in graph.nodes if node.op == "get_attr"])
     module.__class__ = cls
@@ -193,24 +193,71 @@ def _give_code(module: Any, inputs: ProgramInputs | None) -> None:
         module.__dict__["fixed_sizes"] = inputs.fixed_sizes
 
 
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _name_as_exported(root: Frame, program: ExportedProgram) -> None:
+    """Gives the operations of all frames the names that they have in the program, and the lines of the exported model.
+
+    Calls that do the same have one graph, with the names of the first. But the modules run the operations of a program
+    in its order, so these are paired one by one, unless `unflatten` repeats some.
+    """
+    by_frame = {id(frame): {node.name: node for node in _graph_of(frame).nodes} for frame in root.walk()}
+    signature = program.graph_signature
+    # What `unflatten` adds to write into the buffers and inputs that a functional program returns instead.
+    added = torch.ops.aten.copy_.default if signature.buffers_to_mutate or signature.user_inputs_to_mutate else None
+    run = [(frame, node) for frame, node in _in_order(root) if _gives_tensors(node) and node.target is not added]
+    operations = [node for node in program.graph.nodes if _gives_tensors(node)]
+    if [node.target for _, node in run] == [node.target for node in operations]:
+        for (frame, node), operation in zip(run, operations, strict=True):
+            by_frame[id(frame)][node.name] = operation
+    for frame in root.walk():
+        _name_operations(frame, by_frame[id(frame)])
+
+
+def _graph_of(frame: Frame) -> fx.Graph:
+    return cast(ExportedModule, frame.module).graph
+
+
+def _in_order(frame: Frame) -> Iterator[tuple[Frame, fx.Node]]:
+    """Yields the nodes of a frame and those below it in order, without those of operators that call graphs."""
+    calls = frame.calls()
+    for node in _graph_of(frame).nodes:
+        yield frame, node
+        if node.op == "call_module":
+            module = attrgetter(node.target)(frame.module)
+            yield from _in_order(next(call.frame for call in calls if call.frame.module is module))
+
+
+def _gives_tensors(node: fx.Node) -> bool:
+    return is_overload(node.target) and isinstance(node.meta.get("val"), (Tensor, tuple, list))
+
+
+def _name_operations(frame: Frame, nodes: dict[str, fx.Node]) -> None:
+    """Names the operations of a frame, given the nodes of the program by the variables of the frame's code."""
+    sites: dict[tuple[int, str | None], Site] = {}
+    reserved = {node.name for node in frame.nodes if node.kind != "op"}
+    values: list[tuple[Node, Any]] = []
+    for node in frame.nodes:
+        variable = node.target if node.kind == "input" else node.op.replace(".", "_")
+        if node.site is not None:
+            variable = name_assigned_at(node.site.leaf[0], line_at(*node.site.leaf))
+        if (found := nodes.get(variable)) is None:
+            continue
+        value: Any = found.meta.get("val")
+        values.append((node, value if node.position is None else value[node.position]))
+        if isinstance(node, OpNode) and is_overload(node.target):
+            # A submodule may have the name: then the operation has one that is not another operation's.
+            node.base_name, node.name = f"{found.name}_op" if found.name in reserved else found.name, ""
+        if node.site is not None and (lines := _lines_of(found)):
+            node.site = sites.setdefault((id(node.site), variable), Site(node.site.steps, lines))
+    name_nodes(frame, size_prefix="")
+    frame.example_values.update({node.name: value for node, value in values if value is not None})
+
+
 def _lines_of(node: fx.Node) -> tuple[SourceLine, ...]:
     found = _TRACE_LINE.findall(node.meta.get("stack_trace") or "")
-    return tuple(SourceLine(file, int(line), function) for file, line, function in found)
-
-
-def _name_as_exported(frame: Frame) -> None:
-    """Gives the operations of a frame the names of the program, and the lines of the exported model."""
-    lines = getattr(frame.module, "source_lines", {})
-    sites: dict[int, Site] = {}
-    for node in frame.nodes:
-        if not isinstance(node, (OpNode, CallNode)) or node.site is None:
-            continue
-        variable = name_assigned_at(node.site.leaf[0], line_at(*node.site.leaf))
-        if variable is not None and isinstance(node, OpNode) and is_overload(node.target):
-            node.base_name, node.name = variable, ""
-        found = lines.get(variable, ())
-        node.site = sites.setdefault(id(node.site), SavedSite(node.site.steps, found) if found else node.site)
-    name_nodes(frame, size_prefix="")
+    return tuple(SourceLine(file, int(line), function, text) for file, line, function, text in found)
 
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
@@ -230,7 +277,7 @@ class ProgramInputs:
         self._guards = guards
         positional, by_name = parts_of(signature.in_spec)
         flat = [node for node in unflattened.graph.nodes if node.op == "placeholder"]
-        names = _names(getattr(signature, "forward_arg_names", None), positional, by_name, [n.target for n in flat])
+        names = _names(getattr(signature, "forward_arg_names", None), positional, by_name)
         kinds: list[Any] = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * positional.num_children
         kinds += [inspect.Parameter.KEYWORD_ONLY] * (len(names) - len(kinds))
         self.parameters = [inspect.Parameter(name, kind) for name, kind in zip(names, kinds, strict=True)]
@@ -251,19 +298,13 @@ class ProgramInputs:
         return structured(list(code(module, *flat)), self._output_structure)
 
 
-def _names(known: list[str] | None, positional: Any, by_name: Any, flat_names: list[str]) -> list[str]:
+def _names(known: list[str] | None, positional: Any, by_name: Any) -> list[str]:
     keywords = [str(key) for key in by_name.context or ()]
     count = positional.num_children + len(keywords)
     if known is not None and len(known) == count and known[positional.num_children :] == keywords:
         return list(known)
-    # Programs of older versions do not say; `*args` have one name for all.
-    names: list[str] = []
-    start = 0
-    for position, structure in enumerate(parts_of(positional)):
-        base = flat_names[start] if structure.is_leaf() else f"input_{position}"
-        names.append(unique_name(base, {*names, *keywords}))
-        start += structure.num_leaves
-    return [*names, *keywords]
+    # Programs of older versions do not say.
+    return [*(f"input_{position}" for position in range(positional.num_children)), *keywords]
 
 
 def _without_work(unflattened: UnflattenedModule) -> UnflattenedModule:
@@ -282,5 +323,6 @@ def _without_work(unflattened: UnflattenedModule) -> UnflattenedModule:
         "graph": graph,
         "input_placeholders": inputs,
         "module_call_graph": [dataclasses.replace(entry, signature=signature), *others],
+        "_run_with_interpreter": True,  # also where torch was asked to generate code for unflattened programs
     }
     return cast(UnflattenedModule, checks)

@@ -11,7 +11,6 @@ looked up while the code runs, so that one piece of code serves all contexts in 
 from __future__ import annotations
 
 import itertools
-import keyword
 import linecache
 import re
 import threading
@@ -20,7 +19,7 @@ from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import Any, SupportsIndex
+from typing import Any
 
 from torch import fx
 
@@ -79,8 +78,7 @@ def generate(graph: fx.Graph) -> GeneratedCode:
             return x
     """
     global _generations  # noqa: PLW0603  # a counter of the whole process
-    _escape_keywords(graph)
-    python = graph.python_code(_name_of_module(graph))
+    python = graph.python_code(name_of_module(graph))
     text = python.src.strip("\n ")
     with _lock:
         _generations += 1
@@ -94,25 +92,6 @@ def generate(graph: fx.Graph) -> GeneratedCode:
     return GeneratedCode(text, function, shared)
 
 
-def _escape_keywords(graph: fx.Graph) -> None:
-    """Makes fx write `getattr(self, "lambda")`: it does so for names that are not identifiers, but keywords are."""
-    for node in graph.nodes:
-        if node.op in ("get_attr", "call_module") and any(map(keyword.iskeyword, str(node.target).split("."))):
-            node.target = _EscapedPath(node.target)
-
-
-class _EscapedPath(str):
-    """An attribute path with parts that fx does not treat as identifiers."""
-
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        return [_EscapedName(part) for part in super().split(sep, maxsplit)]
-
-
-class _EscapedName(str):
-    def isidentifier(self) -> bool:
-        return False
-
-
 def name_assigned_at(code: CodeType, line: int) -> str | None:
     """Returns the name of the node whose value a line of generated code computes; `None` for other code."""
     if not code.co_filename.startswith(_FILE):
@@ -122,7 +101,8 @@ def name_assigned_at(code: CodeType, line: int) -> str | None:
     return found.group(1) if found else None
 
 
-def _name_of_module(graph: fx.Graph) -> str:
+def name_of_module(graph: fx.Graph) -> str:
+    """Returns what the code of a graph calls the module that it belongs to."""
     taken = {str(node.target) for node in graph.nodes if node.op == "placeholder"}
     return next(name for name in OWNER_NAMES if name not in taken)
 
@@ -144,7 +124,8 @@ def weave(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
     """Returns a copy of `graph` in which the values of the nodes whose records have `names` go to `woven_patched`."""
     result = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    result.output(result.graph_copy(graph, copies))
+    output = result.output(result.graph_copy(graph, copies))
+    output.meta = dict(next(reversed(graph.nodes)).meta)
     result.set_codegen(codegen_of(graph))
     for node, copied in copies.items():
         record = node.meta.get(RECORD)

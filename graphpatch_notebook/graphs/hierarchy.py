@@ -13,7 +13,6 @@ from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.edits import fingerprint
 from graphpatch_notebook.graphs.modules import (
     GraphModule,
-    Hierarchy,
     MultiplyInvokedModule,
     OpaqueGraphModule,
     UnusedModule,
@@ -34,7 +33,6 @@ def build_hierarchy(root: Frame) -> GraphModule:
 
 class _HierarchyBuilder:
     def __init__(self) -> None:
-        self._hierarchy = Hierarchy()
         # The first graph module of each module: a frame may call a module that another frame holds.
         self._by_module: dict[int, Module] = {}
         self._pending: list[tuple[Module, str, Module]] = []
@@ -48,12 +46,12 @@ class _HierarchyBuilder:
 
     def _graph_module(self, frame: Frame) -> GraphModule:
         cls = CompiledGraphModule if frame.opaque_reason is None else OpaqueGraphModule
-        result = cls(frame, self._hierarchy)
+        result = cls(frame)
         calls: dict[int, list[GraphModule]] = {}
         for node in frame.calls():
             if isinstance(node, CallNode):
                 callee = self._graph_module(node.frame)
-                result.add_callees([callee])
+                result.callees.append(callee)
                 calls.setdefault(id(callee.frame.module), []).append(callee)
         called = {key: _together(graph_modules) for key, graph_modules in calls.items()}
         for key, module in called.items():
@@ -144,7 +142,7 @@ def postprocess(graph_module: GraphModule, function: Callable[[Any, Module], Non
         CaptureError: An edited graph is malformed, or refers to something that is gone.
         Exception: Any error that `function` raises.
     """
-    for callee in graph_module.callees():
+    for callee in graph_module.callees:
         postprocess(callee, function)
     if not isinstance(graph_module, CompiledGraphModule):
         return

@@ -16,8 +16,7 @@ from graphpatch_notebook.capture.inputs import signature_with
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, OpNode
 from graphpatch_notebook.errors import add_note, has_note
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
-from graphpatch_notebook.graphs.running import interpreter
-from graphpatch_notebook.inspection.error_notes import arguments_at_capture, arguments_text, failure_note
+from graphpatch_notebook.graphs.modules import interpreter
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.patching.model_state import ModelSnapshot
 from graphpatch_notebook.paths import format_path
@@ -83,7 +82,7 @@ class _FrameInterpreter(GraphRun):
     def __init__(
         self, graph_module: CompiledGraphModule, bound: dict[str, Any], on_node: Callable[[str, Any], object] | None
     ) -> None:
-        super().__init__(graph_module, graph_module.graph, bound)
+        super().__init__(graph_module, graph_module.built().graph, bound)
         self._graph_module = graph_module
         self._node: fx.Node | None = None
         self._frame: Frame = graph_module.frame
@@ -123,12 +122,8 @@ class _FrameInterpreter(GraphRun):
     def _failure(self, n: fx.Node) -> str:
         record = n.meta.get(RECORD)
         node = record if isinstance(record, Node) else OpNode(op=n.op, target=n.target, name=n.name)
-        what = f"{format_path((*self._frame.path, node.name))!r} ({node.op})"
-        lines = node.site.source_lines() if node.site is not None else []
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        captured = arguments_at_capture(node) if node.args or node.kwargs else ""
-        line = str(lines[-1]) if lines else n.format_node() or ""
-        return failure_note(what, line, arguments_text(args, kwargs), captured)
+        line = node.site.source_lines()[-1] if node.site is not None else n.format_node()
+        return f"raised by {format_path((*self._frame.path, node.name))!r} ({node.op})\n  {line}"
 
 
 def _bound(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,10 @@
 
 A graph module shares parameters, buffers and hooks with its module (the same dictionaries), has the graph modules of
 the submodules under the same names, and reads all other attributes from its module.
+
+In a live run the module's own code runs in place of its graph, and so does that of all it calls. Graphs below it do not
+run: code may pass on a value that no graph holds, through a global, a context variable or a hook (transformers collects
+hidden states like that), and only other code reads it.
 """
 
 from __future__ import annotations
@@ -15,27 +19,141 @@ from __future__ import annotations
 import copy
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Module, ModuleList, Parameter
 
-from graphpatch_notebook.capture.observers import Swaps, invoke, original_forward
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.held_values import plain_tensors
+from graphpatch_notebook.capture.observers import Swaps, innermost_forward, observer, original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graphs.running import (
-    Redirection,
-    call_with_hooks,
-    is_hooked,
-    observed_by,
-    run_in_hook,
-    running_graph,
-    unobserved,
-)
-from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.torch_compat import forward_hooks, forward_pre_hooks, version_of
+
+# -- what runs ---------------------------------------------------------------------------------------------------------
+
+
+class RunningGraph:
+    """The graph that is running, and how the graph modules that it calls run."""
+
+    __slots__ = ("counts", "is_patched_run", "is_record")
+
+    def __init__(self, is_record: bool, is_patched_run: bool) -> None:
+        # Whether it is a record of the module's own code. It includes what hooks of submodules do to tensors.
+        self.is_record = is_record
+        # Whether it runs in place of its module in a call of a `PatchableGraph`. Then it calls the user's modules, as
+        # such a run sees their calls.
+        self.is_patched_run = is_patched_run
+        self.counts: dict[int, int] = {}  # how often it called each module that it calls several times
+
+
+running_graph: ContextVar[RunningGraph | None] = ContextVar("graphpatch_running_graph", default=None)
+
+
+interpreter: ContextVar[Callable[..., Any] | None] = ContextVar("graphpatch_interpreter", default=None)
+"""Runs graphs node by node, given a graph module and its inputs; `None` if their generated code runs."""
+
+
+def run_as(
+    function: Callable[..., Any], running: RunningGraph, owner: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with afterwards(partial(_take_back, running_graph.get(), torch.is_grad_enabled())):
+        running_graph.set(running)
+        return function(owner, *args, **kwargs)
+
+
+def _take_back(outer: RunningGraph | None, grad_was_enabled: bool) -> None:
+    running_graph.set(outer)
+    # In the graph `with torch.no_grad():` is two calls. The second one may be missing: after an error, or
+    # where torch itself does it (in `autograd.Function`), out of sight.
+    if torch.is_grad_enabled() != grad_was_enabled:
+        torch.set_grad_enabled(grad_was_enabled)
+
+
+# -- the module's own code ---------------------------------------------------------------------------------------------
+
+
+def is_hooked(module: Module) -> bool:
+    """Whether hooks of accelerate wrap the module's own forward."""
+    return innermost_forward(module) != "forward"
+
+
+def run_in_hook(module: Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `run(args, kwargs)` where the hooks of accelerate run the module's own forward."""
+    swaps = Swaps()
+    with afterwards(swaps.let_go), holding(observer, Redirection(lambda other: run if other is module else None)):
+        swaps.hold([module])
+        return module.forward(*args, **kwargs)
+
+
+def unobserved() -> AbstractContextManager[None]:
+    """Hides the forwards that run in the block from the current observer."""
+    return holding(observer, _NOBODY)
+
+
+class Redirection:
+    """Hides forwards from other observers, and runs what `instead_of` returns for a module in place of its forward."""
+
+    def __init__(self, instead_of: Callable[[Module], Callable[..., Any] | None]) -> None:
+        self._instead_of = instead_of
+
+    def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._instead_of(module)
+        with unobserved():
+            return call_sites.invoke(forward, args, kwargs) if run is None else run(args, kwargs)
+
+
+_NOBODY = Redirection(lambda _: None)
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def call_with_hooks(module: Module, recorded: Collection[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `forward` of `module` between its hooks, and returns the result that the caller gets.
+
+    Hooks that ran when the caller was captured (their ids are `recorded`) run for their side effects: what they return
+    is dropped, as the caller's graph computes it. One that writes into a tensor is a `GraphError`: the graph does, too.
+    """
+    for key, hook, takes_kwargs in forward_pre_hooks(module):
+        if key in recorded:
+            _run_recorded(module, hook, (args, kwargs) if takes_kwargs else (args,))
+        elif takes_kwargs:
+            args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+        elif (result := hook(module, args)) is not None:
+            args = result if isinstance(result, tuple) else (result,)
+    output = module.forward(*args, **kwargs)
+    for key, hook, takes_kwargs in forward_hooks(module):
+        given = (args, kwargs, output) if takes_kwargs else (args, output)
+        if key in recorded:
+            _run_recorded(module, hook, given)
+        elif (result := hook(module, *given)) is not None:
+            output = result
+    return output
+
+
+def _run_recorded(module: Module, hook: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    tensors = plain_tensors(given)
+    versions = [*map(version_of, tensors)]
+    hook(module, *given)
+    if [*map(version_of, tensors)] != versions:
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        raise GraphError(
+            f"the forward hook {name} of a {type(module).__name__} writes into a tensor in place, as the edited graph "
+            "of its caller does, too: make the hook return a new tensor, or remove it before the model is captured"
+        )
+
+
+# -- graph modules -----------------------------------------------------------------------------------------------------
 
 
 def delegate(cls: type[Module], to: str, names: Iterable[str]) -> None:
@@ -128,15 +246,6 @@ class Mirror(Module):
 delegate(Mirror, "_original_module", "train state_dict load_state_dict named_parameters named_buffers _apply".split())
 
 
-class Hierarchy:
-    """What all graph modules of one model share."""
-
-    has_own_graphs = False
-    """Whether there are graphs that replace their module (edited, or custom), rather than record it."""
-    edits = 0
-    """How often a graph was edited."""
-
-
 class GraphModule(Mirror):
     """The graph module of one frame: one invocation of one of the user's modules. Abstract.
 
@@ -144,15 +253,13 @@ class GraphModule(Mirror):
     """
 
     _frame: Frame
-    _callees: list[GraphModule]
-    _hierarchy: Hierarchy
+    callees: list[GraphModule]  # those of the calls of this one, in order
 
-    def __init__(self, frame: Frame, hierarchy: Hierarchy) -> None:
+    def __init__(self, frame: Frame) -> None:
         super().__init__(frame.module)
         state = self.__dict__
         state["_frame"] = frame
-        state["_callees"] = []
-        state["_hierarchy"] = hierarchy
+        state["callees"] = []
 
     @property
     def frame(self) -> Frame:
@@ -173,38 +280,20 @@ class GraphModule(Mirror):
     @property
     def has_own_graph(self) -> bool:
         """Whether there is a graph that replaces the module (edited, or custom), rather than records it."""
-        return False
-
-    @property
-    def calls_own_graphs(self) -> bool:
-        """Whether there may be graphs below this one that replace their module."""
-        return self._hierarchy.has_own_graphs
-
-    @property
-    def edits(self) -> int:
-        """How often a graph of the hierarchy was edited."""
-        return self._hierarchy.edits
+        return self._frame.has_own_graph
 
     def callee(self, module: Module, call_index: int) -> GraphModule | None:
         """Returns the graph module of the given call of `module` in this frame, if the capture had that call."""
-        for callee in self._callees:
+        for callee in self.callees:
             call = callee._frame.call
             if callee._original_module is module and call is not None and call.call_index == call_index:
                 return callee
         return None
 
-    def add_callees(self, callees: Iterable[GraphModule]) -> None:
-        """Adds the graph modules of the next calls of this one."""
-        self._callees.extend(callees)
-
-    def callees(self) -> list[GraphModule]:
-        """Returns the graph modules that this one calls, in order."""
-        return list(self._callees)
-
     def walk(self) -> Iterator[GraphModule]:
         """Yields this graph module and all below it, in order of execution."""
         yield self
-        for callee in self._callees:
+        for callee in self.callees:
             yield from callee.walk()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,9 +346,9 @@ class GraphModule(Mirror):
 def run_live(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs the module's own forward, inside of all hooks."""
     forward = original_forward(graph_module.frame.module)
-    if not graph_module.calls_own_graphs:
+    if not graph_module.frame.runs_own_graphs:
         with unobserved():
-            return invoke(forward, args, kwargs)
+            return call_sites.invoke(forward, args, kwargs)
     counts: dict[int, int] = {}
 
     def instead_of(module: Module) -> Callable[..., Any] | None:
@@ -268,9 +357,9 @@ def run_live(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str,
         return None if callee is None else callee.run_frame
 
     swaps = Swaps()
-    with afterwards(swaps.let_go), observed_by(Redirection(instead_of)):
-        swaps.hold(callee.frame.module for callee in graph_module.callees())
-        return invoke(forward, args, kwargs)
+    with afterwards(swaps.let_go), holding(observer, Redirection(instead_of)):
+        swaps.hold(callee.frame.module for callee in graph_module.callees)
+        return call_sites.invoke(forward, args, kwargs)
 
 
 @final

@@ -25,15 +25,16 @@ import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
+from graphpatch_notebook.capture import unpacked
 from graphpatch_notebook.capture.inputs import passed_on
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref
-from graphpatch_notebook.errors import GraphError, GraphPatchError, PatchValueError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import Container, printable
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.generated_code import written_value
 from graphpatch_notebook.graphs.modules import GraphModule
-from graphpatch_notebook.patches.kinds import Patch, WritingPatch, problem_of_value
-from graphpatch_notebook.patching.comparison import Aspect, CallSignature, Difference, has_child
+from graphpatch_notebook.graphs.signatures import Aspect, CallSignature, Difference, has_child
+from graphpatch_notebook.patches.kinds import Patch, selects_nothing
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.torch_compat import codegen_of
 from graphpatch_notebook.values import (
@@ -53,11 +54,10 @@ from graphpatch_notebook.values import (
 
 @dataclass(frozen=True, slots=True)
 class PatchedPart:
-    """Patches on the part of a value at `index` (`()` for all of it), which `where` names in messages."""
+    """Patches on the part of a value at `index` (`()` for all of it)."""
 
     index: tuple[Any, ...]
     patches: Sequence[Patch[Any]]
-    where: str
 
 
 Patched = Mapping[Node, Sequence[tuple[tuple[Key, ...], PatchedPart]]]
@@ -108,7 +108,6 @@ class PatchedValue(Module):
         super().__init__()
         self.index = part.index
         self.patches = list(part.patches)
-        self.where = part.where
         self.dig = dig
         self.is_written = is_written
         self.is_shown_copied = is_shown_copied
@@ -116,11 +115,12 @@ class PatchedValue(Module):
 
     def forward(self, value: Any) -> Any:
         """Returns the patched value; containers on the way to it are copied, never written into."""
-        result = self._at(value, self.dig)
-        if self.is_written and result is not value:
+        given = unpacked(value)
+        result = self._at(given, self.dig)
+        if self.is_written and result is not given:
             value.copy_(result)
             return value
-        return result
+        return value if result is given else result
 
     def _at(self, value: Any, dig: tuple[Key, ...]) -> Any:
         if not dig:
@@ -148,19 +148,9 @@ class PatchedValue(Module):
                 if self.is_shown_alias and is_tensor and value.requires_grad and torch.is_grad_enabled():
                     value = value.view_as(value)  # its gradient is only the one of this use of the tensor
                 patch.op(value.clone() if self.is_shown_copied and is_tensor else value)
-            else:
-                value = self._after(patch, value.clone() if patch.requires_clone and is_tensor else value)
+            elif not selects_nothing(patch, value):
+                value = patch.op(value.clone() if patch.requires_clone and is_tensor else value)
         return value
-
-    def _after(self, patch: Patch[Any], value: Any) -> Any:
-        if torch.compiler.is_compiling() or not isinstance(patch, WritingPatch):
-            return patch.op(value)
-        try:
-            return patch.op(value)
-        except (RuntimeError, IndexError, TypeError, ValueError) as error:
-            if isinstance(error, GraphPatchError):
-                raise type(error)(f"{self.where}: {error}") from None
-            raise PatchValueError(problem_of_value(patch, self.where, value, error)) from None
 
 
 class _Writer:
@@ -177,18 +167,17 @@ class _Writer:
         self._input_check = check
         self._given = given
         self._held: dict[str, Any] = {}
-        self._not_saved: list[str] = []
         self._graph = fx.Graph()
 
     def module(self) -> fx.GraphModule:
         """Returns the module, in the mode (train or eval) that the model's module had at capture."""
         copies: dict[fx.Node, fx.Node] = {}
-        returned = self._graph.graph_copy(self._source.graph, copies)
+        returned = self._graph.graph_copy(self._source.built().graph, copies)
         if self._frame.custom_graph is not None:
             returned = returned[0]  # type: ignore[index]  # such a graph returns a one-element tuple
-        self._graph.set_codegen(codegen_of(self._source.graph))
+        self._graph.set_codegen(codegen_of(self._source.built().graph))
         output = self._graph.output(returned)
-        placeholders = [copies[node] for node in self._source.graph.nodes if node.op == "placeholder"]
+        placeholders = [copies[node] for node in self._source.built().graph.nodes if node.op == "placeholder"]
         _bring_together(placeholders)
         self._last_input = placeholders[-1] if placeholders else output
         for old, new in copies.items():
@@ -208,9 +197,6 @@ class _Writer:
             result = fx.GraphModule(self._held, self._graph, type(self._frame.module).__name__)
         except AssertionError as error:  # torch 2.4, if two functions have the same name
             raise GraphError(f"torch {torch.__version__} cannot write the code of {self._source.path!r}") from error
-        for path in self._not_saved:
-            holder, _, name = path.rpartition(".")
-            result.get_submodule(holder)._non_persistent_buffers_set.add(name)
         result.training = self._frame.conditions.training
         return result
 
@@ -249,8 +235,6 @@ class _Writer:
                 return
             held = record if record is not None and record.kind in ("parameter", "buffer", "attribute") else None
             new.target = self._put(str(old.target if held is None else held.target), value)
-            if isinstance(value, Tensor) and (held is None or not _is_saved(self._frame.module, held)):
-                self._not_saved.append(new.target)
         elif isinstance(new.target, Container) and new.target.is_by_name and dataclasses.is_dataclass(new.target.type):
             new.target = printable(new.target.type)  # compilers can trace it, unlike the container
 
@@ -320,13 +304,6 @@ def _drop_unused_reads(copies: dict[fx.Node, fx.Node]) -> None:
             continue
         if isinstance(record.spec, ScalarSpec) and record.spec.value is not None:
             new.graph.erase_node(new)
-
-
-def _is_saved(module: Module, record: Node) -> bool:
-    """Whether a tensor of the model is in its state dict."""
-    holder, _, name = str(record.target).rpartition(".")
-    owner = module.get_submodule(holder)
-    return name in owner._parameters or (name in owner._buffers and name not in owner._non_persistent_buffers_set)
 
 
 _TAKEN = frozenset(dir(fx.GraphModule({}, fx.Graph()))) | {"check_inputs"}

@@ -9,23 +9,16 @@ from typing import Any, Literal, TypeAlias
 
 from torch.nn import Module
 
-from graphpatch_notebook.capture import Doubt, Reason, listed_doubts
+from graphpatch_notebook.capture import Doubt, Reason, call_sites, listed_doubts
 from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import inputs_of_call
-from graphpatch_notebook.capture.observers import Swaps, invoke
+from graphpatch_notebook.capture.observers import Swaps, observer
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
-from graphpatch_notebook.graphs.modules import GraphModule, run_live
-from graphpatch_notebook.graphs.running import (
-    is_hooked,
-    observed_by,
-    run_in_hook,
-    trusted,
-    unobserved,
-)
+from graphpatch_notebook.graphs.modules import GraphModule, unobserved
+from graphpatch_notebook.graphs.signatures import object_classes
 from graphpatch_notebook.interrupts import afterwards, holding
-from graphpatch_notebook.patching.comparison import RunComparison, compared, object_classes, run_and_compare
-from graphpatch_notebook.patching.model_state import copied, owner_of, preserved
+from graphpatch_notebook.patching.model_state import RunComparison, copied, owner_of, preserved, run_and_compare
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import describe
 
@@ -149,22 +142,12 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     if root.has_own_graph:
         return VerificationReport(tuple(_report(g, {}) for g in root.walk()))
-    verifier = _Verifier(root)
-    first, second = copied((args, kwargs)), copied((args, kwargs))
+    verifier, own = _Verifier(root), copied((args, kwargs))
     swaps = Swaps()
-    with preserved(root.frame.module), afterwards(swaps.let_go), observed_by(verifier):
+    with preserved(root.frame.module), afterwards(swaps.let_go), holding(observer, verifier):
         swaps.hold(reachable_modules(root.frame.module))
-        copy_context().run(root.frame.module, *first[0], **first[1])
-    found = verifier.found
-    if isinstance(root, CompiledGraphModule) and root in found and found[root].is_equal:
-        # Submodules may pass on values that no graph holds: compare once more, running all graphs that are equal.
-        equal = frozenset(graph_module for graph_module, comparison in found.items() if comparison.is_equal)
-        with preserved(root.frame.module), holding(trusted, equal):
-            if is_hooked(root.frame.module):  # the parameters are there only between the hooks
-                run_in_hook(root.frame.module, lambda *call: verifier.compare_as_a_whole(root, *call), *second)
-            else:
-                verifier.compare_as_a_whole(root, *second)
-    return VerificationReport(tuple(_report(g, found) for g in root.walk()))
+        copy_context().run(root.frame.module, *own[0], **own[1])
+    return VerificationReport(tuple(_report(g, verifier.found) for g in root.walk()))
 
 
 class _Verifier:
@@ -181,8 +164,8 @@ class _Verifier:
         def run(*args: Any, **kwargs: Any) -> Any:
             self._stack.append((graph_module, {}))
             try:
-                with observed_by(self):
-                    return invoke(forward, args, kwargs)
+                with holding(observer, self):
+                    return call_sites.invoke(forward, args, kwargs)
             finally:
                 self._stack.pop()
 
@@ -201,14 +184,6 @@ class _Verifier:
             result, comparison = run_and_compare(module, run, _graph_of(graph_module), args, kwargs)
         self.found[graph_module] = comparison
         return result
-
-    def compare_as_a_whole(self, root: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compares the graph of the root, and with it all trusted graphs, with the model."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return run_live(root, args, kwargs)
-
-        self.found[root] = compared(root.frame.module, run, _graph_of(root), args, kwargs)
 
     def _graph_module(self, module: Module) -> GraphModule | None:
         """Returns the graph module of the frame that begins, if it was called during capture."""
@@ -254,7 +229,7 @@ def _report(graph_module: GraphModule, found: dict[GraphModule, RunComparison]) 
         status, reason = "opaque", frame.opaque_reason
     elif comparison is None:
         status = "not reached"
-        if frame.is_below_own_graph:
+        if any(above.has_own_graph for above in frame.frames_above()):
             reason = "a graph that replaces its module calls it"
     else:
         status, reason = comparison.status, comparison.reason or None

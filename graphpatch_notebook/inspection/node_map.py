@@ -17,7 +17,7 @@ from graphpatch_notebook.capture.records import CallNode, Frame, Node, Site, Sou
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, resolve
 from graphpatch_notebook.paths import format_path, format_segment, path_pattern
-from graphpatch_notebook.values import TensorSpec, ValueSpec, leaves
+from graphpatch_notebook.values import ValueSpec, leaves
 
 T = TypeVar("T")
 NodeKind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "op", "output"]
@@ -148,7 +148,7 @@ class NodeMap(Mapping[str, NodeMeta]):
 
     def _rows(self) -> tuple[NodeRows, dict[str, int]]:
         if self._built is None:
-            rows = NodeRows.of(self._root)
+            rows = NodeRows(self._root)
             self._built = (rows, {path: row for row, path in enumerate(rows.paths)})
         return self._built
 
@@ -176,48 +176,35 @@ def kept_for(nodes: NodeMap, make: Callable[[NodeMap], T]) -> T:
         return cast(T, nodes._kept[make])
 
 
-@dataclass(frozen=True, slots=True)
 class NodeRows:
-    """The paths of a capture that can be patched, with their nodes, their frames, and the specs of the values."""
+    """The paths of a capture that can be patched, with their nodes, their frames, and the specs of the values.
 
-    # Lists, not one record for each path, which would take longer to make than everything else here.
-    paths: list[str] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    frames: list[Frame] = field(default_factory=list)
-    specs: list[ValueSpec] = field(default_factory=list)
+    Attributes:
+        paths: The paths.
+        nodes: The node of each.
+        frames: The frame of each.
+        specs: The spec of each value.
+    """
 
-    @classmethod
-    def of(cls, root: Frame, *, with_sizes: bool = True, only_sizes: bool = False) -> NodeRows:
-        """Returns the rows of the capture whose root frame is `root`; with `only_sizes`, no others."""
-        rows = cls()
-        states = (True,) if only_sizes else (False, True) if with_sizes else (False,)
-        rows._add_frame(root, "", states)
-        return rows
-
-    def _add_frame(self, frame: Frame, prefix: str, states: tuple[bool, ...]) -> None:
-        add_path, add_node = self.paths.append, self.nodes.append
-        add_frame, add_spec = self.frames.append, self.specs.append
-        for node in frame.nodes:
-            if node.kind == "call":
-                if isinstance(node, CallNode):
-                    self._add_frame(node.frame, f"{prefix}{format_segment(node.name)}.", states)
-            elif node.is_size in states and is_patchable(node):
-                path, spec = prefix + format_segment(node.name), node.spec
-                if type(spec) is TensorSpec:  # nearly all rows, and a loop would take twice as long
-                    add_path(path)
-                    add_node(node)
-                    add_frame(frame)
-                    add_spec(spec)
-                    continue
-                for full, leaf in _leaves(path, spec).items():
-                    add_path(full)
-                    add_node(node)
-                    add_frame(frame)
-                    add_spec(leaf)
+    def __init__(self, root: Frame, *, with_sizes: bool = True) -> None:
+        rows = [row for row in _rows(root, "") if with_sizes or not row[1].is_size]
+        self.paths: list[str] = [path for path, _, _, _ in rows]
+        self.nodes: list[Node] = [node for _, node, _, _ in rows]
+        self.frames: list[Frame] = [frame for _, _, frame, _ in rows]
+        self.specs: list[ValueSpec] = [spec for _, _, _, spec in rows]
 
     def meta(self, row: int) -> NodeMeta:
         """Returns the facts about the node in a row."""
         return _meta(self.paths[row], self.frames[row], self.nodes[row], self.specs[row])
+
+
+def _rows(frame: Frame, prefix: str) -> Iterator[tuple[str, Node, Frame, ValueSpec]]:
+    for node in frame.nodes:
+        if isinstance(node, CallNode):
+            yield from _rows(node.frame, f"{prefix}{format_segment(node.name)}.")
+        elif is_patchable(node):
+            for path, leaf in _leaves(prefix + format_segment(node.name), node.spec).items():
+                yield path, node, frame, leaf
 
 
 def _leaves(path: str, spec: ValueSpec) -> dict[str, ValueSpec]:

@@ -10,7 +10,7 @@ blocks.0.hook_resid_post, hook_embed     TransformerLens       -> the component 
 layers_output[3], attentions_output[0]   nnterp                -> the component of that kind
 layers.3.mlp_out, block[3].mlp_out       lists as in paths     -> the component with this name
 embed, resid_post                        without @, or layers  -> the component with this name
-attn.probs, attn_weights                 inside attention      -> the component; or the values inside one fused call
+attn.probs, attn_weights                 inside attention      -> the component
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from graphpatch_notebook.capture.records import CallNode, Frame, Node
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.dimensions import fixed_sizes
 from graphpatch_notebook.components.names import is_component_name, part_shape
-from graphpatch_notebook.components.operations import FUSED_ATTENTION
-from graphpatch_notebook.errors import UnknownPathError
+from graphpatch_notebook.errors import UnknownPathError, cut
 from graphpatch_notebook.patches.slices import part_sizes, selection_problem
 from graphpatch_notebook.paths import ParsedPath, call_name, format_path, nearest, parse_path
 from graphpatch_notebook.values import ContainerSpec, Key, TensorSpec, ValueSpec, leaves
@@ -35,7 +35,6 @@ from graphpatch_notebook.values import ContainerSpec, Key, TensorSpec, ValueSpec
 if TYPE_CHECKING:
     from graphpatch_notebook.components import Component
 
-_FUSED = FUSED_ATTENTION | {"multi_head_attention_forward"}
 _SCORES = {"attn_scores", "attention_scores", "scores"}
 _PATTERNS = {"pattern", "probs", "attn_pattern", "attn_weights", "attn_weight", "attention_weights", "attn_probs"}
 _PATTERNS |= {"attention_probs", *_SCORES}
@@ -91,7 +90,7 @@ def answer_to_alias(root: Frame, text: str) -> str | None:
     try:
         found = find(root).lookup(name)
     except UnknownPathError as error:
-        return str(error) if certain else None
+        return str(error) if certain or text.rpartition(".")[2] in _PATTERNS else None
     return f"nearest: {(found[0].name if len(found) == 1 else name)!r}"
 
 
@@ -118,16 +117,6 @@ def _in_layer(root: Frame, number: str, part: str) -> str:
     # With several stacks: the decoder, which is the last one, as in tools for single stacks.
     stack = (list(find(root).layers) or [""])[-1]
     return f"{stack}.layers[{number}].{part}" if stack else f"layers[{number}].{part}"
-
-
-def fused_attention(root: Frame, names: Sequence[str]) -> Frame | None:
-    """Returns the nearest frame whose attention is one fused call, if the names refer to values inside attention."""
-    if names[-1].removeprefix("hook_") not in _PATTERNS:
-        return None
-    fused = [frame for frame in root.walk() if any(node.op in _FUSED for node in frame.nodes)]
-    number = next((part for name in reversed(names) for part in re.findall(r"\d+", name)), "")
-    there = [frame for frame in fused if number in re.findall(r"\d+", ".".join(frame.path))]
-    return next(iter(there or (fused if names[-1] in _PATTERNS else [])), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +178,11 @@ class Unresolvable(Exception):  # noqa: N818  # no error that a user sees
 
     Attributes:
         message: What is wrong, and what may be meant.
-        is_unknown: Whether the path does not exist at all (not: leads to a graph, a container, a constant).
     """
 
-    def __init__(self, message: str, *, is_unknown: bool = False) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
-        self.is_unknown = is_unknown
 
 
 def resolve(root: Frame, path: str | ParsedPath) -> Target:
@@ -210,7 +197,7 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
     """Returns all values that `path` refers to: several for a component name with several layers, heads or experts."""
     if not isinstance(path, str) or not is_component_name(path):
         if isinstance(path, str) and "]" in path and (answer := answer_to_alias(root, path)) is not None:
-            raise Unresolvable(f"{path!r} is not a path; {answer}", is_unknown=True)
+            raise Unresolvable(f"{path!r} is not a path; {answer}")
         return [_at_path(root, parse(path) if isinstance(path, str) else path)]
     if "[" not in path:  # a path may have an @
         with contextlib.suppress(Unresolvable):
@@ -222,8 +209,8 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
         with contextlib.suppress(ValueError):
             parsed = parse_path(items)
             for respelled in _respelled(root, (), parsed.names, parsed.dig):
-                raise Unresolvable(f"{error}; did you mean {respelled!r}?", is_unknown=True) from None
-        raise Unresolvable(str(error), is_unknown=True) from None
+                raise Unresolvable(f"{error}; did you mean {respelled!r}?") from None
+        raise Unresolvable(str(error)) from None
     return [_in_range(replace(_at_path(root, parse(one.path)), component=one)) for one in components]
 
 
@@ -236,7 +223,7 @@ def _in_range(target: Target) -> Target:
         sizes = fixed_sizes(target.frame, target.node, target.whole)
         problem = selection_problem(target.index, sizes, repr(target.path))
     if problem is not None:
-        raise Unresolvable(f"{target.text!r}: {problem}", is_unknown=True)
+        raise Unresolvable(f"{target.text!r}: {problem}")
     return target
 
 
@@ -274,7 +261,7 @@ def parse(text: str) -> ParsedPath:
         return parse_path(text)
     except ValueError as error:
         hint = "; a position in a sequence is written output|sub_0" if "[" in text else ""
-        raise Unresolvable(f"{error}{hint}", is_unknown=True) from None
+        raise Unresolvable(f"{error}{hint}") from None
 
 
 def is_patchable(node: Node) -> bool:
@@ -289,31 +276,8 @@ def graph_class(frame: Frame | None) -> str:
 
 def with_nearest(root: Frame, path: str, message: str) -> str:
     """Returns the message on an unknown path with the nearest paths, unless it already names them."""
-    close = [] if "nearest: " in message else nearest_paths(root, path)
+    close = [] if "nearest: " in message else [near for near in nearest_paths(root, path, 4) if near != path][:3]
     return f"{message}; nearest: {_listed(close, 3)}" if close else message
-
-
-def operation_of(root: Frame, path: str) -> str | None:
-    """Returns the operation whose value is at `path`; `None` for all but operations, and for names of components."""
-    with contextlib.suppress(Unresolvable):
-        target = resolve(root, path)
-        return target.node.op if target.node.kind == "op" and target.component is None else None
-    return None
-
-
-def other_operation(root: Frame, path: str, op: str | None) -> str | None:
-    """Returns a message if `path` was stored for the operation `op` and may belong to another operation now.
-
-    Names of operations count within a module: in another version of its code `attn_weights_3` may be another value.
-    """
-    here = operation_of(root, path)
-    if op is None or op == here:
-        return None
-    frame = resolve(root, path).frame
-    same = [leaf for node in frame.nodes if node.op == op for leaf in _leaf_paths(frame.path, node)]
-    close = nearest(path, same) or [near for near in nearest_paths(root, path, 4) if near != path]
-    is_now = f"is of {here}" if here else "is of no operation"
-    return f"{path!r} {is_now} here, and was of {op} where it was stored; nearest: {_listed(close[:3], 3)}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -328,7 +292,7 @@ def _dug(frame: Frame, node: Node, parsed: ParsedPath) -> Target:
     for depth, text in enumerate(parsed.dig):
         child = spec.child(text) if isinstance(spec, ContainerSpec) else None
         if child is None:
-            raise Unresolvable(_unknown_key(node, spec, parsed, depth), is_unknown=True)
+            raise Unresolvable(_unknown_key(node, spec, parsed, depth))
         key, spec = child
         keys.append(key)
     if isinstance(spec, ContainerSpec):
@@ -367,46 +331,46 @@ def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> 
     where = format_path(parsed.names[:depth]) if depth else "the root graph"
     hint = hint_on(root, frame, parsed, depth)
     asked = "" if depth == len(parsed.names) - 1 and not parsed.dig else f"{str(parsed)!r}: "
-    return Unresolvable(f"{asked}no node {parsed.names[depth]!r} in {where}{hint}", is_unknown=True)
+    return Unresolvable(f"{asked}no node {cut(repr(parsed.names[depth]))} in {where}{hint}")
 
 
 def hint_on(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> str:
     """Returns what an error adds on a path of which the name at `depth` is not in `frame`: what it may mean."""
     if respelled := list(_respelled(frame, parsed.names[:depth], parsed.names[depth:], parsed.dig)):
         return f"; nearest: {_listed(respelled, 4)}"
-    if (idle := _idle_submodule(frame, parsed.names[depth])) is not None:
-        return (
-            f"; the submodule {idle!r} did not run on the example inputs: make the PatchableGraph with inputs that "
-            "reach it"
-        )
+    before, name = parsed.names[:depth], parsed.names[depth]
+    if (weight := frame.names.get(f"parametrizations_{name}")) is not None:
+        return f"; nearest: {format_path((*before, weight.name, 'output'))!r}"
+    path, module = _submodule(frame, name)
+    if module is not None:
+        held = ".".join((path, *parsed.names[depth + 1 :]))
+        if used := [node.name for node in frame.nodes if node.kind in HELD_KINDS and node.target == held]:
+            return f"; nearest: {format_path((*before, used[0]))!r}"
+        called = [inner for inner in root.walk() if inner.module is module]
+        rest = parsed.names[depth + 1 :]
+        if meant := [text for inner in called for text in _respelled(inner, inner.path, rest, parsed.dig)]:
+            return f"; nearest: {_listed(meant, 4)}"
+        if id(module) in root.capture.unseen:
+            return (
+                f"; the submodule {path!r} ran in another thread or inside of an operation (an autograd.Function), "
+                "where calls have no names: patch what its caller does with the result"
+            )
+        if not called and not any(inner.module in module.modules() for inner in root.walk()):
+            return (
+                f"; the submodule {path!r} did not run on the example inputs: make the PatchableGraph with inputs that "
+                "reach it"
+            )
     answer = answer_to_alias(root, str(parsed))
-    fused = fused_attention(root, parsed.names)
-    if fused is not None and (answer is None or not answer.startswith("nearest")):
-        return f"; attention is one fused call in this model{_inside(fused)}"
     if answer is not None:
         return f"; {answer}"
     close = nearest_paths(root, str(parsed))
     return f"; nearest: {_listed(close, 4)}" if close else ""
 
 
-def _inside(fused: Frame) -> str:
-    """Returns a description of the nodes inside the fused calls of a frame, for messages."""
-    if inside := [format_path((*fused.path, node.name)) for node in fused.nodes if node.is_inner]:
-        return f": the values inside are {_listed(inside, 4)}"
-    if fused.has_own_graph:
-        return ", which shows no weights where its graph runs (edited, or from a file): capture the model to see them"
-    options = fused.capture.options
-    is_off = options is not None and options.decompose is not None
-    return ", which shows no weights" + (": leave decompose out of the ExtractionOptions to see them" if is_off else "")
-
-
-def _idle_submodule(frame: Frame, name: str) -> str | None:
-    """Returns the attribute path of the submodule that `name` refers to, if it is never called."""
-    called = {str(call.target) for call in frame.calls()}
-    for path, _ in frame.module.named_modules():
-        if path and name in (path, call_name(path)):
-            return None if any(f"{target}.".startswith(f"{path}.") for target in called) else path
-    return None
+def _submodule(frame: Frame, name: str) -> tuple[str, Module | None]:
+    """Returns the submodule that `name` refers to by its attribute path in the module of a frame, with that path."""
+    found = ((path, module) for path, module in frame.module.named_modules() if path)
+    return next(((path, module) for path, module in found if name in (path, call_name(path))), ("", None))
 
 
 def _respelled(frame: Frame, before: tuple[str, ...], names: tuple[str, ...], dig: tuple[str, ...]) -> Iterator[str]:
@@ -433,14 +397,7 @@ def _stops_at_graph(root: Frame, frame: Frame, parsed: ParsedPath) -> Unresolvab
             return Unresolvable(f"{path!r} is a graph: its nodes follow a dot; did you mean {meant!r}?")
     candidates = [*_leaf_paths(parsed.names, frame.output_node), *_graph_paths(frame, parsed.names)]
     such_as = f", such as {candidates[0]!r}" if candidates else ""
-    # BERT has modules called `output`, so the name that users try first leads into one.
-    called_output = ""
-    if parsed.names[-1:] == ("output",) and frame.parent is not None:
-        returned = _leaf_paths(parsed.names[:-1], frame.parent.output_node)[:1]
-        called_output = (
-            f"; what {format_path(parsed.names[:-1]) or 'the model'} itself returns is {_listed(returned, 1)}"
-        )
-    return Unresolvable(f"{path!r} is a graph ({graph_class(frame)}); patch a node in it{such_as}{called_output}")
+    return Unresolvable(f"{path!r} is a graph ({graph_class(frame)}); patch a node in it{such_as}")
 
 
 def _beyond_node(root: Frame, node: Node, parsed: ParsedPath, depth: int) -> Unresolvable:
@@ -448,44 +405,16 @@ def _beyond_node(root: Frame, node: Node, parsed: ParsedPath, depth: int) -> Unr
     hint = f"nearest: {_listed(nearest_paths(root, str(parsed)), 3)}"
     if isinstance(node.spec, ContainerSpec):
         hint = f"did you mean {str(meant)!r}? A dot does not lead into a container"
-    return Unresolvable(f"{path!r} is a node, not a graph: no {str(parsed)!r}; {hint}", is_unknown=True)
+    return Unresolvable(f"{path!r} is a node, not a graph: no {str(parsed)!r}; {hint}")
 
 
 def nearest_paths(root: Frame, path: str, count: int = 3) -> list[str]:
-    """Returns the paths in the capture that `path` may refer to, best first. They are only suggested in messages.
-
-    Paths that end with it come before paths of similar spelling. Frames are ranked before paths are compared, so that
-    it stays fast in a model of 50,000 nodes.
-    """
-    parts = re.split(r"[.|]", path)
-    named = ((frame.path, frame) for frame in root.walk())
-    ranked = sorted(named, key=lambda item: _likeness(parts, *item), reverse=True)
-    candidates = (leaf for names, frame in ranked[:10] for leaf in _graph_paths(frame, names))
-    similar = nearest(path, list(islice(candidates, 1000)), count)
-    return list(dict.fromkeys([*islice(_ending_with(root, path), count), *similar]))[:count]
-
-
-def _ending_with(root: Frame, path: str) -> Iterator[str]:
-    """Yields the values of modules, or else the values, whose path ends with `path`: `h.1.mlp`, `query_states`."""
-    asked = "." + re.sub(r"\.(\d+)(?=\.|$)", r"_\1", path)
-    last = asked.rpartition(".")[2]
-    ends = [(frame.path, ".".join(("", *frame.path)), frame) for frame in root.walk()]
-    whole = [_leaf_paths(names, frame.output_node)[:1] for names, text, frame in ends if text.endswith(asked)]
-    inside = (
-        _leaf_paths(names, node)[:1]
-        for names, text, frame in ends
-        if (node := frame.names.get(last)) is not None and is_patchable(node) and not node.is_size
-        if frame.parent is not None and f"{text}.{last}".endswith(asked)
-    )
-    return (leaf for found in (whole or inside) for leaf in found)
-
-
-def _likeness(parts: Sequence[str], names: tuple[str, ...], frame: Frame) -> float:
-    leading = next(
-        (i for i, (a, b) in enumerate(zip(parts, names, strict=False)) if a != b), min(len(parts), len(names))
-    )
-    has_last = bool(parts) and parts[-1] in frame.names
-    return len(set(parts) & set(names)) + leading + has_last - 0.1 * max(0, len(names) - len(parts) + 1)
+    """Returns the paths in the capture that `path` may refer to, best first. They are only suggested in messages."""
+    asked = re.sub(r"\.(\d+)(?=\.|$)", r"_\1", path)
+    candidates = [leaf for frame in root.walk() for leaf in _graph_paths(frame, frame.path)]
+    ends = (f".{asked}", f".{asked}.output")
+    ending = [leaf for leaf in candidates if f".{leaf}".partition("|")[0].endswith(ends)]
+    return list(dict.fromkeys([*ending[:count], *nearest(asked, candidates, count)]))[:count]
 
 
 def _graph_paths(frame: Frame, names: tuple[str, ...]) -> Iterator[str]:

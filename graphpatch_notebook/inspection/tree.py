@@ -3,7 +3,7 @@
 Frame or ValueSpec
   -> TreeEntry         a node, its label, its children    (`frame_entry`, `spec_entry`)
   -> Line ...          cut to a number of lines           (`tree_lines`)
-  -> str, rich, HTML                                      (`plain`, `rich_text`, `html`)
+  -> str, HTML                                            (`plain`, `colored`, `html`)
 
 Plumbing: masks, indices, positions and flags, which prepare what a model computes, and which trees fold away.
 
@@ -20,20 +20,17 @@ import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from graphpatch_notebook.capture.inputs import passed_on
-from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, refs_in
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, once_a_capture, refs_in
 from graphpatch_notebook.components.operations import CREATIONS, LINEAR_MAPS, PRODUCTS
 from graphpatch_notebook.inspection.resolution import graph_class
 from graphpatch_notebook.paths import format_segment
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec, leaves
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 _WHOLE = frozenset([torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 _WEIGHTED = LINEAR_MAPS | PRODUCTS | {"embedding", "conv_transpose1d", "conv_transpose2d"}
@@ -42,6 +39,7 @@ _CREATIONS = CREATIONS | frozenset(
 )
 
 
+@once_a_capture
 def plumbing(root: Frame) -> Set[int]:
     """Returns the ids of the nodes of a capture that are plumbing; each capture is searched once.
 
@@ -60,13 +58,9 @@ def plumbing(root: Frame) -> Set[int]:
         >>> [node.name for node in frame.nodes if id(node) in found]
         ['mask', 'invert', 'bias']
     """
-    findings = root.capture.findings
-    if plumbing not in findings:
-        search = _Search()
-        search.sort_frame(root)
-        findings[plumbing] = search.result() - {id(ref.node) for ref in refs_in(root.output)}
-    found: Set[int] = findings[plumbing]
-    return found
+    search = _Search()
+    search.sort_frame(root)
+    return search.result() - {id(ref.node) for ref in refs_in(root.output)}
 
 
 class _Search:
@@ -308,7 +302,6 @@ class Row:
     note: str = ""
     run: tuple[TreeEntry, ...] = ()
     rows: list[Row] = field(default_factory=list)
-    is_folded: bool = False
 
 
 def opened(entry: TreeEntry, max_lines: int | None = MAX_LINES, depth: int | None = None) -> Row:
@@ -357,7 +350,7 @@ def _open_breadth_first(top: Row, max_lines: int | None, depth: int | None) -> N
         elif level == 0 and len(rows) > left:
             rows = _without_middle(rows, int(left))
         if not rows or len(rows) > left:
-            row.is_folded, row.note = True, f" … {_nodes(row.entry.size - 1)}"
+            row.note = f" … {_nodes(row.entry.size - 1)}"
             continue
         left -= len(rows)
         row.rows = rows
@@ -462,7 +455,7 @@ def css_color(color: str) -> str:
     return f"color:{color};color:color-mix(in srgb,{color} 75%,currentColor)"
 
 
-# For terminals, for rich, and for HTML.
+# For terminals, for tables of rich, and for HTML.
 _STYLES: dict[Style, tuple[str, str, str]] = {
     "name": ("", "", ""),
     "graph": ("\x1b[1;36m", "bold cyan", f"{css_color('#2c7fb8')};font-weight:600"),
@@ -488,18 +481,6 @@ def colored(lines: Iterable[Line]) -> str:
 
 def _ansi(text: str, style: Style) -> str:
     return f"{_ANSI[style]}{text}\x1b[0m" if _ANSI[style] else text
-
-
-def rich_text(lines: Iterable[Line]) -> Text:
-    """Returns the tree as a `rich.text.Text`; imports rich."""
-    from rich.text import Text
-
-    parts: list[tuple[str, str]] = []
-    for line in lines:
-        if parts:
-            parts.append(("\n", ""))
-        parts += [(text, RICH_STYLES[style]) for text, style in line.parts()]
-    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
 
 
 def html(lines: Iterable[Line]) -> str:

@@ -11,7 +11,7 @@ tables, progress bars and widgets that show results, and `extension` adds all of
 
 from __future__ import annotations
 
-from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, PatchKind, PatchValue
+from graphpatch_notebook.notebook.session.chosen_patch import PATCH_KINDS, PatchKind, PatchValue
 
 __all__ = ["PATCH_KINDS", "PatchKind", "PatchValue", "register_patch_kind"]
 

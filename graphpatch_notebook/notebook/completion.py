@@ -1,6 +1,6 @@
 """Completes node paths and all other arguments of `%graphpatch`, in magics and in Python code.
 
-CompletionContext -> the arguments of a parser, or `pg.patch({"`, `pg.nodes["`, `pg.graph.` -> `Offers`
+CompletionContext -> the arguments of a parser, or `pg.patch({"`, `pg.nodes["`, `pg.graph.` -> the offers
 
 Nothing is evaluated: names are looked up in the user's namespace. A path is completed one segment at a time.
 """
@@ -11,11 +11,8 @@ import json
 import re
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from glob import escape
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from IPython.core.completer import CompletionContext, SimpleCompletion
 from torch import Tensor
@@ -40,7 +37,7 @@ from graphpatch_notebook.notebook.session.workspace import ActiveGraph, is_a
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import NAMED_STEPS
 from graphpatch_notebook.paths import format_segment
-from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, ValueSpec, leaves
+from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, leaves
 
 MOST_OFFERS = 500
 _LONGEST = 5_000
@@ -56,21 +53,26 @@ _LINK = re.compile(r"""\.(\w+)|\["([^"]*)"\]|\['([^']*)'\]""")
 _SEGMENT = re.compile(r'("(?:[^"\\]|\\.)*"|[^."|\s\[\]]+)([.|])')
 _LAST_SEGMENT = re.compile(r'"(?:[^"\\]|\\.)*"?|[^."|\s\[\]]*')
 
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """One completion."""
-
-    text: str
-    label: str
+Offers: TypeAlias = tuple[int, list[SimpleCompletion]]
+"""The offset in a text of what is completed, and the completions, best first."""
+_NOTHING: Offers = (0, [])
 
 
-@dataclass(frozen=True, slots=True)
-class Offers:
-    """The completions at the end of a text."""
+def _offer(text: str, label: str) -> SimpleCompletion:
+    return SimpleCompletion(text=text, type=label[:40])
 
-    start: int = 0  # the offset in the text of what a completion replaces
-    offers: list[Offer] = field(default_factory=list)  # best first
+
+def _beginning(typed: str, offers: Iterable[SimpleCompletion]) -> Offers:
+    return 0, list(islice((offer for offer in offers if offer.text.startswith(typed)), MOST_OFFERS))
+
+
+def _words(typed: str, texts: Iterable[str], label: str) -> Offers:
+    return _beginning(typed, (_offer(text, label) for text in texts))
+
+
+def _after(text: str, found: Offers) -> Offers:
+    """Returns completions of the rest of a text that begins with `text`."""
+    return len(text) + found[0], found[1]
 
 
 class PathCompleter:
@@ -91,20 +93,16 @@ class PathCompleter:
         lines = context.full_text.split("\n")[: context.cursor_line + 1]
         lines[-1] = lines[-1][: context.cursor_position]
         try:
-            found = self.offers(lines)
+            start, offers = self.offers(lines)
         except Exception:  # a traceback while the user types would not help; other completions still work
-            found = Offers()
-        if not found.offers:
+            start, offers = _NOTHING
+        if not offers:
             return {"completions": [], "suppress": False}
-        return {
-            "completions": [SimpleCompletion(text=offer.text, type=offer.label[:40]) for offer in found.offers],
-            "matched_fragment": "\n".join(lines)[found.start :],
-            "suppress": True,
-            "ordered": True,
-        }
+        matched = "\n".join(lines)[start:]
+        return {"completions": offers, "matched_fragment": matched, "suppress": True, "ordered": True}
 
     def offers(self, lines: Sequence[str]) -> Offers:
-        """Returns the completions at the end of the lines of a cell. `start` is an offset in the cell."""
+        """Returns the completions at the end of the lines of a cell, with the offset in the cell."""
         line = lines[-1]
         match = _MAGIC.match(line)
         if match is None or not self._is_magic(match, lines):
@@ -116,13 +114,11 @@ class PathCompleter:
         if match["mark"] == "%%":
             found = self._argument_offers(CELL, texts, typed)
         elif not texts:
-            found = _beginning(typed, (Offer(name, "command") for name in commands()))
-        elif texts[0] in commands():
-            found = self._argument_offers(commands()[texts[0]].parser, texts[1:], typed)
+            found = _words(typed, commands(), "command")
         else:
-            return Offers()
-        above = sum(len(line) + 1 for line in lines[:-1])
-        return Offers(above + start + found.start, found.offers)
+            parser, _ = commands().get(texts[0], (None, None))
+            found = _NOTHING if parser is None else self._argument_offers(parser, texts[1:], typed)
+        return _after("\n".join([*lines[:-1], line[:start]]), found)
 
     def _is_magic(self, match: re.Match[str], lines: Sequence[str]) -> bool:
         if match["mark"] == "%%":
@@ -139,27 +135,24 @@ class PathCompleter:
 
     def _argument_offers(self, parser: CommandParser, before: Sequence[str], typed: str) -> Offers:
         kind = parser.completes(before)
-        options = _beginning(typed, (Offer(option, "option") for option in parser.options if option not in before))
-        if (typed.startswith("-") and options.offers) or (kind in (None, "text") and not typed):
+        options = _words(typed, (option for option in parser.options if option not in before), "option")
+        if (typed.startswith("-") and options[1]) or (kind in (None, "text") and not typed):
             return options
-        if kind in ("query", "chosen", "name", "node", "place"):
-            active = self._active()
-            return Offers() if active is None else self._offers_in_graph(active, kind, before, typed)
-        is_model = lambda value: is_a(value, Module) and not is_a(value, PatchableGraph)  # noqa: E731
         match kind:
+            case "query" | "chosen" | "name" | "node" | "place":
+                active = self._active()
+                return _NOTHING if active is None else self._offers_in_graph(active, kind, before, typed)
             case "command":
-                return _beginning(typed, (Offer(name, "command") for name in commands()))
+                return _words(typed, commands(), "command")
             case "graph":
                 return _beginning(typed, self._variables(lambda value: is_a(value, PatchableGraph)))
-            case "model":
-                return self._values(typed, is_model) if any("=" in word for word in before) else Offers()
+            case "model" if any("=" in word for word in before):
+                return self._values(typed, lambda value: is_a(value, Module) and not is_a(value, PatchableGraph))
             case "value":
                 return self._values(typed, lambda value: is_a(value, (Tensor, int, float, complex)))
             case "steps":
-                return _beginning(typed, (Offer(name, "steps") for name in NAMED_STEPS))
-            case "file":
-                return _beginning(typed, _files(typed))
-        return Offers()
+                return _words(typed, NAMED_STEPS, "steps")
+        return _NOTHING  # IPython completes files
 
     def _offers_in_graph(self, active: ActiveGraph, kind: str, before: Sequence[str], typed: str) -> Offers:
         root = captured(active.graph).root
@@ -167,11 +160,13 @@ class PathCompleter:
             case "query":
                 return _query_offers(typed, active)
             case "chosen":
-                return _beginning(typed, _chosen_offers(typed, active))
+                patches = active.session.chosen.patches
+                numbers = [_offer(f"#{patch.number}", visible(str(patch))) for patch in patches]
+                return _beginning(typed, [*numbers, *(_offer(path, "chosen") for path in {p.path: 0 for p in patches})])
             case "name":
                 path = next(word for word in before if (not word.startswith("-") and "." in word) or word in root.names)
                 name = active.session.free_name(TypedPath.parse(path, root).path, self._taken())
-                return _beginning(typed, [Offer(name, "variable")])
+                return _words(typed, [name], "variable")
         return self._path_offers(Location.of_root(root), typed, patchable=kind == "node")
 
     def _path_offers(self, root: Location, typed: str, *, patchable: bool) -> Offers:
@@ -181,31 +176,29 @@ class PathCompleter:
         if patchable and typed.startswith("[", end):
             if typed.endswith("]") and typed.count("[") == typed.count("]"):
                 # A slice is complete and needs a space. Without an offer, IPython would complete the word.
-                return Offers(0, [Offer(f"{typed} ", "slice")])
-            found = self._values(typed[end:], lambda value: is_a(value, (Tensor, int)))
-            return Offers(end + found.start, found.offers)
-        found = next_segments(root, typed, patchable=patchable)
-        named = [offer for offer in found.offers if not offer.text.strip('".|').isidentifier()]
-        if named or not typed.startswith('"') or typed.count('"') > 1:
-            return Offers(found.start, named or found.offers) if typed.startswith('"') else found
-        inside = next_segments(root, typed[1:], patchable=patchable)
-        return Offers(inside.start + 1, inside.offers)
+                return 0, [_offer(f"{typed} ", "slice")]
+            return _after(typed[:end], self._values(typed[end:], lambda value: is_a(value, (Tensor, int))))
+        start, offers = next_segments(root, typed, patchable=patchable)
+        if not typed.startswith('"'):
+            return start, offers
+        named = [offer for offer in offers if not offer.text.strip('".|').isidentifier()]
+        return (start, named) if named else _after('"', next_segments(root, typed[1:], patchable=patchable))
 
-    def _variables(self, is_meant: Callable[[Any], bool]) -> Iterator[Offer]:
+    def _variables(self, is_meant: Callable[[Any], bool]) -> Iterator[SimpleCompletion]:
         hidden = self._shell.user_ns_hidden
         for name, value in list(self._namespace.items()):
             is_hidden = name.startswith("_") or (name in hidden and hidden[name] is value)
             if not is_hidden and name.isidentifier() and is_meant(value):
-                yield Offer(name, visible(type(value).__name__))
+                yield _offer(name, visible(type(value).__name__))
 
     def _values(self, typed: str, is_likely: Callable[[Any], bool]) -> Offers:
         """Returns the variables for the end of a Python expression, most likely ones first."""
         identifier = _IDENTIFIER.search(typed)
         if identifier is None:
-            return Offers()
+            return _NOTHING
         likely = list(self._variables(is_likely))
         others = self._variables(lambda value: not is_likely(value) and not isinstance(value, types.ModuleType))
-        return Offers(identifier.start(), _beginning(identifier.group(), [*likely, *others]).offers)
+        return _after(typed[: identifier.start()], _beginning(identifier.group(), [*likely, *others]))
 
     # --- Python code ------------------------------------------------------------------------------------------------
 
@@ -221,24 +214,21 @@ class PathCompleter:
             key = "" if match is None else _open_key(recent[match.end() :])
             quote, typed, links, is_patchable = key[:1], key[1:], [], True
             if match is None or not quote:
-                return Offers()
+                return _NOTHING
         graph = self._namespace.get(match[1])
         if not is_a(graph, PatchableGraph) or "\\" in typed:
-            return Offers()
+            return _NOTHING
         place = Location.of_root(graph.nodes.root)
         for link in links:
             place = place if link == "_shape" else place.at(link)
-        found = next_segments(place, typed, patchable=is_patchable)
+        start, offers = next_segments(place, typed, patchable=is_patchable)
         if quote:
-            offers = [Offer(_escaped(offer.text, quote), offer.label) for offer in found.offers]
+            escaped = [one.text.replace("\\", "\\\\").replace(quote, f"\\{quote}") for one in offers]
+            offers = [_offer(written, str(one.type)) for written, one in zip(escaped, offers, strict=True)]
         else:
-            offers = [offer for offer in found.offers if offer.text.isidentifier()]
-            offers += [Offer(name, "NodePath") for name in ("_code", "_shape") if name.startswith(typed)]
-        return Offers(len(text) - len(typed) + found.start, offers)
-
-
-def _escaped(text: str, quote: str) -> str:
-    return text.replace("\\", "\\\\").replace(quote, f"\\{quote}")
+            offers = [offer for offer in offers if offer.text.isidentifier()]
+            offers += [_offer(name, "NodePath") for name in ("_code", "_shape") if name.startswith(typed)]
+        return len(text) - len(typed) + start, offers
 
 
 def _open_key(text: str) -> str:
@@ -263,38 +253,17 @@ def _open_key(text: str) -> str:
 
 
 def _query_offers(typed: str, active: ActiveGraph) -> Offers:
-    start = 1 if typed.startswith("-") else 0
-    key, colon, value = typed[start:].partition(":")
+    minus = typed[: typed.startswith("-")]
+    key, colon, value = typed[len(minus) :].partition(":")
     index = index_of(active.graph)
     if not colon:
         names = index.words_from(key) if key else ()
-        offered = [*(Offer(f"{name}:", "search") for name in KEYS), *(Offer(name, "name") for name in names)]
-        return Offers(start, _beginning(key, offered).offers)
+        offered = [*(_offer(f"{name}:", "search") for name in KEYS), *(_offer(name, "name") for name in names)]
+        return _after(minus, _beginning(key, offered))
     values = {"is": STATES, "op": sorted({*index.ops} - {""})}.get(key.lower(), ())
-    found = _beginning(value, (Offer(name, key) for name in values))
+    found = _after(f"{minus}{key}:", _words(value, values, key))
     # Nothing else is valid here, and the completions of IPython would take seconds.
-    return Offers(start + len(key) + 1, found.offers) if found.offers else Offers(0, [Offer(typed, "search")])
-
-
-def _chosen_offers(typed: str, active: ActiveGraph) -> Iterator[Offer]:
-    patches = active.session.chosen.patches
-    if not typed or typed.startswith("#"):
-        yield from (Offer(f"#{patch.number}", visible(str(patch))) for patch in patches)
-    if not typed.startswith("#"):
-        yield from (Offer(path, "chosen") for path in dict.fromkeys(patch.path for patch in patches))
-
-
-def _files(typed: str) -> Iterator[Offer]:
-    """Yields the files and folders that complete a name, without those that need quotes."""
-    folder = typed[: typed.rfind("/") + 1]
-    for file in sorted(Path(folder or ".").expanduser().glob(f"{escape(typed[len(folder) :])}*")):
-        is_meant = file.name.startswith(".") == typed[len(folder) :].startswith(".")
-        if is_meant and file.name.isprintable() and not set(file.name) & set(" \"'\\#"):
-            yield Offer(folder + file.name + "/" * file.is_dir(), "file")
-
-
-def _beginning(typed: str, offers: Iterable[Offer]) -> Offers:
-    return Offers(0, list(islice((offer for offer in offers if offer.text.startswith(typed)), MOST_OFFERS)))
+    return found if found[1] else (0, [_offer(typed, "search")])
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -305,19 +274,19 @@ def next_segments(place: Location, typed: str, *, patchable: bool, limit: int = 
     """Returns the completions of the last segment of a path, from `place` on. With `patchable`, it ends at a value."""
     if not place.names and (typed == "@" or is_component_name(typed)):  # it cannot be a path any more
         components = ((name, one) for name, one in find(place.root).items() if name.startswith(typed))
-        if named := [Offer(name, " ".join(map(str, one.axes))) for name, one in islice(components, limit)]:
-            return Offers(0, named)
+        if named := [_offer(name, " ".join(map(str, one.axes))) for name, one in islice(components, limit)]:
+            return 0, named
     start, here = 0, place
     while match := _SEGMENT.match(typed, start):
         child = here.child(_content(match[1]))
         if child is None or (match[2] == "|") != (child.graph is None and not child.dig):
-            return Offers()
+            return _NOTHING
         start, here = match.end(), child
     last = typed[start:]
     if not _LAST_SEGMENT.fullmatch(last):
-        return Offers()
+        return _NOTHING
     children = _children(here, _content(last), patchable, limit)
-    return Offers(start, [_offer(child, last.startswith('"'), patchable) for child in children])
+    return start, [_segment(child, last.startswith('"'), patchable) for child in children]
 
 
 def _content(segment: str) -> str:
@@ -351,24 +320,21 @@ def _children(here: Location, prefix: str, patchable: bool, limit: int) -> list[
 
 
 def _leads_to_patchable(child: Location) -> bool:
-    if child.graph is not None:
-        return True
-    if child.node is None or child.spec is None or not is_patchable(child.node):
-        return False
-    return _is_given(child.spec) or (child.node.kind == "input" and child.spec == ScalarSpec(None))
-
-
-def _is_given(spec: ValueSpec) -> bool:
+    spec = child.spec
+    if child.graph is not None or spec is None or child.node is None or not is_patchable(child.node):
+        return child.graph is not None
     if isinstance(spec, ContainerSpec):
         return any(True for _ in leaves(spec))
-    return not isinstance(spec, ObjectSpec) and (not isinstance(spec, ScalarSpec) or spec.is_number)
+    if isinstance(spec, ScalarSpec):
+        return spec.is_number or (child.node.kind == "input" and spec.value is None)
+    return not isinstance(spec, ObjectSpec)
 
 
-def _offer(child: Location, is_quoted: bool, patchable: bool) -> Offer:
+def _segment(child: Location, is_quoted: bool, patchable: bool) -> SimpleCompletion:
     name = (*child.names, *child.dig)[-1]
     text = json.dumps(name) if is_quoted else format_segment(name)
     if child.graph is not None:
-        return Offer(f"{text}." if patchable else text, visible(type(child.graph.module).__name__))
+        return _offer(f"{text}." if patchable else text, visible(type(child.graph.module).__name__))
     is_container = patchable and isinstance(child.spec, ContainerSpec)
     separator = ("." if child.dig else "|") if is_container else ""
-    return Offer(text + separator, visible(str(child.spec)))
+    return _offer(text + separator, visible(str(child.spec)))

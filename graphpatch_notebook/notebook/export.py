@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import ExportError
+from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.inspection.tree import css_color, is_color_terminal
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
 from graphpatch_notebook.notebook.session.expressions import (
@@ -61,14 +61,17 @@ class SourceCode(str):
     def _repr_html_(self) -> str:
         """Returns escaped HTML without a style sheet."""
         from pygments.formatters import HtmlFormatter
-        from pygments.style import Style
-        from pygments.token import string_to_tokentype
 
-        styles = {string_to_tokentype(name): color for name, color in _COLORS.items()}
-        style = type("Colors", (Style,), {"styles": styles})
-        shown = _highlighted(repr(self), HtmlFormatter(style=style, noclasses=True, nowrap=True))
+        shown = _highlighted(repr(self), HtmlFormatter(style=_style(), noclasses=True, nowrap=True))
         shown = re.sub(r"color: (#\w{6})", lambda color: css_color(color[1].lower()), shown.rstrip("\n"))
         return f'<pre style="line-height:1.4;white-space:pre;overflow-x:auto">{shown}</pre>'
+
+
+def _style() -> Any:
+    from pygments.style import Style
+    from pygments.token import string_to_tokentype
+
+    return type("Colors", (Style,), {"styles": {string_to_tokentype(name): color for name, color in _COLORS.items()}})
 
 
 def _highlighted(text: str, formatter: Any) -> str:
@@ -91,7 +94,7 @@ def export(
         origin: The names of graph, model and inputs; by default those of the session.
 
     Raises:
-        ExportError: No patch is enabled, or a value cannot be written on one line.
+        SessionError: No patch is enabled, or a value cannot be written on one line.
 
     Example:
         >>> import torch
@@ -111,10 +114,10 @@ def export(
     off = len(patches.patches) - len(patches.enabled)
     if not patches.enabled:
         there = f"; all {off} are disabled: enable one" if off else ": choose one"
-        raise ExportError(f"nothing to export{there} first")
+        raise SessionError(f"nothing to export{there} first")
     graph = captured(session.graph)
     if paths := graph.permanent_paths:
-        raise ExportError(
+        raise SessionError(
             f"this graph has permanent patches ({', '.join(paths)}), which are not chosen ones: export those of the "
             "graph that edit() was called on"
         )
@@ -151,26 +154,15 @@ class _Export:
         return found
 
     def _assigned_first(self) -> Iterable[str]:
-        """Yields assignments of values and slices to variables, which the code then uses in their place.
-
-        The session evaluates values patch by patch, and the code path by path. That makes a difference if several of
-        them are more than names and constants, and for slices that are used after a probe has filled their variables.
-        """
-        changing = [value for value in self.values.values() if not value.isidentifier() and not _is_fixed(value)]
-        in_slices = {name for patch in self.patches if patch.index is not None for name in patch.index.names}
-        if len(changing) < 2 and not any(patch.name in in_slices for patch in self.patches):
-            return
+        """Yields assignments of slices to variables, which the code then uses: before probes fill what is in them."""
+        filled = {patch.name for patch in self.patches}
         for patch in self.patches:
-            if patch.index is not None and patch.index.names:
+            if patch.index is not None and filled & {*patch.index.names}:
                 source = patch.index.source(
                     is_bracketed=bool(patch.definition.keeps or patch.definition.is_elementwise)
                 )
                 self.slices[patch.number] = self._free(f"{name_of_path(patch.path)}_slice")
                 yield f"{self.slices[patch.number]} = {source}"
-            value = self.values.get(patch.number)
-            if value is not None and not _is_fixed(value):
-                self.values[patch.number] = self._free(f"{name_of_path(patch.path)}_value")
-                yield f"{self.values[patch.number]} = {value}"
 
     def source(self, off: int) -> SourceCode:
         """Returns the code; `off` is the number of disabled patches."""
@@ -293,20 +285,8 @@ def _one_line(expression: str | ast.AST, what: str) -> str:
     except (RecursionError, MemoryError):
         written = "\n"
     if {"\n", "\r"} & set(written):
-        raise ExportError(f"{what} cannot be written on one line; put it in a variable, and use that")
+        raise SessionError(f"{what} cannot be written on one line; put it in a variable, and use that")
     return written
-
-
-def _is_fixed(value: str) -> bool:
-    """Whether a value is the same each time it is evaluated: a literal, a function of torch, or a lambda."""
-    node = parsed(value)
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    if isinstance(node, ast.Name):
-        return node.id == "torch"
-    if isinstance(node, ast.Lambda):  # its defaults are evaluated immediately
-        return not node.args.defaults and not any(node.args.kw_defaults)
-    return not any(isinstance(one, (ast.Name, ast.Call)) for one in ast.walk(node))
 
 
 def _arguments(text: str, has_options: bool = False) -> list[str]:
@@ -314,7 +294,7 @@ def _arguments(text: str, has_options: bool = False) -> list[str]:
     try:
         call = parse_arguments(text)
     except ValueError as problem:
-        raise ExportError(f"the example inputs: {problem}") from None
+        raise SessionError(f"the example inputs: {problem}") from None
     keywords = [word for word in call.keywords if has_options or word.arg != "extraction_options"]
     return [_one_line(node, "an example input") for node in (*call.args, *keywords)]
 

@@ -31,13 +31,11 @@ class Extension:
     """The extension in one shell, which is `Any` here and below: most of IPython has no types."""
 
     def __init__(self, shell: Any) -> None:
-        self._reference = weakref.ref(shell)  # `_extensions` must not keep shells alive
-        proxy = weakref.proxy(shell)
-        self.magic = GraphPatchMagic(self._reference)
+        self._shell = proxy = weakref.proxy(shell)  # `_extensions` must not keep shells alive
         self._transformer = CellTransformer(lambda: str(proxy.ast_node_interactivity))
         tables = shell.magics_manager.magics
         self._before = {kind: tables[kind][_NAME] for kind in tables if _NAME in tables[kind]}
-        shell.register_magic_function(self.magic.graphpatch, magic_kind="line_cell", magic_name=_NAME)
+        shell.register_magic_function(self.graphpatch, magic_kind="line_cell", magic_name=_NAME)
         shell.input_transformers_cleanup.append(mark_cell)
         shell.ast_transformers.append(self._transformer)
 
@@ -53,13 +51,12 @@ class Extension:
     def _completer(self) -> PathCompleter:
         from graphpatch_notebook.notebook.completion import PathCompleter
 
-        proxy = weakref.proxy(self._reference())
-        return PathCompleter(proxy, self._active, taken=self.magic.workspace.results.names_of_others)
+        return PathCompleter(self._shell, self._active, taken=self.workspace.results.names_of_others)
 
     def _active(self) -> ActiveGraph | None:
         """Returns the active graph, or `None` if there is none, or several and none is selected."""
         try:
-            return self.magic.workspace.current()
+            return self.workspace.current()
         except SessionError:
             return None
 
@@ -73,59 +70,21 @@ class Extension:
         _remove(shell.input_transformers_cleanup, mark_cell)
         _remove(shell.ast_transformers, self._transformer)
 
-
-def _remove(items: list[Any], item: Any) -> None:
-    items[:] = [other for other in items if other is not item]
-
-
-_extensions: weakref.WeakKeyDictionary[Any, Extension] = weakref.WeakKeyDictionary()
-
-
-def load(shell: Any) -> None:
-    """Adds the extension to a shell. Does nothing if it is loaded."""
-    if shell not in _extensions:
-        _extensions[shell] = Extension(shell)
-
-
-def unload(shell: Any) -> None:
-    """Removes the extension when the last of the names that it was loaded under is unloaded."""
-    if len(_NAMES & shell.extension_manager.loaded) > 1:  # includes the name that is being unloaded
-        return
-    from graphpatch_notebook.notebook.session.workspace import forget_workspace
-
-    extension = _extensions.pop(shell, None)
-    forget_workspace(shell)
-    if extension is not None:
-        extension.remove(shell)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# `%graphpatch`: a line is a command, and a cell runs under the chosen patches
-
-
-class GraphPatchMagic:
-    """The magic of one shell."""
-
-    def __init__(self, reference: weakref.ref[Any]) -> None:
-        self._reference = reference
-
-    @property
-    def _shell(self) -> Any:
-        return self._reference()
+    # -- `%graphpatch`: a line is a command, and a cell runs under the chosen patches ---------------------------------
 
     @functools.cached_property
     def workspace(self) -> Workspace:
         """The workspace of the shell."""
         from graphpatch_notebook.notebook.session.workspace import workspace_of
 
-        return workspace_of(self._shell)
+        return workspace_of(self._shell.magics_manager.shell)
 
     @no_var_expand
     def graphpatch(self, line: str, cell: str | None = None) -> Any:
         """Choose patches for a PyTorch model by their paths, and run cells under them.
 
         %graphpatch wrap pg = model(inputs)            capture a model on example inputs
-        %graphpatch find mlp op:mul                    find nodes; also: show, lens, ls, code, shape
+        %graphpatch find mlp op:mul                    find nodes; also: show, lens, code, shape
         %graphpatch zero h_0.mlp.output[:, -1]         choose a patch
         %graphpatch add h_0.output 0.5 * steering      choose a patch with a value: any Python expression
         %graphpatch probe h_1.output hidden            put an activation in the variable `hidden`
@@ -182,3 +141,28 @@ class GraphPatchMagic:
     def _is_silent(self) -> bool:
         result = getattr(self._shell.displayhook, "exec_result", None)
         return bool(result is not None and result.info is not None and result.info.silent)
+
+
+def _remove(items: list[Any], item: Any) -> None:
+    items[:] = [other for other in items if other is not item]
+
+
+_extensions: weakref.WeakKeyDictionary[Any, Extension] = weakref.WeakKeyDictionary()
+
+
+def load(shell: Any) -> None:
+    """Adds the extension to a shell. Does nothing if it is loaded."""
+    if shell not in _extensions:
+        _extensions[shell] = Extension(shell)
+
+
+def unload(shell: Any) -> None:
+    """Removes the extension when the last of the names that it was loaded under is unloaded."""
+    if len(_NAMES & shell.extension_manager.loaded) > 1:  # includes the name that is being unloaded
+        return
+    from graphpatch_notebook.notebook.session.workspace import forget_workspace
+
+    extension = _extensions.pop(shell, None)
+    forget_workspace(shell)
+    if extension is not None:
+        extension.remove(shell)

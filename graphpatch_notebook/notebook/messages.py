@@ -341,10 +341,7 @@ class ProbeReport(Message):
     number: int
     name: str
     path: str
-    statistics: Statistics | None  # `null`: it did not fire; `note` says so.
-    plot: Plot
-    row_labels: list[str] | None
-    column_labels: list[str] | None
+    view: ActivationView | None  # `null`: it did not fire; `note` says so.
     note: str | None
     change: OutputChange | None  # What the patches changed; `null`: nothing was patched, or there are no numbers.
 
@@ -416,10 +413,6 @@ class ActivationRequest(Message):
 # Views
 
 
-class AttendRequest(Message):
-    """Computes the patterns of an attention view for the patches as they are now."""
-
-
 class LensRequest(Message):
     """Computes the numbers of a lens view for the patches as they are now, and for another stream."""
 
@@ -445,9 +438,9 @@ class HeadRequest(Message):
 
 
 class Head(Message):
-    """The scales of the buffers: 255 is the first scale. Of a mean over a batch, the second is the weighted pattern."""
+    """The pattern of a head, in a buffer of bytes: 255 is `scale`."""
 
-    scales: list[float]
+    scale: float
 
 
 class Code(Message):
@@ -474,7 +467,7 @@ REQUESTS: dict[str, tuple[type[Message], type[Message]]] = {
     "activation_close": (JobRef, Empty),
     "lens": (LensRequest, JobStatus),
     "generation": (GenerationRequest, JobStatus),
-    "attend": (AttendRequest, JobStatus),
+    "attend": (Empty, JobStatus),  # Computes the patterns of an attention view for the patches as they are now.
     "head": (HeadRequest, Head),
     "export": (RunRequest, Code),
 }

@@ -11,7 +11,7 @@
 | `-term` | that do not match the term |
 
 A node must match all terms of a query. Values that only carry sizes are found with `is:size` only. The front end has
-the same grammar (js/src/tree/query.ts); tests/notebook/search/test_search_parity.py compares the two.
+the same grammar (js/src/tree/search.ts); tests/notebook/search/test_search_parity.py compares the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from graphpatch_notebook.components import find as find_components
 from graphpatch_notebook.inspection.node_map import NodeMap, NodeMeta, NodeRows, kept_for
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
-from graphpatch_notebook.notebook.display.tables import Column, Table, op_label, source_label, value_label, visible
+from graphpatch_notebook.notebook.display.tables import Column, Table, source_label, value_label, visible
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
@@ -88,7 +88,7 @@ class NodeIndex:
 
     def __init__(self, nodes: NodeMap) -> None:
         self.root = nodes.root
-        self.rows = NodeRows.of(nodes.root)
+        self.rows = NodeRows(nodes.root)
         self.ops = [node.op.lower() if node.kind == "op" else "" for node in self.rows.nodes]
         self._texts = [f"{path}\n{op}".lower() for path, op in zip(self.rows.paths, self.ops, strict=True)]
         self._sizes = [at for at, node in enumerate(self.rows.nodes) if node.is_size]
@@ -193,15 +193,13 @@ _COLUMNS = (
 class FoundNodes(Table[NodeMeta]):
     """The nodes that match a query, in order of execution: a sequence of `NodeMeta` that displays as a table."""
 
-    def __init__(
-        self, query: str, rows: NodeRows, positions: Sequence[int], hints: Callable[[], Iterable[str]] = tuple
-    ) -> None:
+    def __init__(self, query: str, rows: NodeRows, positions: Sequence[int], notes: Iterable[str] = ()) -> None:
         super().__init__(
             _COLUMNS,
             _Metas(rows, positions),
             _cells,
             title=f"{len(positions):,} node{'s' * (len(positions) != 1)}" + (f" for {query}" if query.strip() else ""),
-            notes=lambda: () if positions else hints(),
+            notes=notes,
             empty="nothing found" if query.strip() else "no nodes",
             how_to_narrow="narrow the query",
         )
@@ -220,7 +218,8 @@ def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) ->
         ['sub_0.linear', 'sub_0.output', 'sub_1.input', 'sub_1.output', 'output']
     """
     terms, index, patched = parse_query(query), index_of(pg), frozenset(patched_paths)
-    return FoundNodes(query, index.rows, index.matching(terms, patched), lambda: _hints(index, terms, patched))
+    found = index.matching(terms, patched)
+    return FoundNodes(query, index.rows, found, () if found else [*_hints(index, terms)])
 
 
 class _Metas(Sequence[NodeMeta]):
@@ -239,22 +238,19 @@ class _Metas(Sequence[NodeMeta]):
 
 def _cells(meta: NodeMeta) -> list[str]:
     value = value_label(meta.shape, meta.dtype, meta.value)
-    return [meta.path, op_label(meta.kind, meta.op), value, source_label(meta.source_lines, meta.module_class)]
+    return [
+        meta.path,
+        meta.op if meta.kind == "op" else meta.kind,
+        value,
+        source_label(meta.source_lines, meta.module_class),
+    ]
 
 
-def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterator[str]:
-    """Yields suggestions for a query that finds nothing."""
-    if hidden := index.matching(terms, patched, only_sizes=True):
-        yield f"{len(hidden):,} found that only carry sizes: add is:size"
-        return
+def _hints(index: NodeIndex, terms: Sequence[Term]) -> Iterator[str]:
+    """Yields why the names in a query that finds nothing lead nowhere."""
     for term in terms:
-        if term.key not in ("op", "text") or term.is_excluded or index.matching([term]):
-            continue
-        if term.key == "op":
-            close = nearest(term.value, sorted({*index.ops} - {""}))
-            yield f"no torch function is named {term.value}; nearest: {', '.join(close)}"
-            continue
-        try:
-            yield f"{term.value} is {resolve(index.root, term.value).path}: find that"
-        except Unresolvable as problem:
-            yield problem.message
+        if term.key == "text" and not term.is_excluded and not index.matching([term]):
+            try:
+                yield f"{term.value} is {resolve(index.root, term.value).path}: find that"
+            except Unresolvable as problem:
+                yield problem.message

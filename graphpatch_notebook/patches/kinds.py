@@ -26,9 +26,8 @@ from graphpatch_notebook.patches.slices import (
     TensorIndex,
     as_index,
     index_problem,
-    index_text,
+    part_dimensions,
     selection_problem,
-    selects_nothing,
 )
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import NUMBERS
@@ -40,24 +39,6 @@ _VALUES = (Tensor, *NUMBERS)
 _NO_SLICES = "a slice can only be taken of a tensor, and the value here is {!r}; drop slice="
 
 
-# A field that is set once, because a context plans on entry where a patch has an effect. (It has no docstring: the
-# reference would show it as the docstring of each field.)
-class _SetOnce:
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, patch: Any, owner: type | None = None) -> Any:
-        return None if patch is None else patch.__dict__.get(self._name)
-
-    def __set__(self, patch: Any, value: Any) -> None:
-        if self._name in patch.__dict__:
-            raise AttributeError(
-                f"{self._name} of a {type(patch).__name__} cannot be changed; make a new patch: "
-                f"dataclasses.replace(patch, {self._name}=...)"
-            )
-        patch.__dict__[self._name] = None if value is None else _frozen(value)
-
-
 def _frozen(value: Any) -> Any:
     """Returns an immutable copy of a selection."""
     if isinstance(value, set):
@@ -66,13 +47,7 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
-# A field for an index as users write it, stored as torch takes it.
-class _Index:
-    def __get__(self, patch: Any, owner: type | None = None) -> Any:
-        return None if patch is None else patch.__dict__.get("slice")
-
-    def __set__(self, patch: Any, value: Any) -> None:
-        patch.__dict__["slice"] = as_index(value)
+_SET_ONCE = ("steps", "positions", "position_dim")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,7 +62,6 @@ class Patch(Generic[T]):
         observes_only: Whether `op` only reads the value. Its result is ignored, and the model's own value is used.
         is_pure: Whether the result of `op` depends on nothing but the value and the fields of the patch. Cells of
             sweeps with such patches only share forwards. Subclasses do not inherit it, since they may redefine `op`.
-        by_entry: Whether each entry of the result depends on the same entry of the value only. Not inherited.
         only_keeps: Whether `op` does nothing but keep the value. Such patches take a short way to the value, and of an
             input of a module they keep an alias of its own, so that gradients are those of this use. Not inherited.
         is_for_one_run: Whether the patch is for a single forward, which has all positions: `positions` may count from
@@ -134,7 +108,6 @@ class Patch(Generic[T]):
     requires_clone: ClassVar[bool] = False
     observes_only: ClassVar[bool] = False
     is_pure: ClassVar[bool] = False
-    by_entry: ClassVar[bool] = False
     only_keeps: ClassVar[bool] = False
     is_for_one_run: ClassVar[bool] = False
     stops_run: ClassVar[bool] = False
@@ -146,14 +119,26 @@ class Patch(Generic[T]):
         return ()
 
     def reading(self, values: Sequence[Any]) -> Patch[T]:
-        """Returns a copy of the patch whose `op` uses these values of its `sources`."""
-        raise NotImplementedError(f"{type(self).__name__} has sources, and must define reading(self, values)")
+        """Returns a copy of the patch whose `op` uses these values of its `sources`, here that of the only one."""
+        result = copy.copy(self)
+        (result.__dict__["_read"],) = values
+        return result
 
     any_shape: bool = False
     allow_empty: bool = False
-    steps: StepSelection | None = _SetOnce()  # type: ignore[assignment]
-    positions: PositionSelection | None = _SetOnce()  # type: ignore[assignment]
-    position_dim: int | None = _SetOnce()  # type: ignore[assignment]
+    steps: StepSelection | None = None
+    positions: PositionSelection | None = None
+    position_dim: int | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SET_ONCE:  # a context plans on entry where a patch has an effect
+            if name in self.__dict__:
+                raise AttributeError(
+                    f"{name} of a {type(self).__name__} cannot be changed; make a new patch: "
+                    f"dataclasses.replace(patch, {name}=...)"
+                )
+            value = None if value is None else _frozen(value)
+        super().__setattr__(name, value if name != "slice" or value is None else as_index(value))
 
     @abstractmethod
     def op(self, original_output: T) -> T:
@@ -173,7 +158,23 @@ class Patch(Generic[T]):
         Args:
             shape: The recorded shape of the node's value; `None` if the value is not a tensor, or not known.
         """
-        return _restriction_problem(self)
+        if has_plain_fields(self):
+            return None
+        try:
+            for what in ("steps", "positions"):
+                if getattr(self, what) is not None:
+                    may_count_from_end = what == "positions" and self.is_for_one_run
+                    selection(
+                        getattr(self, what), what, allow_empty=self.allow_empty, allow_negative=may_count_from_end
+                    )
+        except ValueError as error:
+            return str(error)
+        for name in ("any_shape", "allow_empty"):
+            if not isinstance(flag := getattr(self, name), bool):
+                return f"{name} must be True or False, not {flag!r}"
+        if self.positions is None and self.position_dim is not None:
+            return f"position_dim={self.position_dim!r} has no effect without positions=..."
+        return None
 
     def selection_problem(self, sizes: Sequence[int | None] | None, shown: str) -> str | None:
         """Returns which part of the patch's slice is out of range or selects nothing, or `None` if no part is.
@@ -203,7 +204,7 @@ _BOOL = {bool}
 
 
 def declares(patch: Patch[Any], name: str) -> bool:
-    """Whether the class of a patch itself defines `is_pure`, `by_entry` or `only_keeps`: subclasses may redefine `op`.
+    """Whether the class of a patch itself defines `is_pure` or `only_keeps`: subclasses may redefine `op`.
 
     Example:
         >>> declares(ZeroPatch(), "is_pure"), declares(type("Other", (ZeroPatch,), {})(), "is_pure")
@@ -221,24 +222,6 @@ class RunStopped(BaseException):  # not an error: the model must not handle it
         self.patch = patch
 
 
-def _restriction_problem(patch: Patch[Any]) -> str | None:
-    if has_plain_fields(patch):
-        return None
-    try:
-        for what in ("steps", "positions"):
-            if getattr(patch, what) is not None:
-                may_count_from_end = what == "positions" and patch.is_for_one_run
-                selection(getattr(patch, what), what, allow_empty=patch.allow_empty, allow_negative=may_count_from_end)
-    except ValueError as error:
-        return str(error)
-    for name in ("any_shape", "allow_empty"):
-        if not isinstance(flag := getattr(patch, name), bool):
-            return f"{name} must be True or False, not {flag!r}"
-    if patch.positions is None and patch.position_dim is not None:
-        return f"position_dim={patch.position_dim!r} has no effect without positions=..."
-    return None
-
-
 class _SlicedPatch(Patch[Any]):
     """A patch with a field `slice`: the part of the tensor that it changes."""
 
@@ -249,9 +232,9 @@ class _SlicedPatch(Patch[Any]):
         return None if index is None else selection_problem(index, sizes, shown, allow_empty=self.allow_empty)
 
     def _check_taken(self, index: TensorIndex, value: Tensor) -> None:
-        if index is not None and not self.allow_empty and selects_nothing(index, value.shape):
-            shape = tuple(value.shape)
-            raise PatchValueError(str(self.selection_problem(shape, f"the value here, of shape {shape},")))
+        shown = f"the value here, of shape {tuple(value.shape)},"
+        if not self.allow_empty and (problem := selection_problem(index, value.shape, shown, only_slices=True)):
+            raise PatchValueError(problem)
 
 
 @dataclass(eq=False)
@@ -265,7 +248,7 @@ class WritingPatch(_SlicedPatch):
         if isinstance(original_output, Tensor):
             if index is not None:
                 self._check_taken(index, original_output)
-            self._check_has_numbers(original_output)
+            self._check_value(original_output)
             self._write(original_output, ... if index is None else index)
             return original_output
         if isinstance(original_output, NUMBERS):
@@ -286,10 +269,14 @@ class WritingPatch(_SlicedPatch):
             return f"value must be a tensor or a number, not {type(value).__name__}; use value=torch.as_tensor(...)"
         return super().problem(shape)
 
-    def _check_has_numbers(self, target: Tensor) -> None:
-        """Rejects a value on the meta device, which torch's `+=` does not add (seen in torch 2.13)."""
+    def _check_value(self, target: Tensor) -> None:
+        """Rejects a value that lacks dimensions, or on the meta device, which `+=` does not add (torch 2.13)."""
         value = getattr(self, "value", None)
-        if isinstance(value, Tensor) and value.device.type == "meta" != target.device.type:
+        if not isinstance(value, Tensor) or target.is_nested:
+            return
+        if (problem := value_problem(value, target.shape, self.slice)) is not None:
+            raise PatchValueError(problem)
+        if value.device.type == "meta" != target.device.type:
             raise PatchValueError(
                 f"the value of {type(self).__name__}, of shape {tuple(value.shape)}, is on the meta device and has no "
                 "numbers; if it is a weight of an offloaded model, record it with a ProbePatch, or take it from "
@@ -319,8 +306,7 @@ class ZeroPatch(WritingPatch):
     """
 
     is_pure: ClassVar[bool] = True
-    by_entry: ClassVar[bool] = True
-    slice: TensorIndex = _Index()
+    slice: TensorIndex = None
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
         if index is ...:
@@ -339,7 +325,8 @@ class AddPatch(WritingPatch):
     The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Args:
-        value: A number, or a tensor that broadcasts to the slice; dtype and device follow torch's rules for `+=`.
+        value: A number, a vector along the last dimension, or a tensor with the dimensions of the slice, which
+            broadcasts to it; dtype and device follow torch's rules for `+=`.
         slice: The part to add to, as in `value[slice] += ...`; `None` for all of it.
 
     Example:
@@ -349,12 +336,14 @@ class AddPatch(WritingPatch):
     """
 
     is_pure: ClassVar[bool] = True
-    by_entry: ClassVar[bool] = True
     value: Tensor | Scalar
-    slice: TensorIndex = _Index()
+    slice: TensorIndex = None
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
-        target[index] += self.value
+        if index is ...:
+            target += self.value  # which a nested tensor can do
+        else:
+            target[index] += self.value
 
     def _number(self, number: Scalar) -> Scalar:
         return type(number)(number + _as_number(self.value))
@@ -367,8 +356,9 @@ class ReplacePatch(WritingPatch):
     The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Args:
-        value: A number, or a tensor that broadcasts to the slice; dtype and device follow torch's rules for writing
-            into a tensor (the dtype stays that of the node; a tensor on another device is an error).
+        value: A number, a vector along the last dimension, or a tensor with the dimensions of the slice, which
+            broadcasts to it; dtype and device follow torch's rules for writing into a tensor (the dtype stays that of
+            the node; a tensor on another device is an error).
         slice: The part to replace, as in `value[slice] = ...`; `None` for all of it.
 
     Example:
@@ -378,9 +368,8 @@ class ReplacePatch(WritingPatch):
     """
 
     is_pure: ClassVar[bool] = True
-    by_entry: ClassVar[bool] = True
     value: Tensor | Scalar
-    slice: TensorIndex = _Index()
+    slice: TensorIndex = None
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
         target[index] = self.value  # type: ignore[assignment]  # torch takes complex numbers too
@@ -550,9 +539,8 @@ class SkipPatch(Patch[Any]):
     def problem(self, shape: torch.Size | None) -> str | None:
         if self.positions is not None:
             return "a call is skipped as a whole, not at some positions; use ReplacePatch(..., positions=...)"
-        value: Any = self.value
-        if value is not None and not isinstance(value, (Tensor, *NUMBERS)):
-            return f"value must be a tensor or a number, not {type(value).__name__}"
+        if not isinstance(getattr(self, "value", None), (*_VALUES, type(None))):
+            return f"value must be a tensor or a number, not {type(self.value).__name__}"
         return super().problem(shape)
 
 
@@ -591,19 +579,13 @@ class FromPatch(_SlicedPatch):
     transform: Callable[[Any], Any] | None = None
     _: KW_ONLY
     rows: int | Sequence[int] | Tensor | None = None
-    slice: TensorIndex = _Index()
+    slice: TensorIndex = None
     _read: Any = field(default=_OWN, init=False, repr=False)
 
     @property
     def sources(self) -> Sequence[str]:
         """The path of the source."""
         return (str(self.source),)
-
-    def reading(self, values: Sequence[Any]) -> FromPatch:
-        """Returns a copy with an `op` that uses this value of its source."""
-        result = copy.copy(self)
-        (result._read,) = values
-        return result
 
     def op(self, original_output: Any) -> Any:
         read = self._read
@@ -641,18 +623,16 @@ class FromPatch(_SlicedPatch):
                 return f"rows must be whole numbers, not {self.rows!r}"
             if rows.dim() != 1 or rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
                 return f"rows must be one whole number for each row, not {self.rows!r}"
-        return index_problem(self.slice, shape) or super().problem(shape)
-
-
-def is_overwritten(value: Any, version: int | None) -> bool:
-    """Whether a kept tensor was written into since it had this version."""
-    # A parameter is the model's state, which an optimizer may change.
-    return version is not None and version_of(value) != version and not (value.is_leaf and value.requires_grad)
+        problem = index_problem(self.slice, shape) or super().problem(shape)
+        if problem is None and shape is not None and transform is None:
+            return value_problem(self._read, shape, self.slice)  # of a context that is entered, without its numbers
+        return problem
 
 
 def check_unchanged(value: Any, version: int | None) -> None:
     """Raises an error if a kept tensor was written into since it had this version."""
-    if not is_overwritten(value, version):
+    # A parameter is the model's state, which an optimizer may change.
+    if version is None or version_of(value) == version or (value.is_leaf and value.requires_grad):
         return
     raise PatchValueError(
         f"the kept tensor of shape {tuple(value.shape)} was overwritten later, through another tensor that shares its "
@@ -672,7 +652,7 @@ class CustomPatch(_SlicedPatch):
         requires_clone: Whether `custom_op` may write into its argument. `True` is safe. `False` saves a copy for
             functions that only read; it cannot be combined with a slice.
         slice: The part to change, as in `value[slice] = custom_op(value[slice])`; `None` for all of it. `custom_op`
-            receives a copy and returns a tensor that broadcasts to the slice, or a number. The dtype of the value
+            receives a copy and returns such a value as a `ReplacePatch` takes. The dtype of the value
             does not change.
         by_row: Whether `custom_op` is a pure function that works on each row of the batch alone: cells of a sweep then
             share forwards, and it is given the rows of its cell. Else such cells run alone.
@@ -687,7 +667,7 @@ class CustomPatch(_SlicedPatch):
     custom_op: Callable[[Any], Any]
     _: KW_ONLY
     requires_clone: bool = True  # type: ignore[misc]  # an instance field: the user chooses
-    slice: TensorIndex = _Index()
+    slice: TensorIndex = None
     by_row: bool = False
 
     def op(self, original_output: Any) -> Any:
@@ -708,6 +688,8 @@ class CustomPatch(_SlicedPatch):
         if result is None:
             raise PatchValueError(f"custom_op returned None for slice={self.slice!r}: is a return statement missing?")
         try:
+            if (problem := value_problem(result, value.shape, self.slice)) is not None:
+                raise ValueError(problem)
             value[self.slice] = result
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             shown = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(result)
@@ -729,6 +711,35 @@ class CustomPatch(_SlicedPatch):
         return index_problem(self.slice, shape) or super().problem(shape)
 
 
+def value_problem(value: Any, shape: torch.Size, index: TensorIndex, *, has_channels: bool = True) -> str | None:
+    """Returns why a tensor may be written along other dimensions of a value than is meant, or `None`.
+
+    Torch fills up missing dimensions from the left: rows of a batch would be positions where there are as many. A
+    scalar, or one vector along the last dimension, is the same everywhere.
+
+    Args:
+        value: What is written.
+        shape: The shape of the tensor that it is written into.
+        index: The part of that tensor; `None` for all of it.
+        has_channels: Whether the last dimension of `shape` may be that of a vector.
+
+    Example:
+        >>> value_problem(torch.ones(4), torch.Size((3, 3, 4)), None)
+        >>> print(value_problem(torch.ones(3, 4), torch.Size((3, 3, 4)), None).partition(":")[0])
+        value, of shape (3, 4), has 2 dimensions, but what it replaces in a value of shape (3, 3, 4) has 3
+    """
+    if not isinstance(value, Tensor) or (index is None and value.dim() == len(shape)):
+        return None
+    count, keeps_last = part_dimensions(index, len(shape))
+    vector = value.shape[-1] if value.dim() and keeps_last and has_channels else 1
+    if value.dim() == count or value.numel() == vector:
+        return None
+    return (
+        f"value, of shape {tuple(value.shape)}, has {value.dim()} dimensions, but what it replaces in a value of shape "
+        f"{tuple(shape)} has {count}: give it as many, those that it lacks with size 1 (value[None] or value[:, None])"
+    )
+
+
 def _as_number(value: Tensor | Scalar) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
@@ -736,33 +747,17 @@ def _as_number(value: Tensor | Scalar) -> Any:
 # -- messages
 
 
-def problem_of_value(patch: Patch[Any], where: str, value: Any, error: Exception) -> str:
-    """Returns why a built-in patch, which raised `error`, cannot be applied to a tensor at this path."""
-    index, new = getattr(patch, "slice", None), getattr(patch, "value", None)
-    part = "" if index is None else f", slice [{index_text(index)}]"
-    given = "" if new is None else f", the patch's value is {shown_value(new)}"
-    why = str(error)
-    if isinstance(new, Tensor) and new.device != value.device:
-        why += f" (move the patch's value there: value.to({str(value.device)!r}))"
-    elif isinstance(new, Tensor) and not _broadcasts(new, value, index):
-        why = "the patch's value must broadcast to it"
-    return f"{type(patch).__name__} on {where}: the value here is {shown_value(value)}{part}{given}: {why}"
-
-
-def _broadcasts(new: Tensor, value: Tensor, index: TensorIndex) -> bool:
-    try:
-        torch.broadcast_shapes(new.shape, (value if index is None else value[index]).shape)
-    except RuntimeError:
-        return False
-    except (IndexError, TypeError, ValueError):  # the index is wrong, not the value
-        return True
-    return True
+def selects_nothing(patch: Patch[Any], value: Any) -> bool:
+    """Whether the slice of a patch selects no entry of a value, and may (`allow_empty`)."""
+    index = getattr(patch, "slice", None) if patch.allow_empty and isinstance(value, Tensor) else None
+    return index is not None and not value[index].numel()
 
 
 def shown_value(value: Any) -> str:
     """Returns a description of a value in messages: of a tensor, its shape, dtype and device."""
     if isinstance(value, Tensor):
-        return f"of shape {tuple(value.shape)} ({str(value.dtype).removeprefix('torch.')}, {value.device})"
+        shape = "nested" if value.is_nested else f"of shape {tuple(value.shape)}"  # torch knows no shape of these
+        return f"{shape} ({str(value.dtype).removeprefix('torch.')}, {value.device})"
     return f"{value!r}"
 
 
@@ -820,12 +815,6 @@ class SplicePatch(Patch[Any]):
         """The path of the encoded value, if it is not the patched one."""
         return () if self.source is None else (str(self.source),)
 
-    def reading(self, values: Sequence[Any]) -> SplicePatch:
-        """Returns a copy with an `op` that encodes this value of its source."""
-        result = copy.copy(self)
-        (result._read,) = values
-        return result
-
     def op(self, original_output: Any) -> Any:
         value = original_output
         if not isinstance(value, Tensor):
@@ -869,13 +858,12 @@ class SplicePatch(Patch[Any]):
         for method in ("encode", "decode"):
             if not callable(getattr(self.sae, method, None)):
                 return f"an SAE has methods encode and decode, but a {type(self.sae).__name__} has no {method}"
-        error: Any = self.error
-        name: Any = self.name
-        if not isinstance(error, bool):
-            return f"error must be True or False, not {error!r}"
-        if not isinstance(name, str) or not name.isidentifier():
-            return f"name must be an identifier, not {name!r}"
-        if not error and hasattr(self.sae, "W_skip"):
+        given: Any = self
+        if not isinstance(given.error, bool):
+            return f"error must be True or False, not {given.error!r}"
+        if not isinstance(given.name, str) or not given.name.isidentifier():
+            return f"name must be an identifier, not {given.name!r}"
+        if not given.error and hasattr(self.sae, "W_skip"):
             return "a skip transcoder adds more than decode(encode(value)): use error=True"
         return super().problem(shape)
 
@@ -885,18 +873,3 @@ class SplicePatch(Patch[Any]):
         together = [*self._inside.get(part, ()), *patches]
         result._inside = {**self._inside, part: sorted(together, key=lambda patch: patch.stops_run)}
         return result
-
-
-def inside_of(path: str) -> tuple[str, str, str] | None:
-    """Splits the path of a part of a splice into the path of the value, the name of the splice, and the part.
-
-    Example:
-        >>> inside_of("h_2.output|sub_0.sae.latents"), inside_of("output|sae.latents"), inside_of("h_2.output")
-        (('h_2.output|sub_0', 'sae', 'latents'), ('output', 'sae', 'latents'), None)
-    """
-    start, _, part = path.rpartition(".")
-    bar, dot = start.rfind("|"), start.rfind(".")
-    cut = max(bar, dot)
-    if bar < 0 or cut < 1 or not start[cut + 1 :].isidentifier() or part not in PARTS:
-        return None
-    return start[:cut], start[cut + 1 :], part

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LARGEST_INDEX = 2**31 - 1
+"""The largest number in an index. No dimension is longer, and torch multiplies steps by strides in 64 bits."""
+
 TensorIndex: TypeAlias = Any
 """Anything that indexes a tensor: an int, a slice, `...`, `None`, a list or tensor of indices, a mask, or a tuple."""
 
@@ -42,7 +45,12 @@ def index_problem(index: TensorIndex, shape: torch.Size | None) -> str | None:
 
 
 def selection_problem(
-    index: TensorIndex, sizes: Sequence[int | None] | None, shown: str, *, allow_empty: bool = False
+    index: TensorIndex,
+    sizes: Sequence[int | None] | None,
+    shown: str,
+    *,
+    allow_empty: bool = False,
+    only_slices: bool = False,
 ) -> str | None:
     """Returns which part of `index` is out of range or selects nothing, or `None` if each part selects something.
 
@@ -51,6 +59,7 @@ def selection_problem(
         sizes: The sizes of the tensor's dimensions, with `None` for sizes that may differ; `None` if no size is known.
         shown: The name of the tensor in the message.
         allow_empty: Whether a part may select nothing.
+        only_slices: Whether values of indices and masks are not read, as in each call.
 
     Example:
         >>> print(selection_problem((..., slice(64, 80)), (None, 64), "the value").partition(";")[0])
@@ -59,6 +68,8 @@ def selection_problem(
     """
     known = (None,) * indexed_dimensions(index) if sizes is None else sizes
     for part, dim in _placed(index, len(known)):
+        if only_slices and not isinstance(part, slice):
+            continue
         size = known[dim] if dim < len(known) else None
         problem = _problem_of(part, size)
         if problem is None or (allow_empty and problem is _NOTHING):
@@ -67,24 +78,6 @@ def selection_problem(
         repair = "; if that is meant, give the patch allow_empty=True" if problem is _NOTHING else ""
         return f"slice [{index_text(index)}] {problem}{there}{repair}"
     return None
-
-
-def selects_nothing(index: TensorIndex, shape: Sequence[int]) -> bool:
-    """Returns whether a slice in `index` selects nothing of a non-empty dimension of a tensor of this shape.
-
-    Values of indices and masks are not read, because this runs in each call.
-
-    Example:
-        >>> selects_nothing((..., slice(2, 4)), (1, 2)), selects_nothing((..., slice(2, 4)), (1, 3))
-        (True, False)
-    """
-    parts = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(part, slice) and (part.start is not None or part.stop is not None) for part in parts):
-        return False
-    rank = len(shape)
-    return any(
-        isinstance(part, slice) and dim < rank and _is_empty(part, shape[dim]) for part, dim in _placed(index, rank)
-    )
 
 
 def index_text(index: TensorIndex) -> str:
@@ -128,12 +121,9 @@ def part_sizes(sizes: Sequence[int | None], index: tuple[Any, ...]) -> list[int 
         >>> part_sizes([None, 12, None, 64], (slice(None), 3, slice(1, None), slice(0, 32)))
         [None, None, 32]
     """
-    kept: list[int | None] = []
-    for dim, size in enumerate(sizes):
-        part = index[dim] if dim < len(index) else slice(None)
-        if isinstance(part, slice):
-            kept.append(None if size is None else len(range(size)[part]))
-    return kept
+    parts = [*index, *(slice(None),) * (len(sizes) - len(index))]
+    kept = [(size, part) for size, part in zip(sizes, parts, strict=False) if isinstance(part, slice)]
+    return [None if size is None else len(range(size)[part]) for size, part in kept]
 
 
 def _part_text(part: Any) -> str:
@@ -159,6 +149,25 @@ def indexed_dimensions(index: TensorIndex) -> int:
     """
     parts = index if isinstance(index, tuple) else (index,)
     return sum(map(_used_by, parts))
+
+
+def part_dimensions(index: TensorIndex, rank: int) -> tuple[int, bool]:
+    """Returns the number of dimensions of a part of a tensor, and whether the last is (a part of) that of the tensor.
+
+    Example:
+        >>> part_dimensions((0, ..., [1, 2]), 4), part_dimensions((..., 3), 4), part_dimensions(None, 4)
+        ((3, True), (3, False), (4, True))
+    """
+    keeps_last, added, lists = True, 0, [0]
+    for part, dim in () if index is None else _placed(index, rank):
+        if part is None or isinstance(part, bool):
+            added += 1
+        elif not isinstance(part, slice):
+            numbers = torch.as_tensor(part if isinstance(part, Sequence) or hasattr(part, "__array__") else 0)
+            lists.append(1 if numbers.dtype in (torch.bool, torch.uint8) else numbers.dim())
+            keeps_last = keeps_last and (lists[-1] > 0 or dim + _used_by(part) < rank)
+            added -= _used_by(part)
+    return rank + added + max(lists), keeps_last
 
 
 def _placed(index: TensorIndex, rank: int) -> list[tuple[Any, int]]:
@@ -206,6 +215,9 @@ def _is_empty(part: slice, size: int | None) -> bool:
 def _used_by(part: Any) -> int:
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
+    numbers = (part.start, part.stop, part.step) if isinstance(part, slice) else (part,)
+    if any(isinstance(number, (int, np.integer)) and abs(number) > LARGEST_INDEX for number in numbers):
+        raise TypeError(f"a number in the slice is too large: a tensor has at most {LARGEST_INDEX} entries in a row")
     if isinstance(part, Tensor):
         return part.dim() if part.dtype in (torch.bool, torch.uint8) else 1
     if isinstance(part, (int, slice)) or hasattr(part, "__index__"):

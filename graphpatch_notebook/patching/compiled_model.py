@@ -20,9 +20,8 @@ from graphpatch_notebook.graphs import GraphModule
 from graphpatch_notebook.graphs.plain_fx import InputCheck, PatchedPart, listed_doubts, plain_fx_module
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch, declares
-from graphpatch_notebook.patching.comparison import compared
-from graphpatch_notebook.patching.patch_map import problems_of
-from graphpatch_notebook.patching.plan import Entry
+from graphpatch_notebook.patching.model_state import compared
+from graphpatch_notebook.patching.plan import Entry, problems_of
 from graphpatch_notebook.values import TensorSpec
 
 
@@ -53,7 +52,7 @@ def verified_fx_module(
                 f"{entry.target.text!r}: {type(control).__name__} changes the run, and a graph does not keep that"
             )
         target = entry.target
-        part = PatchedPart(target.index, entry.patches, f"{target.text!r} ({target.node.op})")
+        part = PatchedPart(target.index, entry.patches)
         patched.setdefault(target.node, []).append((target.dig, part))
     given = {} if examples is None else inputs_of_call(root.frame, examples.args, examples.kwargs)
     result = plain_fx_module(root, patched, given, any_size=any_size)

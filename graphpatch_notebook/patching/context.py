@@ -1,4 +1,4 @@
-"""Patch contexts: which patches are active where, and what is swapped on the model inside the block.
+"""Captured models and patch contexts: which patches are active where, and what is swapped on the model in the block.
 
 A context belongs to the thread (or task) that entered it: a context variable holds the active ones. For the length of
 the block, the forwards of the modules whose frames hold patches are swapped, and the calls of those whose output is
@@ -8,49 +8,260 @@ patched; unless the `PatchableGraph` is called in the same context, both do noth
 from __future__ import annotations
 
 import contextlib
-import inspect
+import copy
+import functools
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
-from types import CodeType, FrameType, TracebackType
-from typing import Any
+from dataclasses import dataclass
+from types import CodeType, TracebackType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture import call_sites, is_own
-from graphpatch_notebook.capture.observers import Swaps, observer, visible_apply
-from graphpatch_notebook.capture.records import Node, Site
+from graphpatch_notebook.capture import call_sites, is_own, parameter_without_values
+from graphpatch_notebook.capture.inputs import ExampleInputs
+from graphpatch_notebook.capture.observers import Swaps, all_modules, observer, visible_apply
+from graphpatch_notebook.capture.records import Frame, Node, Ref, Site, Structure
 from graphpatch_notebook.errors import (
     GraphError,
     GraphPatchError,
     PatchNotFiredError,
+    UnknownPathError,
     add_note,
     has_note,
 )
+from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
+from graphpatch_notebook.graphs.build import connect_records
 from graphpatch_notebook.graphs.generated_code import name_assigned_at
-from graphpatch_notebook.inspection.error_notes import arguments_at_capture, arguments_text, failure_note
+from graphpatch_notebook.inspection.node_map import NodeMap
+from graphpatch_notebook.inspection.resolution import Target, Unresolvable
+from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches.kinds import Patch, RunStopped
-from graphpatch_notebook.patching.captured_model import CapturedModel
-from graphpatch_notebook.patching.patch_map import refuse_unjoined, refuse_with_cache
-from graphpatch_notebook.patching.plan import Entry, Plan
+from graphpatch_notebook.patching.plan import (
+    Callers,
+    Entry,
+    Lookup,
+    Plan,
+    entries_of,
+    refuse_exchanged,
+    refuse_unjoined,
+    refuse_with_cache,
+)
 from graphpatch_notebook.patching.positions import GenerationSteps, StepCount, Unreached
-from graphpatch_notebook.patching.run import Run
+from graphpatch_notebook.patching.run import OperatorPatchError, Run
+from graphpatch_notebook.patching.sharding import sharding_of
 from graphpatch_notebook.patching.stand_in import original_of
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.texts import with_tokens
 from graphpatch_notebook.torch_compat import (
     eager_code,
     function_mode_depth,
-    has_compiled_parts,
+    is_any_compiled,
     is_in_backward,
     is_module_call,
+    may_compile,
     runs_hooks,
     visible_flex_attention,
 )
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, ValueSpec, describe, spec_at
 from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
+
+PatchLists: TypeAlias = "Mapping[Any, Sequence[Patch[Any]]]"
+
+
+class CapturedModel:
+    """What a `PatchableGraph` consists of: the interface that it offers to the rest of this package."""
+
+    def __init__(
+        self,
+        module: Module,
+        root: Frame,
+        options: ExtractionOptions,
+        *,
+        examples: ExampleInputs | None = None,
+        unstored: Mapping[str, str] | None = None,
+    ) -> None:
+        self.module = module
+        self.root = root
+        self.options = options
+        self.sharding = sharding_of(root)  # `None` if each process runs all of the model
+        self.examples = examples  # the example inputs; `None` if there were none, as for a loaded graph
+        self.tokenizer: Any = None  # makes inputs of texts, and texts of tokens; `None` if none was given
+        # The paths of frames without a graph in the file it was loaded from, with the reasons.
+        self.unstored = dict(unstored or {})
+        self.permanent: tuple[
+            PatchLists, ...
+        ] = ()  # the patch maps that all calls have (`PatchableGraph.edit`), in order
+        self._lacks_weights = bool(parameter_without_values(module))
+        self._hierarchy: GraphModule | None = None
+        self._derived: _Derived | None = None
+        for frame in [frame for frame in root.walk() if frame.custom_graph is not None]:
+            connect_records(frame, frame.custom_graph)
+            frame.note_own_graph()
+
+    def edited(self, patch_map: Any = None) -> CapturedModel:
+        """Returns another captured model with the same graphs, and no contexts, whose calls also have these patches."""
+        result = copy.copy(self)
+        result._hierarchy = self.hierarchy
+        if patch_map is not None:
+            plan = self.plan(self.entries_of(patch_map))
+            before = self.permanent_plan
+            if (together := plan if before is None else before.with_more(plan.entries)).unjoined:
+                refuse_unjoined(together)
+            listed = {path: [p] if isinstance(p, Patch) else list(p) for path, p in patch_map.items()}
+            result.permanent, result._derived = (*self.permanent, listed), None
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedModel:
+        result = copy.copy(self)
+        memo[id(self)] = result
+        # The model first: the records of the capture refer to it, not the other way round.
+        result.module = copy.deepcopy(self.module, memo)
+        result.root = copy.deepcopy(self.root, memo)
+        result.permanent = tuple(
+            {str(path): copy.deepcopy(patches, memo) for path, patches in each.items()} for each in self.permanent
+        )
+        # Graphs that the user edited must be copied; others could be built again.
+        result._hierarchy, result._derived = copy.deepcopy(self._hierarchy, memo), None
+        return result
+
+    def tokenized(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_generation: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the inputs of a call, with tokens in place of texts if there is a tokenizer."""
+        if self.tokenizer is None or not args:
+            return args, kwargs
+        names = [parameter.name for parameter in self.root.parameters]
+        return with_tokens(self.module, names, self.tokenizer, args, kwargs, is_generation=is_generation)
+
+    def check_weights(self) -> None:
+        """Raises a `GraphError` if the model cannot run, since its weights are on the meta device."""
+        if self._lacks_weights:
+            name = parameter_without_values(self.module)
+            if name:
+                raise GraphError(
+                    f"the model has no weights: the parameter {name!r} is on the meta device. Names, shapes and code "
+                    "can be inspected, and patches chosen; to run the model, load its weights first: "
+                    "pg.load_state_dict(weights, assign=True)"
+                )
+            self._lacks_weights = False
+
+    # -- graphs --------------------------------------------------------------------------------------------------------
+
+    @property
+    def hierarchy(self) -> GraphModule:
+        """The hierarchy of graph modules, callable like the model."""
+        if self._hierarchy is None:
+            self._hierarchy = build_hierarchy(self.root)
+        return self._hierarchy
+
+    @property
+    def edits(self) -> int:
+        """How often graphs were edited."""
+        return self.root.capture.edits
+
+    @property
+    def runs_own_graphs(self) -> bool:
+        """Whether there are graphs that replace their module: calls without patches run these, too."""
+        return self.root.runs_own_graphs
+
+    def renew(self) -> None:
+        """Forgets what was derived from the records: these have changed."""
+        self._derived = None
+
+    # -- patches -------------------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> NodeMap:
+        """All paths that can be patched."""
+        return self._current().paths.nodes
+
+    @property
+    def callers(self) -> Callers:
+        """Which frames call which module."""
+        return self._current().callers
+
+    def entries_of(self, patch_map: Any) -> list[Entry]:
+        """Returns the patches of a patch map with their targets: see `plan.entries_of`."""
+        return entries_of(self._current().paths, patch_map, self.sharding)
+
+    def paths_of(self, text: str) -> list[str]:
+        """Returns the paths, or names of components, of the targets of a text."""
+        return [target.text for target in self.targets_of(text)]
+
+    def targets_of(self, text: str) -> list[Target]:
+        """Returns what a path, a component name, or a pattern leads to, in order, or raises an `UnknownPathError`."""
+        try:
+            return self._current().paths.targets(text)
+        except Unresolvable as error:
+            raise UnknownPathError(error.message) from None
+
+    def plan(self, entries: Sequence[Entry]) -> Plan:
+        """Returns the plan of runs with the patches of `entries`."""
+        derived = self._current()
+        return derived.plan(entries) if entries else derived.without_patches
+
+    @property
+    def has_patched_calls(self) -> bool:
+        """Whether calls outside of any context differ from those of the model."""
+        runs_them_itself = getattr(self.module, "runs_its_graphs", False) and not self.edits  # a loaded graph
+        return bool(self.permanent) or (self.runs_own_graphs and not runs_them_itself)
+
+    @property
+    def permanent_paths(self) -> tuple[str, ...]:
+        """The paths with permanent patches, each once."""
+        return tuple(dict.fromkeys(str(path) for each in self.permanent for path in each))
+
+    @property
+    def permanent_plan(self) -> Plan | None:
+        """The plan of runs with the permanent patches only; `None` if there are none."""
+        if not self.permanent:
+            return None
+        derived = self._current()
+        if derived.permanent is None:
+            derived.permanent = derived.plan([entry for each in self.permanent for entry in self.entries_of(each)])
+        return derived.permanent
+
+    def is_current(self, plan: Plan) -> bool:
+        """Whether no graph was edited since `plan` was made."""
+        return plan.callers is self._current().callers
+
+    def _current(self) -> _Derived:
+        """Returns the values derived from the current records."""
+        derived = self._derived
+        if derived is None or derived.edits != self.edits:
+            graphs = own_graphs(self.hierarchy) if self.runs_own_graphs else ()
+            derived = self._derived = _Derived(Lookup(self.root), graphs, self.edits)
+        return derived
+
+
+@dataclass(eq=False)
+class _Derived:
+    """What is derived from the records of a capture, until a graph is edited: `edits` is how often that was."""
+
+    paths: Lookup
+    own_graphs: Sequence[CompiledGraphModule]
+    edits: int
+    permanent: Plan | None = None  # of the permanent patches, when it was first needed
+
+    @functools.cached_property
+    def callers(self) -> Callers:
+        return Callers(self.paths.root)
+
+    @functools.cached_property
+    def without_patches(self) -> Plan:
+        """The plan of runs in which graphs that are their module run, without patches."""
+        return self.plan(())
+
+    def plan(self, entries: Sequence[Entry]) -> Plan:
+        return Plan(self.paths.root, entries, self.callers, self.own_graphs)
+
+
+# -- contexts ----------------------------------------------------------------------------------------------------------
 
 
 class PatchContext:
@@ -96,7 +307,7 @@ class PatchContext:
             block.__dict__ |= self.__dict__
             block._begin(self, self._own_plan)
         except GraphPatchError as error:
-            hide_frames(error)
+            call_sites.hide_frames(error)
             raise
 
     def __exit__(
@@ -106,7 +317,7 @@ class PatchContext:
         if block is not None:
             block._end()
             if kind is None:
-                block._report_idle(is_by_user=not is_own(sys._getframe(1).f_code))
+                block._report_idle(sys._getframe(1).f_code)
 
     def __repr__(self) -> str:
         if any(block.origin is self for block in _active.get()):
@@ -130,12 +341,8 @@ class PatchContext:
 
     def _begin(self, origin: PatchContext, own: Plan) -> None:
         outer = innermost(self.captured)
-        before = self.captured.permanent_plan if outer is None else outer.plan
-        self.origin, self.own = origin, own.entries
-        self.plan = own if before is None else before.with_more(own.entries)
-        if self.plan.unjoined:
-            refuse_unjoined(self.plan)
-        self.is_over = False
+        self.origin, self.is_over = origin, False
+        self._take(own, outer)
         self.step_count = None if outer is None else outer.step_count
         if self.step_count is None and self.plan.restricted:
             self.step_count = StepCount()
@@ -150,21 +357,52 @@ class PatchContext:
         self._has_direct_with_gradients = False  # whether one was called directly while gradients were enabled
         self._awaits_backward = False  # whether backward will compute a patched call again (activation checkpointing)
         self._reported: set[str] = set()
-        self._swaps, self._handles = Swaps(_recomputing), []
+        self._swaps = Swaps(_recomputing)
+        self._handles: list[Any] = []
         try:
-            # The model may register hooks in a run (transformers does, to collect hidden states): these see outputs
-            # before they are patched, and patched inputs. What is only kept is changed by no hook but those there are.
-            outputs = self.plan.with_outputs.values()
-            called = [module for module, is_changed in outputs if is_changed or runs_hooks(module)]
-            self._swaps.hold(self.plan.watched.values(), called)
-            for module, is_patched in self.plan.with_inputs.values():
-                if is_patched or runs_hooks(module):
-                    self._handles.append(module.register_forward_pre_hook(self._on_inputs, with_kwargs=True))
+            self._swap()
             _blocks.append(self)
             _active.set((*_active.get(), self))
         except BaseException:
             self._end()
             raise
+
+    def _take(self, own: Plan, outer: PatchContext | None) -> None:
+        """Sets the plan of this block, which adds to that of the block around it."""
+        before = self.captured.permanent_plan if outer is None else outer.plan
+        self.own = own.entries
+        self.plan = own if before is None else before.with_more(own.entries)
+        if self.plan.unjoined:
+            refuse_unjoined(self.plan)
+        refuse_exchanged(self.plan)
+
+    def _swap(self) -> None:
+        """Swaps and hooks what runs with the plan need."""
+        # The model may register hooks in a run (transformers does, to collect hidden states): these see outputs
+        # before they are patched, and patched inputs. What is only kept is changed by no hook but those there are.
+        outputs = self.plan.with_outputs.values()
+        called = [module for module, is_changed in outputs if is_changed or runs_hooks(module)]
+        self._swaps.hold(self.plan.watched.values(), called)
+        for module, is_patched in self.plan.with_inputs.values():
+            if is_patched or runs_hooks(module):
+                self._handles.append(module.register_forward_pre_hook(self._on_inputs, with_kwargs=True))
+
+    def _restore(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._swaps.let_go()
+
+    def _follow_edits(self) -> None:
+        """Makes the plans of this block and those around it anew, if graphs were edited in it: no stale code runs."""
+        outer = None
+        for block in _active_blocks():
+            if block.captured is self.captured:
+                own = self.captured.plan(self.captured.entries_of(block._patch_map))
+                block._restore()
+                block._take(own, outer)
+                block._swap()
+                outer = block
 
     def _on_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """The forward pre-hook of this block on modules whose inputs are patched."""
@@ -180,9 +418,7 @@ class PatchContext:
         _active.set(tuple([block for block in _active.get() if block is not self]))
         if self in _blocks:
             _blocks.remove(self)
-        for handle in self._handles:
-            handle.remove()
-        self._swaps.let_go()
+        self._restore()
         if (outer := innermost(self.captured)) is not None:
             outer.is_used |= self.is_used
         if self._awaits_backward:
@@ -190,6 +426,8 @@ class PatchContext:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `function`, which runs the model, with the patches of this block; reports those that never fired."""
+        if not self.captured.is_current(self.plan):
+            self._follow_edits()
         plan, outer, is_direct = self.plan, observer.get(), function is self.captured.module
         if plan.skips and kwargs.get("use_cache") is not False:
             refuse_with_cache(plan, function, args, kwargs)
@@ -200,6 +438,7 @@ class PatchContext:
                 plan.root.frame, plan.restricted, self.step_count, is_direct, is_outside=self._is_of_one_call
             )
         run, needed = Run(self, plan, steps), plan.entries
+        run.given = (args, kwargs) if is_direct else None
         self.is_used = True
         try:
             result = self._observed(run, function, args, kwargs)
@@ -225,10 +464,11 @@ class PatchContext:
 
     def _observed(self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Methods may compile the model themselves, as `generate` does with a static cache.
-        has_compiled = has_compiled_parts(run.root)
+        is_known = run.plan.sees_ops and eager_code.is_possible  # to need eager code, whatever is compiled
+        has_compiled = may_compile() and not is_known and is_any_compiled(all_modules(run.root))
         if has_compiled and not eager_code.is_possible:
             raise GraphError(eager_code.reason)
-        is_eager = has_compiled or function is not run.root
+        is_eager = has_compiled or function is not run.root or (run.plan.sees_ops and may_compile())
         token = observer.set(run)
         try:
             if not (is_eager or run.plan.sees_ops or function_mode_depth()):
@@ -238,11 +478,15 @@ class PatchContext:
                 visible_apply if is_eager or run.plan.sees_ops else visible_flex_attention,
             ):
                 return function(*args, **kwargs)
+        except OperatorPatchError as failed:
+            failure: Exception = failed.args[0]
         except Exception as error:
             explain(error, run)
             raise
         finally:
             observer.reset(token)
+        explain(failure, run)
+        raise failure  # here, for it to keep its own context
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -258,8 +502,8 @@ class PatchContext:
             unfired += run.steps.count.take(self.plan.restricted)
         self._report(unfired, "during this call")
 
-    def _report_idle(self, *, is_by_user: bool) -> None:
-        """Reports the patches of a block that ended: those for steps or positions that no direct call reached.
+    def _report_idle(self, code: CodeType) -> None:
+        """Reports patches of a block that ended in `code`: those for steps or positions that no direct call reached.
 
         All of them, if the model itself was called in it and the `PatchableGraph` never was: calling both is meant as a
         comparison, but calling the model only is taken for a mistake.
@@ -270,7 +514,7 @@ class PatchContext:
             self._report([(entry, why) for entry in self.own], "in this context")
         elif self.step_count is not None and not self._is_of_one_call:  # else the next call may be the next step
             # Permanent patches are reported by blocks of the user, not by each cell of a sweep.
-            is_outermost = is_by_user and innermost(self.captured) is None
+            is_outermost = not is_own(code) and innermost(self.captured) is None
             self._report(self.step_count.take(self.plan.entries if is_outermost else self.own), "in this context")
 
     def _report(self, unfired: Unreached, where: str) -> None:
@@ -373,12 +617,10 @@ def _recomputing(module: Module) -> Run | None:
 # -- which node raised an error: found when one passes, so that runs without errors do not cost time -------------------
 
 _MOST_NAMED = 4
-_FILE_OF_CALLS = Module.register_buffer.__code__.co_filename
 
 
 def explain(error: Exception, run: Run) -> None:
     """Adds a note that names the node to an error of a run, and the patches that were applied before."""
-    hide_frames(error)
     # Errors with a meaning to the interpreter must not change; our own name their path themselves.
     if isinstance(error, (GraphPatchError, StopIteration, StopAsyncIteration)) or has_note(error) or not run.reached:
         return
@@ -392,23 +634,6 @@ def explain(error: Exception, run: Run) -> None:
     with contextlib.suppress(Exception):  # the user must see the error, even if the note fails
         before = f"\n  patched before: {_listed(patched)}" if patched else ""
         add_note(error, _failure(error, run) + before)
-
-
-def hide_frames(error: Exception) -> None:
-    """Hides the frames of this package, and for an error of ours, which names its path, all of the way down to it.
-
-    IPython and pytest leave out frames with a variable of this name.
-    """
-    is_ours = isinstance(error, GraphPatchError) and error.__cause__ is None  # else the user's code raised it
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    above: FrameType | None = sys._getframe(1)
-    while above is not None and (above.f_code.co_filename == _FILE_OF_CALLS or call_sites.is_own(above.f_code)):
-        frames.append(above)
-        above = above.f_back
-    for frame in frames:
-        # Of functions only: the variables of modules and classes stay.
-        if (is_ours or call_sites.is_own(frame.f_code)) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            frame.f_locals["__tracebackhide__"] = True
 
 
 def _failure(error: Exception, run: Run) -> str:
@@ -426,24 +651,24 @@ def _failure(error: Exception, run: Run) -> str:
         elif (assigned := name_assigned_at(code, number)) is not None:
             name = assigned
         elif found.get("self") is run and code.co_name in ("__torch_function__", "on_apply") and step is not None:
-            call = arguments_text(found["args"], found["kwargs"] or {})
+            call = _arguments_text(found["args"], found["kwargs"] or {})
             break
         elif call_sites.facts_of(code).is_users:
             step, variables = (code, call_sites.facts_of(code).offsets[lasti]), found
     frames = run.plan.callers.frames_of(module)
     nodes = [(one, node) for one in frames for node in one.nodes if node.whole is node and _is_at(node, step, name)]
     tensors = {key: value for key, value in variables.items() if isinstance(value, Tensor)} if not call else {}
-    more = (f"variables there: {arguments_text((), tensors)}",) if tensors else ()
+    more = (f"variables there: {_arguments_text((), tensors)}",) if tensors else ()
     line = "" if step is None else str(Site((step,)).source_lines()[0])
     if not nodes:
         where = _listed([repr(format_path(frame.path) or "the model") for frame in frames])
         what = f"code of {where} ({type(module).__name__})" if where else f"code of a {type(module).__name__}"
-        return failure_note(what, line, call, more=more)
+        return _failure_note(what, line, call, more=more)
     (_, first), names = nodes[0], [repr(format_path((*one.path, node.name))) for one, node in nodes]
     if first.site is not None:
         line = str(first.site.source_lines()[-1])
     what = f"{' or '.join(names[:_MOST_NAMED])}{' or others' * (len(names) > _MOST_NAMED)} ({first.op})"
-    return failure_note(what, line, call, arguments_at_capture(first), more)
+    return _failure_note(what, line, call, _arguments_at_capture(first), more)
 
 
 def _is_at(node: Node, step: tuple[CodeType, int] | None, name: str) -> bool:
@@ -454,3 +679,49 @@ def _is_at(node: Node, step: tuple[CodeType, int] | None, name: str) -> bool:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + f", and {len(names) - _MOST_NAMED} more" * (len(names) > _MOST_NAMED)
+
+
+_MOST_LISTED = 8
+
+
+def _failure_note(what: str, line: str = "", now: str = "", at_capture: str = "", more: Iterable[str] = ()) -> str:
+    """Returns the note: path and operation, the user's line, the arguments now and at capture, further sentences."""
+    shapes = [f"arguments: {now}"] if now else []
+    if at_capture and at_capture != now:
+        shapes.append(f"arguments at capture: {at_capture}")
+    return "\n  ".join([f"raised by {what}", *([line] if line else []), *shapes, *more])
+
+
+def _arguments_text(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+    """Returns a description of the arguments of a call: tensors by their shapes, numbers by their values."""
+    return _few(
+        [_value_text(value) for value in args] + [f"{name}={_value_text(value)}" for name, value in kwargs.items()]
+    )
+
+
+def _arguments_at_capture(node: Node) -> str:
+    """Returns a description of the arguments of a recorded call, in the same form."""
+    return _arguments_text(node.whole.args, node.whole.kwargs)
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, Ref):
+        return _spec_text(spec_at(value.node.spec, value.dig))
+    if isinstance(value, Structure):
+        return value.type.__name__
+    if type(value) in (tuple, list):  # of a recorded call: may hold `Ref`s
+        inside = _few([_value_text(item) for item in value])
+        return f"({inside})" if type(value) is tuple else f"[{inside}]"
+    return _spec_text(describe(value))
+
+
+def _spec_text(spec: ValueSpec | None) -> str:
+    if isinstance(spec, ScalarSpec):
+        return repr(spec.value)
+    if isinstance(spec, ContainerSpec):
+        return f"{spec.type.__name__}({_few([_spec_text(child) for _, _, child in spec.children])})"
+    return "?" if spec is None else str(spec)
+
+
+def _few(texts: list[str]) -> str:
+    return ", ".join(texts[:_MOST_LISTED]) + (", ..." if len(texts) > _MOST_LISTED else "")

@@ -1,4 +1,4 @@
-"""What a run may change in a model: a snapshot of it, and the context manager that restores it.
+"""What a run may change in a model: a snapshot of it, the context manager that restores it, and comparisons of runs.
 
 The contract (law 5): attributes of modules, with the containers and plain objects among them, buffers, parameters that
 the capture saw written, training flags, hooks, and the random generators. What code keeps in globals, closures and
@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, Literal, TypeAlias
@@ -33,7 +35,7 @@ from graphpatch_notebook.capture.held_values import (
     reachable_modules,
 )
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.torch_compat import copied_with_storage, is_fully_sharded, version_of, without_torch_functions
+from graphpatch_notebook.torch_compat import is_fully_sharded, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, IMMUTABLE, children, is_same_plain, key_text
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -198,8 +200,7 @@ def _prepare(value: Any, memo: dict[int, Any], seen: dict[int, Any]) -> None:
 
 def _copied_tensor(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     try:
-        copied = copied_with_storage(tensor, memo)
-        return copy.deepcopy(tensor, memo) if copied is None else copied
+        return copy.deepcopy(tensor, memo)
     except (RuntimeError, NotImplementedError):  # some subclasses, and the tensors of `torch.func`
         return tensor.clone()
 
@@ -222,41 +223,26 @@ def copied_output(value: Any) -> Any:
 
 # -- random generators -------------------------------------------------------------------------------------------------
 
-_OWN = "a generator of its own"
-
 
 class RandomState:
     """The state of the random generators of torch, Python and numpy, and of some others."""
 
     def __init__(self, others: Iterable[Any] = ()) -> None:
-        self._others = list(others)
-        self._states = self._now()
-
-    def _now(self) -> dict[str, Any]:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        return {
-            "torch": [torch.get_rng_state(), *cuda],
-            "Python": random.getstate(),
-            "numpy": numpy,
-            _OWN: list(map(_state_of, self._others)),
-        }
+        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        owned: dict[str, list[Any]] = {"torch": [torch.default_generator, *cuda], "Python": [random]}
+        if "numpy" in sys.modules:
+            owned["numpy"] = [sys.modules["numpy"].random]
+        owned["a generator of its own"] = list(others)
+        self._states = [(owner, each, _state_of(each)) for owner, generators in owned.items() for each in generators]
 
     def changed(self) -> list[str]:
         """Returns the owners of the generators whose state has changed since."""
-        now = self._now()
-        known = [owner for owner, state in self._states.items() if state is not None]
-        return [owner for owner in known if not _is_same_state(self._states[owner], now[owner])]
+        changed = (owner for owner, each, state in self._states if not _is_same_state(state, _state_of(each)))
+        return list(dict.fromkeys(changed))
 
     def restore(self) -> None:
         """Puts the generators back to this state."""
-        torch.set_rng_state(self._states["torch"][0])
-        if len(self._states["torch"]) > 1:
-            torch.cuda.set_rng_state_all(self._states["torch"][1:])
-        random.setstate(self._states["Python"])
-        if self._states["numpy"] is not None:
-            sys.modules["numpy"].random.set_state(self._states["numpy"])
-        for generator, state in zip(self._others, self._states[_OWN], strict=True):
+        for _, generator, state in self._states:
             _set_state(generator, state)
 
 
@@ -275,35 +261,27 @@ _GENERATORS: dict[type, bool] = {}
 
 
 def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state() if hasattr(generator, "get_state") else _bits_of(generator).state
+    """Returns the state of a generator, or of the one of a module (`random`, `numpy.random`)."""
+    get = getattr(generator, "get_state", None) or getattr(generator, "getstate", None)
+    return getattr(generator, "bit_generator", generator).state if get is None else get()
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
+    put = getattr(generator, "set_state", None) or getattr(generator, "setstate", None)
+    if put is None:
+        getattr(generator, "bit_generator", generator).state = state
     else:
-        _bits_of(generator).state = state
-
-
-def _bits_of(generator: Any) -> Any:
-    return getattr(generator, "bit_generator", generator)
+        put(state)
 
 
 def _is_same_state(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
     if isinstance(a, dict):
         return all(_is_same_state(a[name], b[name]) for name in a)
-    if isinstance(a, (list, tuple)) and len(a) < _MOST_NUMBERS:  # those of Python's generator are plain
-        return len(a) == len(b) and all(map(_is_same_state, a, b))
+    if type(a) is tuple and any(hasattr(each, "tobytes") for each in a):  # of numpy
+        return all(map(_is_same_state, a, b))
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
     return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else bool(a == b)
-
-
-_MOST_NUMBERS = 100
 
 
 # -- the state of a model ----------------------------------------------------------------------------------------------
@@ -525,7 +503,7 @@ def _changed_keys(name: str, container: Any, saved: Any, *, is_exact: bool = Fal
 
     Inert hooks, and the flags of hooks, do not count.
     """
-    if not container and not saved:
+    if len(container) == len(saved) == 0:
         return
     if isinstance(saved, dict) and len(container) == len(saved):  # the usual case, without copies
         values = [*container.values()]
@@ -586,3 +564,112 @@ def _restore_hooks(module: Module, name: str, saved: dict[Any, Any]) -> None:
         for key in others:
             container.pop(key, None)
     container.update(saved)
+
+
+# -- two runs: do they do the same, from the same state of a model, on the same inputs? --------------------------------
+# They are equal if they return the same, write the same into their inputs, and leave the model, the random generators
+# and the gradient mode in the same state.
+
+
+@dataclass(frozen=True, slots=True)
+class RunComparison:
+    """How two runs compare: equal bit for bit; both ran, or only the second one raised; or nothing would be proved.
+
+    `reason` is where they differ, the error, or why they cannot be compared.
+    """
+
+    status: Literal["equal", "differing", "not comparable"]
+    reason: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both do the same, bit for bit."""
+        return self.status == "equal"
+
+
+# A comparison puts buffers and random generators back, which two at a time must not do.
+_lock = threading.RLock()
+
+
+def compared(
+    model: Module,
+    expected: Callable[..., Any],
+    found: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> RunComparison:
+    """Compares two runs on copies of the same inputs; the model and the inputs do not change.
+
+    Args:
+        model: Holds all state that the runs may change.
+        expected: Runs what is right. Its errors are raised.
+        found: Runs what may do the same.
+        args: The positional inputs.
+        kwargs: The inputs by keyword.
+    """
+    try:
+        own = copied((args, kwargs))
+    except Exception as error:  # of the user's own objects
+        return _not_copied(error)
+    with _lock, preserved(model), torch.set_grad_enabled(torch.is_grad_enabled()):
+        return copy_context().run(run_and_compare, model, expected, found, *own)[1]
+
+
+def run_and_compare(
+    model: Module,
+    expected: Callable[..., Any],
+    found: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, RunComparison]:
+    """Returns the result of `expected` on the inputs themselves, and its comparison with `found`, as `compared` does.
+
+    The effects of `expected` stay. `found` runs on copies, and its effects are undone.
+    """
+    with _lock:
+        try:
+            before, copies = ModelSnapshot(model), copied((args, kwargs))
+        except Exception as error:
+            return expected(*args, **kwargs), _not_copied(error)
+        had_gradients = torch.is_grad_enabled()
+        context = copy_context()  # `expected` and `found` must not see the context variables that the other one sets
+        result = expected(*args, **kwargs)
+        # Graphs write, and draw from torch, as the module does, and repeat nothing else.
+        changes = [str(one) for one in before.changes() if not (one.is_write and one.is_restorable)]
+        if drawn := [owner for owner in before.random.changed() if owner in ("Python", "numpy")]:
+            changes = [f"the model draws random numbers (of {' and '.join(drawn)})"]
+        if changes:
+            return result, RunComparison("not comparable", changes[0])
+        has_gradients = torch.is_grad_enabled()
+        with preserved(model) as after, torch.set_grad_enabled(has_gradients):
+            before.restore()
+            torch.set_grad_enabled(had_gradients)
+            try:
+                value = context.run(found, *copies[0], **copies[1])
+            except Exception as error:
+                return result, RunComparison("differing", f"its graph raises {_first_line(error)}")
+            try:
+                text = _difference_of_runs(after, (value, copies), (result, (args, kwargs)), has_gradients)
+            except (IncomparableError, RuntimeError, NotImplementedError) as error:  # the tensors of `torch.func`
+                return result, RunComparison("not comparable", str(error))
+            return result, RunComparison("equal" if text is None else "differing", text or "")
+
+
+def _difference_of_runs(after: ModelSnapshot, found: Any, expected: Any, has_gradients: bool) -> str | None:
+    if torch.is_grad_enabled() != has_gradients:
+        return "it ends in another gradient mode"
+    for one, other, where in zip(found, expected, ("output", "inputs"), strict=True):
+        if (text := difference(one, other, where)) is not None:
+            return text
+    if after.random.changed():
+        return "it ends in another random state"
+    changes = (f"it leaves another {change.name!r} in {change.module_class}" for change in after.changes())
+    return next(changes, None)
+
+
+def _not_copied(error: Exception) -> RunComparison:
+    return RunComparison("not comparable", f"its inputs cannot be copied ({_first_line(error)})")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,6 +1,6 @@
-"""The plan of a patched run: which values of which frames are patched.
+"""The plan of a patched run: a patch map, checked before anything runs, and which values of which frames are patched.
 
-[(target, patches), ...]  ->  Plan
+{path: patches, ...}  ->  [Entry, ...]  ->  Plan
                               └── FramePlan of each frame that a run must recognize, the root first
                                   ├── inputs, tensors, output, sites: the entries of this frame
                                   └── calls: module and call number -> FramePlan of the submodule's frame
@@ -8,8 +8,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, TypeAlias
@@ -19,18 +23,49 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
-from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
-from graphpatch_notebook.errors import PatchMapError, PatchValueError
+from graphpatch_notebook.capture.records import (
+    ATTENTION_IN_CONFIG,
+    HELD_KINDS,
+    CompositeCall,
+    Frame,
+    Site,
+    attention_named_by,
+)
+from graphpatch_notebook.components import find
+from graphpatch_notebook.components.dimensions import dimensions_of, shape_problem
+from graphpatch_notebook.components.names import is_component_name
+from graphpatch_notebook.errors import GraphError, GraphPatchError, PatchMapError, PatchValueError, UnknownPathError
 from graphpatch_notebook.graphs import CompiledGraphModule
-from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
-from graphpatch_notebook.patches.kinds import Patch, SplicePatch, declares, inside_of
+from graphpatch_notebook.inspection.node_map import NodeMap
+from graphpatch_notebook.inspection.resolution import (
+    Target,
+    Unresolvable,
+    answer_to_alias,
+    fixed_sizes_of,
+    resolve,
+    resolve_all,
+)
+from graphpatch_notebook.patches.kinds import (
+    PARTS,
+    Patch,
+    ProbePatch,
+    SplicePatch,
+    declares,
+    has_plain_fields,
+    value_problem,
+)
 from graphpatch_notebook.patches.slices import index_problem, selection_problem
-from graphpatch_notebook.patching.positions import Restriction
+from graphpatch_notebook.patching.positions import CACHES, Restriction, caches_of, restriction_of
+from graphpatch_notebook.paths import format_path, is_pattern, nearest
 from graphpatch_notebook.torch_compat import takes_hooks
-from graphpatch_notebook.values import TensorSpec
+from graphpatch_notebook.values import ScalarSpec, TensorSpec, all_leaves, leaves
+from graphpatch_notebook.warning_places import level_of_caller, warn
 
 FUSED_MODULES = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
 """Modules that torch computes by other kernels in some runs than in others, with other rounding."""
+
+_COMPILED_MODULE = "_orig_mod"
+"""Under which name `torch.compile` keeps a module in the one that it returns."""
 
 # Without gradients, in eval mode, these do not call the modules in them, unless a function mode is on.
 _FUSED = FUSED_MODULES[:2]
@@ -61,7 +96,7 @@ class Entry:
         self.rank = (1 if self.is_source else 2 if self.patches[0].stops_run else 0) - 3 * self.is_early
         is_limited = self.restriction is not None or self.is_source or self.placement is not None or self.sources
         is_part = target.dig or (target.component and target.index)
-        if is_limited or is_part or node.is_mutated_later or node.is_view_filled_later:
+        if is_limited or is_part or node.is_mutated_later:
             return
         if isinstance(spec, TensorSpec):
             self.plain_shape = spec.shape
@@ -210,8 +245,6 @@ class FramePlan:
     def settle(self) -> None:
         """Derives the rest, when all entries are added to this plan and to those below it."""
         module, below = self.frame.module, self.below()
-        if isinstance(module, torch.nn.TransformerEncoder):  # its layers themselves are called
-            below = [plan for plan in below if plan.sites is not None or plan.calls]
         self.needs_mode = self.sites is not None or (isinstance(module, _FUSED) and bool(below))
         self.is_bare = not (self.inputs or self.tensors or self.graph or self.skips or self.needs_mode)
 
@@ -233,6 +266,8 @@ class Plan:
         skips: Those of the entries that replace calls of modules.
         unjoined: Patches on parts of a splice that is not among the patches.
         sees_ops: Whether some frame runs under the function mode.
+        on_the_way: The frames that lead to patched values, each with one of the entries on these.
+        held: What was held on the way when a context was last entered; `None` before.
     """
 
     def __init__(
@@ -276,6 +311,9 @@ class Plan:
                 _, has_changes = self.with_inputs.get(id(module), (module, False))
                 self.with_inputs[id(module)] = module, has_changes or plan.changes_inputs
         self.sees_ops = any(plan.needs_mode for plan in plans.values())
+        above = {id(f): (f, entry) for entry in self.entries for f in entry.target.frame.frames_above()}
+        self.on_the_way = list(above.values())
+        self.held: list[_Held] | None = None
         self.custom = {
             id(graph.frame.module): FramePlan(graph.frame, graph)
             for graph in reversed(own_graphs)
@@ -323,8 +361,8 @@ class Callers:
         """Returns the root, the `wanted` frames, and the frames that a run needs to tell which call each of them is.
 
         A module that is called once in the whole capture needs no other frame. Calls of other modules are counted in
-        the frame that calls them, so all frames are needed that call such a module. Modules that may run fused always
-        are.
+        the frame that calls them, so all frames that call such a module are needed, and all of its own: it is watched
+        in each of them, and what is patched inside of one is found there. Modules that may run fused always are.
         """
         found = {id(root): root}
         waiting = list(wanted)
@@ -334,7 +372,7 @@ class Callers:
             found[id(frame)] = frame
             calls = self.frames_of(frame.module)
             if len(calls) > 1:
-                waiting += [call.parent for call in calls if call.parent is not None]
+                waiting += [*calls, *(call.parent for call in calls if call.parent is not None)]
             if self._has_fused:
                 waiting += [above for above in frame.frames_above() if isinstance(above.module, _FUSED)]
         return list(found.values())
@@ -359,6 +397,9 @@ class InsidePatch(Patch[Any]):
         raise PatchValueError(self.problem_without)
 
 
+_PART_OF_SPLICE = re.compile(rf"((?=.*\|).+)[.|]([^\W\d]\w*)\.({'|'.join(PARTS)})")
+
+
 def inside_splice(
     root: Frame, text: str, patches: Sequence[Patch[Any]], problem: str
 ) -> tuple[Target, InsidePatch] | None:
@@ -366,10 +407,10 @@ def inside_splice(
 
     `problem` is what is wrong with the path if there is no splice.
     """
-    found = inside_of(text)
+    found = _PART_OF_SPLICE.fullmatch(text)
     if found is None:
         return None
-    path, name, part = found
+    path, name, part = found.groups()
     try:
         target = resolve(root, path)
     except Unresolvable:
@@ -420,3 +461,436 @@ def joined_with_splices(entries: Sequence[Entry]) -> Sequence[Entry]:
         if not places:
             found.append(entry)
     return found
+
+
+_Held: TypeAlias = "tuple[dict[str, Any], str, object]"
+"""The registry or the attributes of a module or a config, a name, and what is there under this name."""
+
+
+def refuse_exchanged(plan: Plan) -> None:
+    """Raises a `GraphError` if a module on the way to a patched value is not the one that was captured at its path.
+
+    Or if that computes attention in another way, of which the captured names are not.
+    """
+    if plan.held is not None and all(holder.get(name) is held for holder, name, held in plan.held):
+        return  # as at the last entry
+    seen: list[_Held] = []
+    for frame, entry in plan.on_the_way:
+        (now, held), before, attention = _held_now(frame), frame.conditions.attention, attention_named_by(frame.module)
+        if now in (None, frame.module) and before in (None, attention):
+            config = frame.module.__dict__.get("config")
+            seen += [*held, (frame.module.__dict__, "config", config)]
+            seen.append((getattr(config, "__dict__", {}), ATTENTION_IN_CONFIG, attention))
+            continue
+        where = f" {frame.attribute_path_from_root!r}" if frame.parent is not None else ""
+        change = f"its attention is {attention!r}, and was {before!r}"
+        if now not in (None, frame.module):
+            there = f"another {type(now).__name__} is" if isinstance(now, Module) else "nothing is"
+            change = f"{there} where a {type(frame.module).__name__} was"
+        raise GraphError(
+            f"{entry.target.text!r}: the model's{where} was changed since it was captured: {change}; capture "
+            "it again, PatchableGraph(model, ...)"
+        )
+    plan.held = seen
+
+
+def _held_now(frame: Frame) -> tuple[object, list[_Held]]:
+    """Returns the module that is now where the module of a frame was, and what leads there.
+
+    It is `None` if that is not known, and another object if there is none. A frame of a module that the model does not
+    hold has a path that leads nowhere.
+    """
+    for start in () if frame.parent is None else (frame.parent.module, frame.root.module):
+        found: Any = start
+        held: list[_Held] = []
+        is_registered = False
+        for name in frame.attribute_path.split("."):
+            registry = found._modules if isinstance(found, Module) else {}
+            inner = registry.get(name)
+            if inner is None and is_registered:
+                return _MISSING, []
+            is_registered, attributes = inner is not None, getattr(found, "__dict__", {})
+            if is_registered:
+                held.append((attributes, "_modules", registry))  # lists of modules make another one
+            holder = registry if is_registered else attributes
+            found = holder.get(name)
+            held.append((holder, name, found))
+        while found is not frame.module and isinstance(found, Module) and _COMPILED_MODULE in found._modules:
+            held.append((found._modules, _COMPILED_MODULE, found._modules[_COMPILED_MODULE]))
+            found = found._modules[_COMPILED_MODULE]
+        if isinstance(found, Module):
+            return found, held
+    return None, []
+
+
+_MISSING = object()
+
+
+# -- patch maps: checked, all of it, before anything runs --------------------------------------------------------------
+
+_Meant: TypeAlias = "list[tuple[str, Sequence[Any], list[Target]]]"
+"""The keys of a patch map, with the patches and what the key means."""
+
+
+def entries_of(paths: Lookup, patch_map: Any, sharding: Any) -> list[Entry]:
+    """Returns the entries of a patch map, from paths, `NodePath`s or patterns to patches, or raises all that is wrong.
+
+    `sharding` is `sharding_of` the model.
+    """
+    if type(patch_map) is not dict and not isinstance(patch_map, Mapping):
+        raise PatchMapError(f"a patch map is a dict from paths to patches, not {type(patch_map).__name__}")
+    root = paths.root
+    problems: list[str] = []
+    kind = PatchMapError
+    meant: _Meant = []
+    entries: list[Entry] = []
+    for path, patches in patch_map.items():
+        text = path if type(path) is str else str(path)
+        listed = [patches] if isinstance(patches, Patch) else patches
+        try:
+            meant.append((text, listed, paths.targets(text, listed)))
+        except Unresolvable as error:
+            inside = inside_splice(root, text, listed, error.message)
+            if inside is not None:
+                problems += _problems_of(text, listed, _check_inside)
+                entries.append(Entry(inside[0], (inside[1],)))
+            else:
+                problems.append(error.message)
+                kind = UnknownPathError
+    for _, patches, targets in _without_replaced(meant, problems):
+        for target in targets:
+            entries += _entries(root, target, patches, problems)
+    entries += _sources_of(paths, entries, problems)
+    if sharding is not None:
+        entries = [sharding.placed(entry, problems) for entry in entries]
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise kind(f"{len(problems)} problems in this patch map:{listed}" if len(problems) > 1 else problems[0])
+    for component in [entry.target.component for entry in entries]:
+        if component is not None and component.doubt:  # it may not be what its name says
+            warn(f"{component.name!r} is in doubt: {component.doubt}", "component", stacklevel=level_of_caller())
+    return entries
+
+
+def refuse_unjoined(plan: Plan) -> None:
+    """Raises an `UnknownPathError` for the patches on parts of splices that are not among the patches."""
+    raise UnknownPathError("\n".join(patch.problem_without for patch in plan.unjoined))
+
+
+@dataclass(eq=False)
+class Lookup:
+    """What paths mean in a capture; each is resolved once."""
+
+    root: Frame
+    _known: dict[str, list[Target]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def nodes(self) -> NodeMap:
+        """All paths that can be patched."""
+        return NodeMap(self.root)
+
+    def targets(self, text: str, patches: Any = None) -> list[Target]:
+        """Returns the targets of a path, a component name, or a pattern of paths, in order; raises an `Unresolvable`.
+
+        If `patches` are given for it that replace calls, it may be the path of a module.
+        """
+        if (found := self._known.get(text)) is not None:
+            return found
+        if not is_pattern(text) or is_component_name(text) or text in self.nodes:  # keys of dicts may hold any text
+            found = self._named(text, patches)
+        else:
+            found = self._matching(text)
+        if not _are_for_calls(patches):
+            self._known |= {target.text: [target] for target in found} | {text: found}
+        return found
+
+    def _named(self, text: str, patches: Any) -> list[Target]:
+        try:
+            return resolve_all(self.root, text)
+        except Unresolvable:
+            call = target_of_call(self.root, text) if _are_for_calls(patches) else None
+            if call is not None:
+                return [call]
+            bare = text.rpartition("[")[0]
+            if is_pattern(bare) and self.nodes.matching(bare):
+                raise Unresolvable(f"{text!r}: for a part of the values at {bare!r}, give patches slice=") from None
+            raise
+
+    def _matching(self, text: str) -> list[Target]:
+        nodes, root = self.nodes, self.root
+        if found := nodes.matching(text):
+            return [resolve(root, path) for path in found]
+        with suppress(UnknownPathError):  # names of components, such as `**.attn.pattern`, if no path is like this
+            return [resolve(root, component.name) for component in find(root).lookup(text)]
+        answer = answer_to_alias(root, text)
+        if answer is None:
+            deeper = nodes.matching(f"{text}|**") or nodes.matching(f"**.{text}")
+            answer = f"nearest: {', '.join(map(repr, deeper[:3] or nearest(text, list(nodes))))}"
+        raise Unresolvable(f"the pattern {text!r} matches no value; {answer}")
+
+
+# -- keys that mean several values -------------------------------------------------------------------------------------
+
+
+def _without_replaced(meant: _Meant, problems: list[str]) -> _Meant:
+    """Returns the keys; those that may mean several values, without values that another key changes by a path."""
+    several = [[one.path for one in targets] != [text] and bool(_SEVERAL.search(text)) for text, _, targets in meant]
+    if not any(several):
+        return meant
+    own = {
+        _identity(target)
+        for (_, patches, targets), may in zip(meant, several, strict=True)
+        if not may and not (len(patches) and all(isinstance(patch, Patch) and patch.observes_only for patch in patches))
+        for target in targets
+    }
+    found: _Meant = []
+    for (text, patches, targets), may in zip(meant, several, strict=True):
+        left = [target for target in targets if _identity(target) not in own] if may else targets
+        keeping = next((patch for patch in patches if isinstance(patch, Patch) and patch.only_keeps), None)
+        if keeping is not None and len(left) > 1:
+            name = type(keeping).__name__
+            problems.append(
+                f"{text!r} means {len(left)} values, which one {name} would keep in one place: use pg.record({text!r}, "
+                f"*inputs), or give each path a {name} of its own"
+            )
+            left = []
+        found.append((text, patches, left))
+    return found
+
+
+def _identity(target: Target) -> tuple[str, str]:
+    return target.path, repr(target.index)  # slices have no hash before Python 3.12
+
+
+_SEVERAL = re.compile(r"[*,:]")
+"""What a pattern has, or the name of components with lists or slices of layers, heads or experts."""
+
+
+# -- values that other patches read ------------------------------------------------------------------------------------
+
+
+def _sources_of(paths: Lookup, entries: Sequence[Entry], problems: list[str]) -> list[Entry]:
+    """Records in entries which values their patches read, and returns entries that keep these values."""
+    found: dict[str, Entry] = {}
+    for entry in [one for one in entries if type(one.patches[0]).sources is not Patch.sources]:
+        own, patch, entry.plain_shape = entry.target, entry.patches[0], None
+        for text in patch.sources:
+            try:
+                source, *more = paths.targets(text)
+                if more:
+                    raise ValueError(f"the source {text!r} means several values: name one")
+                if (source.node, source.dig, source.index) == (own.node, own.dig, own.index):
+                    continue  # it reads the value that it is given
+                if not _order_in_forward(source) < _order_in_forward(own):
+                    raise ValueError(f"it reads {text!r}, which does not come before {own.text!r} in the forward")
+                entry.sources = (*entry.sources, source.text)
+                found[source.text] = Entry(source, (ProbePatch(),), is_source=True)
+                if isinstance(source.spec, TensorSpec) and isinstance(own.spec, TensorSpec) and not patch.any_shape:
+                    like = torch.empty(source.spec.shape, device="meta")
+                    if len(patch.sources) == 1 and (problem := patch.reading([like]).problem(own.spec.shape)):
+                        raise ValueError(problem)
+            except (Unresolvable, ValueError) as error:
+                problems.append(f"{own.text!r}: {type(patch).__name__}: {error}")
+    return list(found.values())
+
+
+def _order_in_forward(target: Target) -> tuple[int, ...]:
+    """Returns the position of a value in the forward pass, for comparison: its place in each frame around it."""
+    frames = list(target.frame.frames_above())[::-1]
+    calls = [frame.parent.nodes.index(frame.call) for frame in frames if frame.parent is not None and frame.call]
+    node = target.node
+    if node.kind == "input":
+        return (*calls, -2)
+    return (*calls, -1 if node.kind in HELD_KINDS else target.frame.nodes.index(node.whole))
+
+
+# -- the patches on one value ------------------------------------------------------------------------------------------
+
+
+def _entries(root: Frame, target: Target, patches: Sequence[Patch[Any]], problems: list[str]) -> list[Entry]:
+    """Returns one entry for all the patches on a value, or one for each if some are restricted, or end the run."""
+    one = patches[0] if type(patches) is list and len(patches) == 1 else None
+    if isinstance(one, Patch) and declares(one, "only_keeps") and has_plain_fields(one):
+        return [Entry(target, (one,))]
+    if found := problems_of(target, patches):
+        problems += found
+        return []
+    if not any(map(_stands_alone, patches)):
+        return [Entry(target, tuple(patches))] if patches else []
+    entries = []
+    for patch in patches:
+        try:
+            _check_fields(type(patch))
+            restriction = restriction_of(root, target, patch)
+            if restriction is None or not restriction.is_empty:
+                entries.append(Entry(target, (patch,), restriction))
+        except ValueError as problem:
+            problems.append(f"{target.text!r}: {type(patch).__name__}: {problem}")
+    return entries
+
+
+def _stands_alone(patch: Patch[Any]) -> bool:
+    """Whether a patch has an entry of its own."""
+    is_restricted = patch.__dict__.get("steps") is not None or patch.__dict__.get("positions") is not None
+    return is_restricted or patch.stops_run or patch.replaces_call or bool(patch.sources)
+
+
+def _check_fields(kind: type[Patch[Any]]) -> None:
+    """Raises a `ValueError` if a class of patches redefines a field of `Patch`."""
+    for name in ("steps", "positions", "position_dim"):
+        if inspect.getattr_static(kind, name) is not inspect.getattr_static(Patch, name) or (
+            kind.__dataclass_fields__[name] is not Patch.__dataclass_fields__[name]
+        ):
+            raise ValueError(f"every patch has a field {name!r}, which this class redefines: rename that of the class")
+
+
+def problems_of(target: Target, patches: Any) -> list[str]:
+    """Returns messages about a list of patches on a value, each with its path."""
+    spec = target.whole if target.component is None else target.spec
+    shape = spec.shape if isinstance(spec, TensorSpec) else None
+    # Of one neuron at each position, the last dimension is that of the positions.
+    has_channels = (
+        target.component is None
+        or not target.index
+        or target.kept_dims[-1:] == [len(getattr(target.whole, "shape", ())) - 1]
+    )
+
+    def check(patch: Patch[Any]) -> None:
+        sizes = None if patch.any_shape else shape
+        if (problem := patch.problem(sizes)) is not None:
+            raise ValueError(problem)
+        if patch.replaces_call:
+            check_call(target, patch)
+            return
+        problem = patch.selection_problem(sizes, "")
+        if problem is not None and sizes is not None:
+            # Runs of the model find out which sizes depend on the inputs: only if the answer depends on it.
+            shown = f"the value recorded here, of shape {tuple(sizes)},"
+            problem = patch.selection_problem(fixed_sizes_of(target), shown)
+        if problem is None and sizes is not None:
+            value, index = getattr(patch, "value", None), getattr(patch, "slice", None)
+            problem = value_problem(value, sizes, index, has_channels=has_channels)
+        if problem is not None:
+            raise ValueError(problem)
+
+    return _problems_of(target.path if target.component is None else target.text, patches, check)
+
+
+def _check_inside(patch: Patch[Any]) -> None:
+    """Raises a `ValueError` for a patch on a part of a splice, whose shape is not known."""
+    problem = patch.problem(None)
+    if problem is not None or _stands_alone(patch):
+        raise ValueError(
+            problem
+            or "a part of a splice is not a node of the model: steps= and positions= are for the SplicePatch; "
+            "use slice= for patches on parts, which cannot read other values or replace calls"
+        )
+
+
+def _problems_of(path: str, patches: Any, check: Callable[[Patch[Any]], None]) -> list[str]:
+    if isinstance(patches, type) and issubclass(patches, Patch):
+        patches = [patches]
+    if not isinstance(patches, Sequence) or isinstance(patches, (str, bytes)):
+        return [f"{path!r}: give a patch or a list of patches, not {type(patches).__name__}{_repair(patches)}"]
+    found = []
+    for patch in patches:
+        if isinstance(patch, Patch):
+            try:
+                check(patch)
+            except ValueError as problem:
+                found.append(f"{path!r}: {type(patch).__name__}: {problem}")
+        elif isinstance(patch, type):
+            found.append(f"{path!r}: {patch.__name__} is a class; write {patch.__name__}(...)")
+        else:
+            shown = f"a Tensor of shape {tuple(patch.shape)}" if isinstance(patch, Tensor) else repr(patch)
+            found.append(f"{path!r}: {shown} is not a Patch{_repair(patch)}")
+    return found
+
+
+def _repair(given: Any) -> str:
+    """Returns how to write a patch with the object that was given instead of one."""
+    if isinstance(given, (Tensor, bool, int, float, complex)):
+        return "; write ReplacePatch(value) to put it there"
+    if hasattr(given, "encode") and hasattr(given, "decode"):
+        return "; write SplicePatch(it) to put its reconstruction there"
+    return "; write CustomPatch(function) to apply it" if callable(given) else ""
+
+
+# -- calls of modules that a patch replaces ----------------------------------------------------------------------------
+
+
+def _are_for_calls(patches: Any) -> bool:
+    """Whether all patches replace calls: then a path may be that of a module."""
+    is_list = isinstance(patches, (list, tuple)) and len(patches) > 0
+    return is_list and all(isinstance(patch, Patch) and patch.replaces_call for patch in patches)
+
+
+def target_of_call(root: Frame, text: str) -> Target | None:
+    """Returns the output of the call that `text` names: the path of a module, or of an output that is a container.
+
+    A module that returns several tensors, or none, is `Unresolvable`.
+    """
+    for frame in root.walk():
+        output = (*frame.path, frame.output_node.name)
+        if text in (format_path(frame.path), format_path(output)):
+            break
+    else:
+        return None
+    spec = frame.output_node.spec
+    digs = [dig for dig, leaf in leaves(spec) if isinstance(leaf, TensorSpec)]
+    if len(digs) != 1:
+        raise Unresolvable(
+            f"{text!r} returns {len(digs)} tensors ({spec}), and a patch that replaces its call makes one: patch the "
+            "modules in it, or what follows"
+        )
+    return resolve(root, format_path(output, digs[0]))
+
+
+def check_call(target: Target, patch: Patch[Any]) -> None:
+    """Raises a `ValueError` if a patch cannot replace the call that returns a value."""
+    frame, whole = target.frame, target.frame.output_node.spec
+    if target.node.kind != "output" or target.index:
+        raise ValueError("it replaces a call of a module: give the path of the module, or of its output")
+    if frame.parent is None:
+        raise ValueError("the model itself cannot be skipped")
+    others = [spec for _, spec in all_leaves(whole) if spec is not target.whole]
+    if not isinstance(target.whole, TensorSpec) or any(
+        not isinstance(spec, ScalarSpec) or spec.value is not None for spec in others
+    ):
+        raise ValueError(
+            f"the module returns {whole}, of which more than one tensor would be needed: patch the modules in it"
+        )
+    value = getattr(patch, "value", None)
+    if not isinstance(value, Tensor):
+        if passing_input(target) is None:
+            raise ValueError(
+                "its first input does not have the shape and dtype of its output at all sizes, so it cannot pass "
+                "through: give value="
+            )
+    elif value.dtype != target.whole.dtype:
+        raise ValueError(f"the module returns {target.whole.dtype}, and value is {value.dtype}: use value.to(...)")
+    elif not patch.any_shape and (problem := shape_problem(frame, target.whole, value.shape)) is not None:
+        raise ValueError(f"value, of shape {tuple(value.shape)}, cannot be its output: {problem}")
+
+
+def passing_input(target: Target) -> str | None:
+    """Returns the first tensor among the inputs of the frame, if it has the form of the value at all sizes."""
+    first = next((node for node in target.frame.inputs() if isinstance(node.spec, TensorSpec)), None)
+    if first is None or not isinstance(first.spec, TensorSpec) or not isinstance(target.whole, TensorSpec):
+        return None
+    known = dimensions_of(target.frame.root)
+    extents = known.extents(first.spec)
+    is_alike = first.spec.dtype == target.whole.dtype and extents == known.extents(target.whole)
+    return first.target if is_alike and None not in extents else None
+
+
+def refuse_with_cache(plan: Plan, function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises a `GraphPatchError` if a call is to be skipped that fills the cache of a generation."""
+    if function is plan.root.frame.module and not caches_of(plan.root.frame, args, kwargs):
+        return
+    for entry in plan.skips:
+        if any(parameter.name in CACHES for frame in entry.target.frame.walk() for parameter in frame.parameters):
+            raise GraphPatchError(
+                f"{format_path(entry.target.frame.path)!r} fills a cache, which would lack its keys if skipped in a "
+                "generation: say use_cache=False, or skip modules that take no cache"
+            )

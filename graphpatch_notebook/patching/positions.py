@@ -5,9 +5,10 @@
     └── GenerationSteps     of one call of the `PatchableGraph`, or of a method of it
         └── GenerationStep  one call of the model within it
 
-A dimension of a value runs along the sequence if it has, at all sizes, the same length (`dimensions_of`). All other
-cases are errors: a guess could give silently wrong numbers. The caches of transformers are recognized by names and
-methods: transformers need not be installed.
+The sequence is the second dimension of `input_ids` and the like; of inputs with other names, it is the dimension that
+the layers of the model treat as positions (`find`). A dimension of a value runs along the sequence if it has, at all
+sizes, the same length (`dimensions_of`). All other cases are errors: a guess could give silently wrong numbers. The
+caches of transformers are recognized by names and methods: transformers need not be installed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
-from graphpatch_notebook.components.dimensions import Profile, dimensions_of
+from graphpatch_notebook.components import find
+from graphpatch_notebook.components.dimensions import Extent, dimensions_of
 from graphpatch_notebook.errors import GraphPatchError, PatchValueError
 from graphpatch_notebook.inspection.resolution import Target, axes_of
 from graphpatch_notebook.patches.kinds import Patch
@@ -30,11 +32,13 @@ from graphpatch_notebook.patches.selections import Selection, selection
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
 
 if TYPE_CHECKING:
+    from graphpatch_notebook.components.flow import Axes
     from graphpatch_notebook.patching.plan import Entry
 
 
 TOKENS = ("input_ids", "inputs_embeds")
 DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+_SORTS = ("sort", "argsort")
 
 Indices: TypeAlias = "list[int] | list[list[int]]"
 """Indices along a dimension: for all rows of the batch, or those of each row."""
@@ -83,13 +87,19 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
         return Restriction(steps, None)
     if not takes_tokens(root):
         raise ValueError(
-            "positions are known for models that take input_ids or inputs_embeds, and were captured with them; use "
-            "slice= to choose a part of the value"
+            "it is not known which input has the positions (of input_ids and inputs_embeds it is, and of others if "
+            "layers treat a dimension as positions); use slice= to choose a part of the value"
         )
     dim, is_encoder = sequence_dim(root, target, patch.position_dim)
     positions = selection(
         patch.positions, "positions", allow_empty=patch.allow_empty, allow_negative=patch.is_for_one_run
     )
+    value, kept = getattr(patch, "value", None), target.kept_dims
+    if isinstance(value, Tensor) and 1 == value.dim() < len(kept) and kept[-1] == dim and len(value) > 1:
+        raise ValueError(
+            f"value, of shape {tuple(value.shape)}, has one entry for each position of {target.spec}: give it as many "
+            "dimensions, with those of the positions of size 1"
+        )
     if positions.rows is None:
         return Restriction(steps, positions, dim, is_encoder)
     if patch.observes_only and len({len(row) for row in positions.rows}) > 1:
@@ -103,22 +113,32 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
 # -- which dimension is the batch --------------------------------------------------------------------------------------
 
 
+class TokenInput(NamedTuple):
+    """An input that holds the sequences that a model works on, with the dimensions of the batch and of the sequence."""
+
+    name: str
+    row: int
+    positions: int
+
+
 def row_dimension(root: Frame, target: Target, position_dim: int | None) -> int:
     """Returns the dimension of a target's whole value that holds the batch and nothing else; raises a `ValueError`.
 
-    The batch is the first dimension of the tokens, or of the first input. `position_dim` is that of the sequence.
+    The batch is that of the tokens, or the first dimension of the first input. `position_dim` is that of the sequence.
     """
-    tensors = (spec for node in root.inputs() for spec in tensor_specs(node.spec) if spec.shape)
-    spec, whole, known = _token_spec(root) or next(tensors, None), target.whole, dimensions_of(root)
+    whole, known, tokens = target.whole, dimensions_of(root), _tokens(root)
     if not isinstance(whole, TensorSpec):
         raise ValueError(f"it was {whole} when it was captured, and only tensors have rows")
-    found = [] if spec is None else known.dims_like(whole, known.profiles(spec)[0])
+    tensors = (spec for node in root.inputs() for spec in tensor_specs(node.spec) if spec.shape)
+    spec, row = (next(tensors, None), 0) if tokens is None else (tokens[0], tokens[1].row)
+    found = [] if spec is None else known.dims_like(whole, known.extents(spec)[row])
     found = [dim for dim in found if dim != position_dim]
-    if len(found) > 1:
-        axes = axes_of(root, target)
-        found = [dim for dim in found if axes[dim : dim + 1] == ("batch",)] or found
     if len(found) != 1:
-        which = f"dimensions {', '.join(map(str, found))} may" if found else "none does"
+        may_be = found or [dim for dim, extent in enumerate(known.extents(whole)) if extent is None]
+        axes = axes_of(root, target)
+        found = [dim for dim in may_be if axes[dim : dim + 1] == ("batch",)] or found
+    if len(found) != 1:
+        which = f"dimensions {', '.join(map(str, found))} may" if found else "none is known to"
         raise ValueError(f"it is not known which dimension of its shape {tuple(whole.shape)} holds the batch: {which}")
     if found[0] not in target.whole_dims:
         raise ValueError(f"{target.text!r} takes a part of dimension {found[0]}, which has the rows of the batch")
@@ -132,13 +152,13 @@ def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None,
     are the same if one dimension holds the positions of all rows, one row after the other, as of a router's logits.
     Keys and values of attention have the positions that are attended to. If that is not known, raises a `ValueError`.
     """
-    whole, known, sequences = target.whole, dimensions_of(root), _sequences(root, target)
-    spec, dim, is_encoder = _token_spec(root), None, False
-    for of_encoder, sequence in sequences.items():
-        if spec is not None and axes_of(root, target)[:1] == ("token",) and isinstance(whole, TensorSpec):
-            merged = tuple(count * size for count, size in zip(known.profiles(spec)[0], sequence, strict=False))
-            is_ordered = not known.is_placed_by_values(target.frame, target.node, whole, [0], [merged])
-            if 0 in known.dims_like(whole, merged) and is_ordered:
+    whole, known, dim, is_encoder = target.whole, dimensions_of(root), None, False
+    axes, tokens = axes_of(root, target), _tokens(root)
+    for of_encoder, sequence in _sequences(root, target).items():
+        if tokens is not None and sequence is not None and axes[:1] == ("token",) and isinstance(whole, TensorSpec):
+            batch = known.extents(tokens[0])[tokens[1].row]
+            extent = known.extents(whole)[0]
+            if batch is not None and extent == Extent(tuple(sorted((*batch.groups, *sequence.groups)))):
                 return 0, 0, of_encoder
         if isinstance(whole, TensorSpec) and known.dims_like(whole, sequence):
             dim, is_encoder = sequence_dim(root, target)
@@ -160,14 +180,12 @@ def token_dims(root: Frame, target: Target) -> TokenDims | None:
 
     In a pattern of attention, these are two. Of an encoder-decoder model, the tokens are those of the decoder.
     """
-    spec, whole, known = _token_spec(root), target.whole, dimensions_of(root)
-    if spec is None or not isinstance(whole, TensorSpec) or target.node.kind in HELD_KINDS:
+    tokens, whole, known = _tokens(root), target.whole, dimensions_of(root)
+    if tokens is None or not isinstance(whole, TensorSpec) or target.node.kind in HELD_KINDS:
         return None
-    sequence = known.profiles(spec)[1]
+    sequence = known.extents(tokens[0])[tokens[1].positions]
     dims = [dim for dim in known.dims_like(whole, sequence) if dim in target.whole_dims]
-    # By equal sizes only: a guess where there are two, or two sequences.
-    is_guess = not known.is_known(whole) and (len(dims) > 1 or encoder_of(root) is not None)
-    if not dims or is_guess or known.is_placed_by_values(target.frame, target.node, whole, dims, [sequence]):
+    if not dims or _is_sorted(target, sequence):
         return None
     kept, row = target.kept_dims, None
     with suppress(ValueError):
@@ -176,7 +194,7 @@ def token_dims(root: Frame, target: Target) -> TokenDims | None:
 
 
 def sequence_dim(
-    root: Frame, target: Target, given: int | None = None, of_input: Profile | None = None
+    root: Frame, target: Target, given: int | None = None, of_input: Extent | None = None
 ) -> tuple[int, bool]:
     """Returns the dimension of a target's whole value that runs along the sequence, and whether an encoder has that.
 
@@ -185,41 +203,34 @@ def sequence_dim(
     Args:
         root: The root frame of the capture.
         target: The value.
-        given: A dimension of the target's part, as the user said (`position_dim=`); of a model that does not take
-            tokens, this is the sequence.
+        given: A dimension of the target's part, as the user said (`position_dim=`); where no sequence is known, this
+            is it.
         of_input: The sequence of a model that does not take tokens, if a dimension of its input is said to be that.
     """
-    whole, kept = target.whole, target.kept_dims
-    if target.node.kind in HELD_KINDS:
-        raise ValueError(f"a {target.node.kind} has no positions; drop positions=")
-    if not isinstance(whole, TensorSpec):
-        raise ValueError(f"positions are those of a tensor, but this was {whole} when it was captured")
-    if given is not None and (type(given) is not int or not -len(kept) <= given < len(kept)):
-        raise ValueError(f"position_dim must be a dimension of the value recorded here, {target.spec}, not {given!r}")
+    whole, kept = _checked_whole(target, given), target.kept_dims
     asked = kept if given is None else [kept[given]]
-    sequences = _sequences(root, target) or ({} if of_input is None else {False: of_input})
-    if not sequences:
-        along = asked if given is not None else [dim for dim in _sequence_dims(root, target) if dim in kept]
-        if len(along) != 1:
-            raise ValueError(
-                "the model does not take input_ids or inputs_embeds; give the dimension, such as position_dim=1"
-            )
-        return along[0], False
-    known, shape = dimensions_of(root), tuple(whole.shape)
-    if known.is_placed_by_values(target.frame, target.node, whole, asked, sequences.values()):
+    known, shape, named = dimensions_of(root), tuple(whole.shape), _sequence_dims(root, target)
+    own = _sequences(root, target) or ({} if of_input is None else {False: of_input})
+    sequences = {of: extent for of, extent in own.items() if extent is not None and extent.groups}
+    if any(_is_sorted(target, sequence) for sequence in sequences.values()):
         raise ValueError(
-            f"the entries of its shape {shape} are chosen, or sorted, by values (tokens that are routed to an expert, "
-            "say), so they are not at positions of the sequence, however many they are; choose a part with slice="
+            f"the entries of its shape {shape} are sorted by values (tokens that are routed to an expert, say), so "
+            "they are not at positions of the sequence; choose a part with slice="
         )
+    is_unknown = given is not None and known.changes(whole)[asked[0]] is None
+    if not sequences or is_unknown:
+        along = asked if given is not None else [dim for dim in named if dim in kept]
+        if len(along) != 1:
+            raise ValueError(f"it is not known which dimension of its shape {shape} has positions; give position_dim=")
+        return along[0], list(own) == [True]
     found = [
         (dim, is_encoder)
-        for is_encoder, profile in sequences.items()
-        for dim in known.dims_like(whole, profile)
-        if given is None or dim in asked
+        for is_encoder, extent in sequences.items()
+        for dim in known.dims_like(whole, extent)
+        if dim in asked
     ]
     if len(found) > 1 or (given is None and found and found[0][0] == len(shape) - 1):
-        along = _sequence_dims(root, target)
-        chosen = [item for item in found if item[0] in along]
+        chosen = [item for item in found if item[0] in named]
         if given is None and not chosen and "query" in axes_of(root, target):
             raise ValueError(
                 f"positions are those of queries, and no dimension of queries in its shape {shape} has the length of "
@@ -232,29 +243,58 @@ def sequence_dim(
         )
     if len(found) == 1:
         return found[0]
-    lengths = " and an encoder's ".join(str(profile[0]) for profile in sequences.values())
     if not found:
         which = "no dimension of its shape {} is" if given is None else f"dimension {given} of its shape {{}} is not"
         raise ValueError(
-            f"{which.format(shape)} the example's sequence, of length {lengths}; choose a part of the value with "
-            "slice= and a step with steps="
+            f"{which.format(shape)} the example's sequence; choose a part of the value with slice= and a step with "
+            "steps=, or give position_dim="
         )
     listed = " or ".join(str(dim) for dim, _ in found)
     raise ValueError(
-        f"several dimensions of its shape {shape} may be the example's sequence, of length {lengths}; say which: "
-        f"position_dim={listed}"
+        f"several dimensions of its shape {shape} may be the example's sequence; say which: position_dim={listed}"
     )
+
+
+def _checked_whole(target: Target, given: int | None) -> TensorSpec:
+    """Returns what was recorded of a target's whole value; raises a `ValueError` if that cannot have positions."""
+    whole, kept = target.whole, target.kept_dims
+    if target.node.kind in HELD_KINDS:
+        raise ValueError(f"a {target.node.kind} has no positions; drop positions=")
+    if not isinstance(whole, TensorSpec):
+        raise ValueError(f"positions are those of a tensor, but this was {whole} when it was captured")
+    if given is not None and (type(given) is not int or not -len(kept) <= given < len(kept)):
+        raise ValueError(f"position_dim must be a dimension of the value recorded here, {target.spec}, not {given!r}")
+    return whole
 
 
 def _sequence_dims(root: Frame, target: Target) -> list[int]:
     """Returns the dimensions of a component that run along the sequence: in a pattern, the queries."""
-    return [dim for dim, axis in enumerate(axes_of(root, target)) if axis in ("position", "query")]
+    axes = axes_of(root, target)
+    named = () if "window" in axes else ("position", "query")  # in a window, queries are numbered from its start
+    return [dim for dim, axis in enumerate(axes) if axis in named]
 
 
-def _sequences(root: Frame, target: Target) -> dict[bool, Profile]:
+def _is_sorted(target: Target, sequence: Extent | None) -> bool:
+    """Whether a value comes after code of its frame, or of one above, that sorts something as long as the sequence.
+
+    Code that sorts rows puts them back before it returns them.
+    """
+    known, at = dimensions_of(target.frame.root), target.node
+    for frame in target.frame.frames_above():
+        before = frame.nodes[: next(n for n, node in enumerate(frame.nodes) if node is at)]
+        sorts = [node for node in before if node.op in _SORTS and node.kind == "op"] if at.kind != "output" else []
+        if any(known.dims_like(spec, sequence) for node in sorts for spec in tensor_specs(node.spec)):
+            return True
+        if frame.call is None:
+            return False
+        at = frame.call
+    return False
+
+
+def _sequences(root: Frame, target: Target) -> dict[bool, Extent | None]:
     """Returns the sequences that a value may run along, by whether it is that of an encoder; none without tokens."""
-    spec, encoder = _token_spec(root), encoder_of(root)
-    found = {} if spec is None else {False: dimensions_of(root).profiles(spec)[1]}
+    tokens, encoder, known = _tokens(root), encoder_of(root), dimensions_of(root)
+    found = {} if tokens is None else {False: known.extents(tokens[0])[tokens[1].positions]}
     if encoder is None:
         return found
     if any(frame.module is encoder for frame in target.frame.frames_above()):
@@ -263,19 +303,40 @@ def _sequences(root: Frame, target: Target) -> dict[bool, Profile]:
     outputs += [node.spec for node in root.inputs() if node.target == "encoder_outputs"]
     for output in outputs:
         first = output.children[0][2] if isinstance(output, ContainerSpec) and output.children else output
-        if isinstance(first, TensorSpec) and len(first.shape) == 3:
-            return found | {True: dimensions_of(root).profiles(first)[1]}
+        if isinstance(first, TensorSpec):
+            dims = [dim for dim, axis in enumerate(_stream_axes(root, encoder)) if axis == "position"]
+            return found | ({True: known.extents(first)[dims[0]]} if len(dims) == 1 else {})
     return found
 
 
-def token_inputs(root: Frame, *, is_encoder: bool = False) -> Sequence[str]:
-    """Returns the parameters of a model's `forward` whose second dimension is the sequence that it works on.
+def _stream_axes(root: Frame, module: Module) -> Axes:
+    """Returns what the dimensions of the stream of the layers in a module are."""
+    layers = [layer for stack in find(root).evidence.stacks for layer in stack.layers.values()]
+    inside = (layer for layer in layers if any(each.module is module for each in layer.frame.frames_above()))
+    return next((layer.axes for layer in inside), ())
+
+
+def token_inputs(root: Frame, *, is_encoder: bool = False) -> Sequence[TokenInput]:
+    """Returns the inputs that hold the sequence that a model works on.
 
     Of an encoder-decoder model, that is the sequence of the decoder, or with `is_encoder` that of the encoder.
     """
     names = {parameter.name for parameter in root.parameters}
     has_decoder = "decoder_input_ids" in names and not is_encoder
-    return [name for name in (DECODER_TOKENS if has_decoder else TOKENS) if name in names]
+    found = [TokenInput(name, 0, 1) for name in (DECODER_TOKENS if has_decoder else TOKENS) if name in names]
+    return found or _found_inputs(root)
+
+
+def _found_inputs(root: Frame) -> list[TokenInput]:
+    """Returns the first input that has the batch and the positions of the layers, each as one dimension."""
+    known, roles = dimensions_of(root), find(root).groups
+    for node in root.inputs():
+        if isinstance(node.spec, TensorSpec):
+            groups = [known.group_of(node.spec, dim) for dim in range(len(node.spec.shape))]
+            axes = [None if group is None else roles.get(group) for group in groups]
+            if axes.count("batch") == axes.count("position") == 1:
+                return [TokenInput(str(node.target), axes.index("batch"), axes.index("position"))]
+    return []
 
 
 def encoder_of(root: Frame) -> Module | None:
@@ -288,15 +349,18 @@ def encoder_of(root: Frame) -> Module | None:
 
 
 def takes_tokens(root: Frame) -> bool:
-    """Whether the model was captured with tokens, or with embeddings of tokens."""
-    return _token_spec(root) is not None
+    """Whether it is known which input of the example has the positions."""
+    return _tokens(root) is not None
 
 
-def _token_spec(root: Frame) -> TensorSpec | None:
-    """Returns the input that holds the tokens: its dimensions are the batch and the sequence."""
+def _tokens(root: Frame) -> tuple[TensorSpec, TokenInput] | None:
+    """Returns the input of the example that has the sequence."""
     specs = {node.target: node.spec for node in root.inputs()}
-    tokens = (specs.get(name) for name in token_inputs(root))
-    return next((spec for spec in tokens if isinstance(spec, TensorSpec) and len(spec.shape) >= 2), None)
+    for one in token_inputs(root):
+        spec = specs.get(one.name)
+        if isinstance(spec, TensorSpec) and len(spec.shape) >= 2:
+            return spec, one
+    return None
 
 
 # -- the steps of a generation -----------------------------------------------------------------------------------------
@@ -403,15 +467,16 @@ class GenerationSteps:
                 "drop steps= and positions=, or call the model itself"
             )
         self._outside[id(module)] = number
-        self.current = GenerationStep(number, 0, encoder_length=_length_among(TOKENS, kwargs))
+        self.current = GenerationStep(number, 0, encoder_length=_length_among(_ENCODER_INPUTS, kwargs))
 
     def _place(self, step: GenerationStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step.past = self._past(args, kwargs)
-        names = (*DECODER_TOKENS, *TOKENS, "encoder_outputs")
-        inputs = {name: _input_of(self._root, name, args, kwargs) for name in names}
-        step.length = _length_among(token_inputs(self._root), inputs)
-        step.batch = next((len(given) for given in inputs.values() if isinstance(given, Tensor) and given.dim()), 1)
-        step.encoder_length = _length_among(("encoder_outputs", *TOKENS), inputs)
+        tokens = token_inputs(self._root)
+        inputs = {each.name: _input_of(self._root, each.name, args, kwargs) for each in (*tokens, *_ENCODER_INPUTS)}
+        step.length = _length_among(tokens, inputs)
+        rows = [(inputs[each.name], each.row) for each in (*tokens, *_ENCODER_INPUTS)]
+        step.batch = next((given.shape[row] for given, row in rows if isinstance(given, Tensor) and given.dim()), 1)
+        step.encoder_length = _length_among(_ENCODER_INPUTS, inputs)
         before = self._begun[-1] if self._begun else step
         if step.past == 0 and (step.length or 0) < (before.length or 0):
             raise PatchValueError(
@@ -554,14 +619,17 @@ def _input_of(root: Frame, name: str, args: tuple[Any, ...], kwargs: Mapping[str
     return kwargs[name] if name in kwargs else given_input(root.parameters, name, args, dict(kwargs))
 
 
-def _length_among(names: Iterable[str], inputs: Mapping[str, Any]) -> int | None:
-    """Returns the length of the first of some inputs that is not `None`."""
-    for name in names:
-        value = inputs.get(name)
-        if name == "encoder_outputs" and value is not None and not isinstance(value, Tensor):
+_ENCODER_INPUTS = [TokenInput(name, 0, 1) for name in ("encoder_outputs", *TOKENS)]
+
+
+def _length_among(tokens: Iterable[TokenInput], inputs: Mapping[str, Any]) -> int | None:
+    """Returns the length of the sequence in the first of some inputs that is not `None`."""
+    for each in tokens:
+        value = inputs.get(each.name)
+        if each.name == "encoder_outputs" and value is not None and not isinstance(value, Tensor):
             value = value[0]  # a `ModelOutput` or a tuple: the hidden states come first
         if isinstance(value, Tensor) and value.dim() >= 2:
-            return value.shape[1]
+            return value.shape[each.positions]
     return None
 
 

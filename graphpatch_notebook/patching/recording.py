@@ -17,11 +17,11 @@ from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
 from graphpatch_notebook.patches.selections import PositionSelection
-from graphpatch_notebook.patching.captured_model import CapturedModel
-from graphpatch_notebook.patching.context import PatchContext
+from graphpatch_notebook.patching.context import CapturedModel, PatchContext
 from graphpatch_notebook.patching.plan import is_part_of_splice, part_of
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.torch_compat import version_of
+from graphpatch_notebook.values import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,10 @@ _Keeping.__name__ = "pg.record"  # the words for a patch in messages, and those 
 class Recording(Mapping[str, Any]):
     """Values of one run by path, in the order of the patterns that asked for them. Read-only.
 
-    A value is found by all of its names: its path, the name of a component, or of a part of one (a view).
+    A value is found by all of its names: its path, the name of a component, or of a part of one (a view). Components of
+    a model with one stack of layers also have short names: `recording["resid_post", 3]` is `layers[3].resid_post`,
+    `recording["z", 3]` is `layers[3].attn.z`, and `recording["z", 3, 5]` that of head 5.
+
     The tensors are the model's own, as in `ProbePatch.activation`: with gradients on, gradients reach them.
 
     Example:
@@ -80,8 +83,13 @@ class Recording(Mapping[str, Any]):
         self._is_whole = is_whole
 
     def __getitem__(self, path: object) -> Any:
-        text = str(path)
+        text = self._long_name(*path) if isinstance(path, tuple) else str(path)
         return self._value(text) if text in self._kept else self._by_other_name(text)
+
+    def _long_name(self, kind: str, layer: int | str, head: int | None = None) -> str:
+        places = [f"attn.heads[{head}]."] if head is not None else ["", "attn.", "mlp."]
+        names = [f"layers[{layer}].{place}{kind}" for place in places]
+        return next(filter(self._found, names), names[0])
 
     def _value(self, name: str) -> Any:
         value, version = self._kept[name]
@@ -128,6 +136,29 @@ class Recording(Mapping[str, Any]):
         shown = lines if len(lines) <= _MOST_LINES else [*lines[: _MOST_LINES // 2], "...", *lines[-_MOST_LINES // 2 :]]
         return "\n".join([f"<Recording of {len(self)} value{'s' * (len(self) != 1)}>", *shown])
 
+    def stack(self, kind: str) -> Tensor:
+        """Returns the values of a component in all layers in which it was recorded, of shape (layers, ...).
+
+        Args:
+            kind: The short name of the component: `"resid_post"`, `"z"`, `"pattern"`.
+
+        Raises:
+            UnknownPathError: It was not recorded in any layer.
+
+        Example:
+            >>> from graphpatch_notebook import PatchableGraph
+            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+            >>> model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+            >>> x = torch.randn(1, 5, 8)
+            >>> recording = PatchableGraph(model, x).record("layers[*].resid_post", x)
+            >>> recording.stack("resid_post").shape, recording["resid_post", -1].shape
+            (torch.Size([3, 1, 5, 8]), torch.Size([1, 5, 8]))
+        """
+        recorded = {target.path for name in self._kept for target in self._found(name)}
+        targets = self._found(self._long_name(kind, "*"))
+        kept = [self[target.text] for target in targets if target.path in recorded]
+        return torch.stack(kept) if kept else self[kind, 0]
+
     def to_dataarray(self) -> DataArray:
         """Returns a copy of the values as one `xarray.DataArray`, with the paths along its first dimension, `path`.
 
@@ -163,7 +194,7 @@ _MOST_LINES = 40
 
 
 def _tensor_text(value: Any) -> str:
-    return f"Tensor({', '.join(map(str, value.shape))})" if isinstance(value, Tensor) else repr(value)
+    return str(describe(value)) if isinstance(value, Tensor) else repr(value)
 
 
 def _recorded_paths(captured: CapturedModel, pattern: str) -> Sequence[str]:

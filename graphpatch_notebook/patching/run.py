@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.utils.checkpoint
@@ -21,17 +21,21 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture import INVOKE, call_sites, decomposition_of
+from graphpatch_notebook.capture import INVOKE, call_sites, decomposition_of, unpacked
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
-from graphpatch_notebook.capture.observers import Swaps, apply_observer, invoke
+from graphpatch_notebook.capture.observers import Swaps, observer
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.components.dimensions import shape_problem, unpacked_shape
+from graphpatch_notebook.components.operations import FUSED_ATTENTION
 from graphpatch_notebook.errors import (
     GraphPatchError,
     PatchValueError,
+    add_note,
 )
-from graphpatch_notebook.patches.kinds import RunStopped
-from graphpatch_notebook.patching.apply import MissingChildError, apply_at, apply_patch, value_at, write_back
-from graphpatch_notebook.patching.patch_map import passing_input
+from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.interrupts import afterwards, holding
+from graphpatch_notebook.patches.kinds import Patch, RunStopped, WritingPatch, selects_nothing, shown_value
+from graphpatch_notebook.patches.slices import index_text
 from graphpatch_notebook.patching.plan import (
     EntriesByChain,
     Entry,
@@ -40,13 +44,27 @@ from graphpatch_notebook.patching.plan import (
     PatchedCode,
     Plan,
     SiteEntries,
+    part_of,
+    passing_input,
 )
-from graphpatch_notebook.patching.positions import GenerationSteps, HeldBackError
-from graphpatch_notebook.patching.sharding import is_parallel_machinery
-from graphpatch_notebook.patching.stand_in import bound_with, held_value, holding_tensors
+from graphpatch_notebook.patching.positions import GenerationSteps, HeldBackError, Indices
+from graphpatch_notebook.patching.sharding import holding_tensors, is_parallel_machinery
+from graphpatch_notebook.patching.stand_in import bound_with, held_value
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import function_mode_depth, takes_hooks, without_torch_functions
-from graphpatch_notebook.values import ContainerSpec, Key, ValueSpec, rebuilt, replaced, take
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    Key,
+    ObjectSpec,
+    ScalarSpec,
+    TensorSpec,
+    UnknownSpec,
+    ValueSpec,
+    describe,
+    rebuilt,
+    replaced,
+    take,
+)
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
@@ -66,6 +84,14 @@ class _Frame:
         self.inputs = inputs  # the arguments of its `forward`
 
 
+class OperatorPatchError(Exception):
+    """Has a `TypeError` of a patch on the result of an operation (caught by the call of the `PatchableGraph`).
+
+    In operators, torch takes a `TypeError` for an operand that it does not know: Python then calls the operator of the
+    other operand, whose result would come back without the patch.
+    """
+
+
 class Run(TorchFunctionMode):
     """One patched call of a model."""
 
@@ -75,11 +101,12 @@ class Run(TorchFunctionMode):
         self.plan = plan
         self.root = plan.root.frame.module
         self.steps = steps  # of a generation; `None` if no patch is for some of them only
-        self.frame_watch = watch.get()
+        self._run_forward = frame_runner.get()
         # Whether gradients were enabled at the start: reentrant checkpointing itself disables them.
         self.has_gradients = torch.is_grad_enabled()
         self.stack = [_Frame(plan.root)]  # the frames that are running; the first is outside of all module calls
         self.values: dict[str, Any] = {}  # the values that patches of the run read, by name
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # the inputs, if the model itself is called
         self.is_under_mode = False  # whether this mode is on
         self._depth = 0  # how many function modes are on then
         self._calls: set[int] = set()  # the frame plans (by id) whose module is called, and has not begun its forward
@@ -93,16 +120,6 @@ class Run(TorchFunctionMode):
         self.is_checkpointed = False  # whether a patched frame ran under activation checkpointing
         self.has_stopped = False  # whether a patch ended the run
         self.ended_at = ""  # the path at which a patch ended the forward; the model may have gone on
-
-    @property
-    def is_patched(self) -> bool:
-        """Whether there are patches. Loaded graphs read this, and the next, from the run that calls them."""
-        return len(self.plan.entries) > 0
-
-    @property
-    def has_edited_graphs(self) -> bool:
-        """Whether an edited graph runs in it."""
-        return any(plan.frame.is_edited for plan in self.plan.by_frame.values())
 
     # -- frames --------------------------------------------------------------------------------------------------------
 
@@ -134,21 +151,8 @@ class Run(TorchFunctionMode):
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs one frame, with its patches."""
-        if self.frame_watch is None:
-            return self._run_frame(module, forward, args, kwargs)
-        forward = self.frame_watch.begin(module, forward, args, kwargs) or forward
-        try:
-            output = self._run_frame(module, forward, args, kwargs)
-            self.frame_watch.returned(output)
-            return output
-        finally:
-            self.frame_watch.end()
-
-    def _run_frame(
-        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if id(module) not in self.plan.watched:  # swapped for another context
-            return forward(*args, **kwargs)
+        if id(module) not in self.plan.watched:  # swapped for another context, or for what sees all frames
+            return self._call(module, forward, args, kwargs)
         if len(self.stack) == 1:
             self._begin(module, args, kwargs)
         plan = self._plan_of(module)
@@ -157,19 +161,23 @@ class Run(TorchFunctionMode):
         self.stack.append(_Frame(plan, (args, kwargs)))
         try:
             if plan is None:
-                return invoke(forward, args, kwargs)
+                return self._call(module, forward, args, kwargs)
             self.reached.add(id(plan.frame))
             if self.has_gradients and not self.is_checkpointed:
                 self.is_checkpointed = is_in_checkpoint()
-            if plan.is_bare:
-                output = invoke(forward, args, kwargs)
+            if plan.is_bare:  # not by `invoke`: no call site is looked up
+                run = self._run_forward
+                output = forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
             else:
                 output = self._run_patched(module, plan, forward, args, kwargs)
-            if self.frame_watch is not None:
-                self.frame_watch.returned(output)  # before the patches on the output
         finally:
             self.stack.pop()
         return output if is_called or not plan.output else self.at_boundary(plan.output, output)
+
+    def _call(self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the `forward` of a frame, without patches on inputs and outputs."""
+        run = self._run_forward
+        return call_sites.invoke(forward, args, kwargs) if run is None else run(module, forward, args, kwargs)
 
     def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Counts a call from outside any frame: of the model, or by a method of it."""
@@ -240,20 +248,20 @@ class Run(TorchFunctionMode):
         holder = bound_to if isinstance(bound_to, Module) else module
         changed = self._changed_tensors(plan, holder) if plan.tensors else None
         if not changed:
-            return self._invoke(plan, forward, args, kwargs)
-        if is_parallel_machinery(forward):
+            return self._invoke(module, plan, forward, args, kwargs)
+        if is_parallel_machinery(forward):  # it is bound to the module: it would not see a stand-in
             with holding_tensors(holder, changed):
-                return self._invoke(plan, forward, args, kwargs)
+                return self._invoke(module, plan, forward, args, kwargs)
         stand_in, bound = bound_with(holder, changed, forward)
         try:
-            return self._invoke(plan, bound, args, kwargs)
+            return self._invoke(module, plan, bound, args, kwargs)
         finally:
             stand_in.copy_changes_back()
 
     def _changed_tensors(self, plan: FramePlan, module: Module) -> dict[str, Tensor]:
         """Returns the patched parameters, buffers and attributes that are other tensors now, by path."""
         changed: dict[str, Tensor] = {}
-        for path, entries in plan.tensors.items():
+        for path, entries in sorted(plan.tensors.items()):  # processes of one model may have written another order
             with without_torch_functions():
                 value = held_value(module, path)
             if (patched := self.at_boundary(entries, value)) is not value:
@@ -261,18 +269,16 @@ class Run(TorchFunctionMode):
         return changed
 
     def _invoke(
-        self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: Module, plan: FramePlan, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Calls `forward`: under this mode, and all that it calls too, if it needs that."""
         if self.is_under_mode or not plan.needs_mode:
-            return invoke(forward, args, kwargs)
-        token = apply_observer.set(self)
+            return self._call(module, forward, args, kwargs)
         self.is_under_mode = True
         try:
             with self:
-                return invoke(forward, args, kwargs)
+                return self._call(module, forward, args, kwargs)
         finally:
-            apply_observer.reset(token)
             self.is_under_mode = False
 
     # -- inputs and skipped calls --------------------------------------------------------------------------------------
@@ -282,7 +288,7 @@ class Run(TorchFunctionMode):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns a call with the entries on inputs applied."""
         args, kwargs = self._with_aliases(plan, args, kwargs)
-        for name, entries in plan.inputs.items():
+        for name, entries in sorted(plan.inputs.items()):
             given = given_input(plan.frame.parameters, name, args, kwargs)
             value = self.at_boundary(entries, given)
             if value is not given:
@@ -348,12 +354,11 @@ class Run(TorchFunctionMode):
 
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry, and keeps that it fired, or why it could not."""
-        caller = self.stack[-1]
         # What is called here is not the model's: neither if a patch calls the model or a module of it, nor at a call
         # site that calls modules and ops (`for f in (self.linear, torch.tanh)`).
         self.stack.append(_Frame(None))
         try:
-            if isinstance(value, Tensor) and value.shape == entry.plain_shape:
+            if entry.plain_shape is not None and isinstance(value, Tensor) and value.shape == entry.plain_shape:
                 patched = value
                 for patch in entry.patches:
                     patched = apply_patch(patch, entry.target, patched)
@@ -361,7 +366,7 @@ class Run(TorchFunctionMode):
                 self.values[entry.target.text] = value_at(entry, value)
                 patched = value
             else:
-                patched = self._applied(entry, value, caller)
+                patched = self._applied(entry, value)
         except MissingChildError as missing:
             self.missing[id(entry)] = str(missing)
             return value
@@ -377,7 +382,7 @@ class Run(TorchFunctionMode):
         self.has_changed |= patched is not value
         return patched
 
-    def _applied(self, entry: Entry, value: Any, caller: _Frame) -> Any:
+    def _applied(self, entry: Entry, value: Any) -> Any:
         target, indices_in = entry.target, None
         if entry.restriction is not None:
             if self.steps is None:  # not a call of the `PatchableGraph`, but backward
@@ -386,10 +391,8 @@ class Run(TorchFunctionMode):
                 raise HeldBackError
             if entry.restriction.positions is not None:
                 indices_in = partial(self.steps.indices, entry)
-        is_here = caller.plan is not None and caller.plan.frame is target.frame
-        inputs = caller.inputs if is_here and target.node.kind == "op" and not target.dig else None
         applied = self._with_values(entry) if entry.sources else entry
-        patched = apply_at(applied, value, target.dig, indices_in, inputs)
+        patched = apply_at(applied, value, target.dig, indices_in)
         if patched is not value and target.node.is_view_filled_later:
             warn(_LOST_WRITES.format(path=target.path), "aliased view", stacklevel=2)
         return patched
@@ -412,11 +415,11 @@ class Run(TorchFunctionMode):
 
     def _in_graph(self, entries_by_name: dict[str, list[Entry]], name: str, value: Any) -> Any:
         """Applies the entries on a node of a graph that is running."""
-        entries = entries_by_name[name]
-        patched = self.at_boundary(entries, value)
+        entries, given = entries_by_name[name], unpacked(value)
+        patched = self.at_boundary(entries, given)
         if entries[0].target.node.is_in_place:
             write_back(value, patched, entries[0].target)
-        return patched
+        return value if patched is given else patched
 
     @contextmanager
     def _inside_one_node(self, inside: FramePlan | None = None) -> Iterator[None]:
@@ -458,7 +461,7 @@ class Run(TorchFunctionMode):
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies patches on the call of an `autograd.Function`: one node, without nodes for the code inside it."""
-        if function_mode_depth() < self._depth:  # an operator's own autograd function
+        if not self.is_under_mode or function_mode_depth() < self._depth:  # an operator's own autograd function
             return apply(*args, **kwargs)
         entries = self._entries_at(sys._getframe(1))
         # Unlike in `__torch_function__`, the mode is on here; calls that patches make are not ops of the model, either.
@@ -535,7 +538,10 @@ class Run(TorchFunctionMode):
                 value = node.written_of(args, kwargs)
             else:
                 value = result if node.position is None else result[node.position]
-            patched = self.apply(entry, value)
+            try:
+                patched = self.apply(entry, value)
+            except TypeError as error:
+                raise OperatorPatchError(error) from None
             if patched is value:
                 continue
             if self.has_gradients and is_in_checkpoint():
@@ -624,33 +630,286 @@ def is_in_checkpoint() -> bool:
 
 # -- runs whose frames are seen ----------------------------------------------------------------------------------------
 
+RunForward: TypeAlias = "Callable[[Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]"
+"""Runs the `forward` of a frame (by `invoke`), or does something else in its place: is given the module, `forward`, and
+its arguments, as patched."""
 
-class FrameWatch(Protocol):
-    """Sees all frames of a run."""
-
-    def begin(
-        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[..., Any] | None:
-        """Called when a frame begins; returns the function that replaces its `forward`, if there is one."""
-
-    def returned(self, output: Any) -> None:
-        """Called when the `forward` of the innermost frame returned, before patches on its output; maybe after, too."""
-
-    def end(self) -> None:
-        """Called when the innermost frame has ended, also by an error."""
-
-
-watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", default=None)
-"""Sees the frames of the patched runs that begin in this context."""
+frame_runner: ContextVar[RunForward | None] = ContextVar("graphpatch_frame_runner", default=None)
+"""Runs the frames of the patched runs that begin in this context."""
 
 
 @contextmanager
-def frames_seen(frame_watch: FrameWatch, modules: Iterable[Module]) -> Iterator[None]:
-    """Shows `frame_watch` the frames of these modules in patched runs in the block, not only those of patched ones."""
-    swaps, token = Swaps(), watch.set(frame_watch)
-    try:
+def frames_seen(run: RunForward, modules: Iterable[Module]) -> Iterator[None]:
+    """Has `run` run the frames of these modules in patched runs in the block, not only those of patched modules."""
+    swaps = Swaps()
+    with holding(frame_runner, run), afterwards(swaps.let_go):
         swaps.hold(module for module in modules if takes_hooks(module))
         yield
-    finally:
-        swaps.let_go()
-        watch.reset(token)
+
+
+# -- patches on one value: paths into containers, copies, checks, and errors with the path -----------------------------
+
+IndicesIn: TypeAlias = Callable[[Any], Indices]
+"""Finds the positions of an entry in a value."""
+
+
+class MissingChildError(Exception):
+    """The container in this run does not hold the value to patch (caught inside the package)."""
+
+
+def _child(value: Any, key: Key) -> Any:
+    try:
+        return take(value, key)
+    except (LookupError, AttributeError, TypeError) as error:
+        raise MissingChildError(f"the {type(value).__name__} in this run does not hold {key!r}") from error
+
+
+def value_at(entry: Entry, value: Any) -> Any:
+    """Returns the value that `entry` patches, taken from the value of its node."""
+    for key in entry.target.dig:
+        value = _child(value, key)
+    if isinstance(value, Tensor):
+        value = _heads_apart(entry, value)
+        value = value if entry.placement is None else entry.placement.whole(value)
+    value = part_of(entry.target, value, entry.patches)
+    # The model writes into this tensor later: what was read must stay as it was.
+    return value.clone() if entry.target.node.is_mutated_later and isinstance(value, Tensor) else value
+
+
+def apply_at(entry: Entry, value: Any, dig: tuple[Key, ...], indices_in: IndicesIn | None) -> Any:
+    """Returns `value` with the patches of `entry` applied to what `dig` leads to; the same object if nothing changed.
+
+    Containers on the way are copied, never written into. If the value has none of the positions of the patch, raises a
+    `HeldBackError`, and a `MissingChildError` if there is no such value.
+    """
+    if not dig:
+        return _apply(entry, value, indices_in)
+    child = _child(value, dig[0])
+    patched = apply_at(entry, child, dig[1:], indices_in)
+    return value if patched is child else replaced(value, dig[0], patched)
+
+
+def apply_to_rows(entry: Entry, value: Tensor, *, is_own: bool = False) -> Any:
+    """Applies an entry to some rows of its value, in step 0 of a generation; errors are those of `apply_at`.
+
+    If nothing else refers to the rows (`is_own`), patches write into them, not into a copy.
+    """
+    if entry.restriction is None or entry.restriction.positions is None:
+        return _apply(entry, value, None, is_own=is_own)
+    indices = entry.restriction.indices(0, value.shape[entry.restriction.dim])
+    return _patched(entry, value, indices) if indices else value
+
+
+def _apply(entry: Entry, value: Any, indices_in: IndicesIn | None, *, is_own: bool = False) -> Any:
+    apart = _heads_apart(entry, value) if isinstance(value, Tensor) else value
+
+    def apply(given: Any) -> Any:
+        if isinstance(given, Tensor) and isinstance(entry.target.whole, TensorSpec):
+            _check_shape(entry, given)
+        return _patched(entry, given, None if indices_in is None else indices_in(given), is_own=is_own)
+
+    sharded = entry.placement if isinstance(value, Tensor) else None
+    patched = apply(apart) if sharded is None else sharded.applied(apart, apply, entry)
+    if apart is value or patched is apart:
+        return value if patched is apart else patched
+    if not isinstance(patched, Tensor) or patched.shape != apart.shape:
+        raise PatchValueError(
+            f"{entry.target.text!r}: the model packs heads that share keys at this step, and takes a value "
+            f"{shown_value(apart)}; the patch made one {shown_value(patched)}"
+        )
+    return patched.reshape(value.shape)
+
+
+def _heads_apart(entry: Entry, value: Tensor) -> Tensor:
+    """Returns a value of an attention call with the heads in the dimension where they were captured.
+
+    In a decoding step with a mask, transformers (since 5.1) packs the heads that share keys.
+    """
+    target, node = entry.target, entry.target.node
+    is_attention = node.is_inner or node.op in FUSED_ATTENTION
+    if not is_attention or not isinstance(target.whole, TensorSpec) or value.shape == target.whole.shape:
+        return value
+    heads = None if entry.placement is None else entry.placement.size_here(1)
+    shape = unpacked_shape(target.frame, node, target.whole, value.shape, heads)
+    return value if shape is None else value.reshape(shape)
+
+
+def _patched(entry: Entry, value: Any, indices: Indices | None, *, is_own: bool = False) -> Any:
+    """Returns the value with the patches applied to the component's part of it, and only at some positions."""
+    target = entry.target
+    part = patched = part_of(target, value, entry.patches)
+    if indices is None:
+        for patch in entry.patches:
+            patched = apply_patch(patch, target, patched, is_own=is_own)
+    else:
+        patched = _apply_patch_at(entry, indices, part)
+    if part is value:
+        return patched
+    if patched is part and not any(_is_read_with_gradient(patch, target, value) for patch in entry.patches):
+        return value  # it was written into, or not changed
+    # A clone keeps the strides: the last bits of what the model computes next may depend on them.
+    whole = value.clone()
+    whole[target.index] = _checked(patched, entry.patches[-1], target, part, f"on a part of {target.path!r}")
+    return whole
+
+
+# -- at some positions -------------------------------------------------------------------------------------------------
+
+
+def _apply_patch_at(entry: Entry, indices: Indices, value: Tensor) -> Tensor:
+    """Applies the patch of an entry to the part of a value that it means, and keeps its effect at some indices only."""
+    target, (patch,), restriction = entry.target, entry.patches, entry.restriction
+    assert restriction is not None
+    dim, row_dim = (
+        each if each is None or not target.index else target.kept_dims.index(each)
+        for each in (restriction.dim, restriction.row_dim)
+    )
+    assert dim is not None
+    rows: list[list[int]] = [indices] if row_dim is None else indices  # type: ignore[list-item, assignment]
+    if row_dim is not None and len(rows) != value.shape[row_dim]:
+        raise PatchValueError(
+            f"{target.text!r}: positions has {len(rows)} rows, but the value here, of shape {tuple(value.shape)}, has "
+            f"{value.shape[row_dim]} in dimension {row_dim}; give positions for each row of the batch"
+        )
+    is_all = row_dim is None and rows[0] == list(range(value.shape[dim]))
+    if is_all and patch.observes_only:
+        apply_patch(patch, target, value)
+        return value
+    shape = [1] * value.dim()
+    if row_dim is not None:
+        shape[row_dim] = len(rows)
+    if not patch.observes_only:
+        where = f"with positions={patch.positions!r}"
+        patched = _checked(apply_patch(patch, target, value), patch, target, value, where)
+        shape[dim] = value.shape[dim]
+        chosen = torch.zeros(len(rows), shape[dim], dtype=torch.bool)
+        for number, row in enumerate(rows):
+            chosen[number, row] = True
+        mask = _along(chosen.to(value.device), shape, dim, row_dim)
+        return patched if is_all or patched is value else torch.where(mask, patched, value)
+    if len(set(map(len, rows))) > 1:
+        raise PatchValueError(
+            f"{target.text!r}: at this step, the rows have different numbers of the positions to read: {indices}"
+        )
+    has_gradient = _is_read_with_gradient(patch, target, value)
+    if has_gradient and any(len(set(row)) < len(row) for row in rows):
+        raise PatchValueError(
+            f"{target.text!r}: positions={patch.positions!r} has a position twice, and both copies would get its "
+            "gradient; give each position once, or run in torch.no_grad()"
+        )
+    shape[dim] = len(rows[0])
+    sizes = [*value.shape[:dim], len(rows[0]), *value.shape[dim + 1 :]]
+    index = _along(torch.tensor(rows, device=value.device), shape, dim, row_dim).expand(sizes)
+    taken = value.gather(dim, index)
+    patch.op(taken)
+    return value.clone().scatter_(dim, index, taken) if has_gradient else value
+
+
+def _along(table: Tensor, shape: Sequence[int], dim: int, row_dim: int | None) -> Tensor:
+    """Returns a table of rows and positions in a shape that has its sizes in these two dimensions, else ones."""
+    return (table if row_dim is None or row_dim < dim else table.T).reshape(shape)
+
+
+def _is_read_with_gradient(patch: Patch[Any], target: Target, value: Any) -> bool:
+    """Whether a patch keeps a part of a value that gets a gradient: the model must use the part, for it to have one."""
+    if not patch.only_keeps or not torch.is_grad_enabled() or not isinstance(value, Tensor) or not value.requires_grad:
+        return False
+    node = target.node
+    return not (node.is_mutated_later or node.is_in_place)
+
+
+# -- one patch ---------------------------------------------------------------------------------------------------------
+
+
+def apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool = False) -> Any:
+    """Returns the result of one patch; errors name the path, and what the patch was given."""
+    if patch.observes_only:
+        # The model writes into this tensor later: what was observed must stay as it was.
+        patch.op(value.clone() if target.node.is_mutated_later and isinstance(value, Tensor) else value)
+        return value
+    if not isinstance(value, Tensor) or not isinstance(target.whole, TensorSpec):
+        _check_kind(patch, target, value)
+    if selects_nothing(patch, value):
+        return value  # not a copy: what is written into a view later would miss it
+    given = value.clone() if patch.requires_clone and not is_own and isinstance(value, Tensor) else value
+    try:
+        patched = patch.op(given)
+        if patched is None and isinstance(value, Tensor) and target.node.kind != "input" and not patch.any_shape:
+            raise PatchValueError(
+                f"{type(patch).__name__} returned None for a value {shown_value(value)}: is a return statement "
+                "missing? To put None in place of the value, give any_shape=True"
+            )
+        return patched
+    except GraphPatchError as error:
+        raise type(error)(f"{target.text!r}: {error}") from (None if isinstance(patch, WritingPatch) else error)
+    except (StopIteration, StopAsyncIteration):  # which the interpreter treats specially
+        raise
+    except Exception as error:
+        if isinstance(patch, WritingPatch) and isinstance(error, (RuntimeError, IndexError, TypeError, ValueError)):
+            # The message has all of the error's text, and its traceback is inside this package.
+            raise PatchValueError(_cannot_write(patch, target, value, error)) from None
+        shown = f"{type(patch).__name__} on {target.text!r} ({target.node.op})"
+        add_note(error, f"raised by {shown}: the value here is {shown_value(value)}")
+        raise
+
+
+def _cannot_write(patch: Patch[Any], target: Target, value: Any, error: Exception) -> str:
+    """Returns why a built-in patch, which raised `error`, cannot be applied to a tensor."""
+    index, new = getattr(patch, "slice", None), getattr(patch, "value", None)
+    part = "" if index is None else f", slice [{index_text(index)}]"
+    given = "" if new is None else f", the patch's value is {shown_value(new)}"
+    move = f" (move the patch's value there: value.to({str(value.device)!r}))"
+    why = f"{error}{move * (isinstance(new, Tensor) and new.device != value.device)}"
+    where = f"{type(patch).__name__} on {target.text!r} ({target.node.op})"
+    return f"{where}: the value here is {shown_value(value)}{part}{given}: {why}"
+
+
+def _checked(patched: Any, patch: Patch[Any], target: Target, value: Tensor, where: str) -> Tensor:
+    if isinstance(patched, Tensor) and patched.shape == value.shape and patched.dtype == value.dtype:
+        return patched
+    raise PatchValueError(
+        f"{target.text!r}: {type(patch).__name__} {where} was given a value {shown_value(value)} and returned one "
+        f"{shown_value(patched)}; a patch on a part of a value must keep its shape and dtype"
+    )
+
+
+def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
+    """Raises a `PatchValueError` if a number was captured where a tensor is now, or the other way round."""
+    spec, is_tensor = target.spec, isinstance(value, Tensor) and isinstance(describe(value), TensorSpec)
+    if not isinstance(patch, WritingPatch) or patch.any_shape or isinstance(spec, UnknownSpec):
+        return
+    kinds = TensorSpec if is_tensor else (ScalarSpec, ObjectSpec)
+    is_same = isinstance(spec, kinds) or is_tensor == isinstance(spec, TensorSpec)
+    if not is_same and not (target.node.kind == "input" and is_tensor):  # which the example did not have
+        raise PatchValueError(
+            f"{target.text!r} ({target.node.op}) was {spec} when it was captured, but is of type "
+            f"{type(value).__name__} now; patch another node, or make the PatchableGraph with such inputs"
+        )
+
+
+def _check_shape(entry: Entry, value: Tensor) -> None:
+    """Raises a `PatchValueError` if a value is of another shape than its name stands for at these inputs."""
+    target = entry.target
+    if value.shape == target.whole.shape or all(patch.any_shape for patch in entry.patches):  # type: ignore[union-attr]
+        return
+    run = observer.get()
+    problem = shape_problem(target.frame, target.whole, value.shape, run.given if isinstance(run, Run) else None)
+    if problem is not None:
+        raise PatchValueError(
+            f"{target.text!r} ({target.node.op}) was of shape {tuple(target.whole.shape)} when it was captured, and is "  # type: ignore[union-attr]
+            f"of shape {tuple(value.shape)} now: {problem}, so the name may mean another value here; if this is "
+            "intended, give the patch any_shape=True"
+        )
+
+
+def write_back(wrote: Tensor, patched: Any, target: Target) -> None:
+    """Writes the patched value of an in-place op back into the tensor that the op wrote into."""
+    if patched is wrote:
+        return
+    if not isinstance(patched, Tensor) or patched.shape != wrote.shape:
+        shown = tuple(patched.shape) if isinstance(patched, Tensor) else type(patched).__name__
+        raise PatchValueError(
+            f"{target.text!r} ({target.node.op}) writes in place into a tensor of shape {tuple(wrote.shape)}; "
+            f"a patch on it must keep that shape, not give {shown}"
+        )
+    wrote.copy_(patched)

@@ -1,4 +1,4 @@
-"""Which models are sharded over several processes, and how such a model is copied as one process would have it.
+"""Which models run elsewhere or are sharded over several processes, and how one is copied as one process would have it.
 
 Under tensor parallelism each process holds some heads, some neurons, or one term of a sum, so that a slice, a position,
 a head or a number means something else there than in the whole value. FSDP is different: its weights are whole while a
@@ -10,8 +10,10 @@ package asks `sharding_of` and `processes_of`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.torch_compat import function_mode_depth, is_fully_sharded
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _DISTRIBUTED = "DTensor"
 _MESH = "DeviceMesh"
 _MACHINERY = ("torch.distributed.tensor", "transformers.integrations.tensor_parallel", "transformers.distributed")
@@ -81,14 +85,32 @@ def sharding_of(root: Frame) -> Any:
 def processes_of(root: Frame) -> Any:
     """Returns the processes that run the model of a capture together, under tensor parallelism or FSDP.
 
-    The first call is made by all of them. `None` if this one runs it alone.
+    `None` if this one runs it alone.
     """
     findings = root.capture.findings
     if processes_of not in findings:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return None
         from graphpatch_notebook.distributed.processes import processes_over
 
         findings[processes_of] = processes_over(root.module)
     return findings[processes_of]
+
+
+def calling(root: Frame, name: str) -> AbstractContextManager[None]:
+    """A context manager for a call of the model, or of a method: it names processes that do not make it.
+
+    Methods that all modules have, such as `eval`, do not run the model.
+    """
+    processes = processes_of(root) if name == "forward" or not hasattr(Module, name) else None
+    return nullcontext() if processes is None else processes.calling(name)
+
+
+def holding_tensors(module: Module, replacements: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Puts tensors into a module itself, for the length of a block: for a forward that would not see a stand-in."""
+    from graphpatch_notebook.distributed.sharding import holding_tensors
+
+    return holding_tensors(module, replacements)
 
 
 def same_value(value: Any, result: Any) -> Any:
@@ -100,3 +122,17 @@ def same_value(value: Any, result: Any) -> Any:
     if value is result or not is_same_kind or not function_mode_depth():
         return result
     return handle_torch_function(same_value, (), value, result)
+
+
+def runs_where_the_model_is(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes a function of a `PatchableGraph` run in the processes that have the model of a `RemoteGraph`."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        run_there: Any = getattr(type(args[0]), "run_there", None) if args else None
+        if run_there is None:
+            return function(*args, **kwargs)
+        result: _T = run_there(args[0], run, *args[1:], **kwargs)
+        return result
+
+    return run

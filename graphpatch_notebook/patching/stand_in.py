@@ -6,52 +6,20 @@ tensors. So other threads, and the user, never see these. Changes by the forward
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture import Packing, held_by
+from graphpatch_notebook.capture import Packing, held_by, passed_as, unpacked
+from graphpatch_notebook.capture.held_values import REGISTRIES, held_at
 from graphpatch_notebook.capture.observers import innermost_forward, is_swapped, observer, original_forward
 from graphpatch_notebook.errors import PatchValueError
-from graphpatch_notebook.patching.sharding import is_distributed
 from graphpatch_notebook.torch_compat import own_call
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _ORIGINAL = "_graphpatch_original"
-
-
-@contextmanager
-def holding_tensors(module: Module, replacements: dict[str, Tensor]) -> Iterator[None]:
-    """Puts tensors into a module itself, for the length of the block.
-
-    What shards a forward over processes is bound to the module: it would not see a stand-in. Nobody else runs the
-    module meanwhile, since all processes run it together.
-    """
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for path, new in replacements.items():
-            if new.requires_grad and not is_distributed(new):
-                raise PatchValueError(
-                    f"{path!r} of this {type(module).__name__} cannot be patched with gradients: those of the weight "
-                    "itself are summed over the processes; patch it under torch.no_grad(), or patch the output"
-                )
-            above, _, name = path.rpartition(".")
-            holder = module.get_submodule(above)
-            places: tuple[dict[str, Any], ...] = (holder._parameters, holder._buffers, holder.__dict__)
-            for held in places:
-                if held.get(name) is not None:
-                    before.append((held, name, held[name]))
-                    held[name] = new
-                    break
-        yield
-    finally:
-        for held, name, value in reversed(before):
-            held[name] = value
 
 
 class StandIn:
@@ -68,7 +36,7 @@ class StandIn:
         if (swapped := state.get("_call_impl")) is not None:  # calls the module itself
             observed = swapped.func if isinstance(swapped, functools.partial) else swapped.observed
             state["_call_impl"] = functools.partial(observed, own_call(self.module))
-        for registry in _REGISTRIES:
+        for registry in REGISTRIES:
             state[registry] = type(state[registry])(state[registry])
         state.update({**(attributes or {}), _ORIGINAL: module})
         below: dict[str, dict[str, Tensor]] = {}
@@ -92,7 +60,7 @@ class StandIn:
         """Puts other tensors wherever the module holds some: under each name, and in lists (as `nn.LSTM`)."""
         state = self.module.__dict__
         for holder in (state["_parameters"], state["_buffers"], state):
-            for name, value in [item for item in holder.items() if item[0] not in _REGISTRIES]:
+            for name, value in [item for item in holder.items() if item[0] not in REGISTRIES]:
                 if id(value) in new:
                     holder[name] = new[id(value)]
                 elif type(value) in (list, tuple) and any(id(item) in new for item in value):
@@ -101,7 +69,7 @@ class StandIn:
     def _remember(self) -> None:
         """Notes the state after which changes are the forward's own."""
         state = self.module.__dict__
-        self._before = [dict(state), *(dict(state[name]) for name in _REGISTRIES)]
+        self._before = [dict(state), *(dict(state[name]) for name in REGISTRIES)]
 
     def _forget_in_calls(self, replacements: dict[str, Tensor]) -> None:
         """Makes calls of the stand-in see the module's own tensors: calls are separate frames, with separate nodes.
@@ -147,7 +115,7 @@ class StandIn:
         for inner in self._inner:
             inner.copy_changes_back()
         now, own = self.module.__dict__, self._original.__dict__
-        places = [(now, own), *((now[name], own[name]) for name in _REGISTRIES)]
+        places = [(now, own), *((now[name], own[name]) for name in REGISTRIES)]
         for before, (after, to) in zip(self._before, places, strict=True):
             for name in [name for name in {**before, **after} if name not in but]:
                 if name not in after:
@@ -165,20 +133,16 @@ def original_of(module: Module) -> Module:
 
 def tensor_at(module: Module, path: str) -> Any:
     """Returns the tensor that `module` holds at an attribute path."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        child = module._modules.get(parent)  # an attribute of that name may not be a tensor, such as `half`
-        module = child if child is not None else getattr(module, parent)
-    for holder in (module._parameters, module._buffers, module.__dict__):
-        if name in holder:
-            return holder[name]
-    raise PatchValueError(f"{type(module).__name__} no longer has the {name!r} that was captured")
+    found = held_at(module, path)
+    if not isinstance(found, Tensor):
+        raise PatchValueError(f"{type(module).__name__} no longer has the {path!r} that was captured")
+    return found
 
 
 def held_value(module: Module, path: str) -> Any:
     """Returns the value of the node of a tensor of `module`: the tensor, or the unpacked weight."""
     packed = held_by(module, path)
-    return tensor_at(module, path) if packed is None else packed[0].unpacked(packed[1])
+    return unpacked(tensor_at(module, path)) if packed is None else packed[0].unpacked(packed[1])
 
 
 def bound_with(
@@ -186,21 +150,23 @@ def bound_with(
 ) -> tuple[StandIn, Callable[..., Any]]:
     """Returns a stand-in for `module` with some tensors replaced, and the function to call instead of `forward`."""
     plain = dict(replacements)
-    unpacked: tuple[Packing, Tensor] | None = None
-    for path in replacements:
+    weight: tuple[Packing, Tensor] | None = None
+    for path, value in replacements.items():
         packed = held_by(module, path)
         if packed is None:
+            held = tensor_at(module, path)
+            plain[path] = value if unpacked(held) is held else passed_as(held, value)
             continue
         if packed[1] is not module:
             raise PatchValueError(
                 f"{path!r} is the quantized weight of another module ({type(packed[1]).__name__}), and can only be "
                 "probed here: patch it in the call of that module"
             )
-        unpacked = packed[0], plain.pop(path)
+        weight = packed[0], plain.pop(path)
     stand_in = StandIn(module, plain)
-    if unpacked is None:
+    if weight is None:
         return stand_in, stand_in.bind(forward)
-    return stand_in, unpacked[0].bound(stand_in.module, unpacked[1], forward)
+    return stand_in, weight[0].bound(stand_in.module, weight[1], forward)
 
 
 # -- a generation config of its own, for models of transformers (which need not be installed) --------------------------
@@ -208,12 +174,6 @@ def bound_with(
 GENERATION_CONFIG = "generation_config"
 # Bound to the object that `generate` runs on, so these are not copied from a stand-in to the model.
 _BOUND = ("_compiled_call", "_last_compile_config")
-
-
-def copied_config(module: Module) -> Any:
-    """Returns a copy of a model's generation config; `None` where the model has none, or cannot generate."""
-    config = module.__dict__.get(GENERATION_CONFIG)
-    return copy.deepcopy(config) if callable(getattr(module, "generate", None)) else None
 
 
 def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,19 +1,10 @@
 /** The entry point of the front end: creates a view and connects its parts. */
-import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_views";
+import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_figure";
 import { NodePopup } from "./details/popup";
 import { inflateText } from "./inflate";
-import type {
-  AttentionTraits,
-  CircuitTraits,
-  Component,
-  GenerationTraits,
-  HeatmapTraits,
-  LensTraits,
-  LinkedTraits,
-} from "./kernel/protocol";
-import { showFailure, watchErrors } from "./page/boundary";
+import type { About, CircuitTraits, Component, HeatmapTraits, LinkedTraits, ResultHeatmap } from "./kernel/protocol";
 import { copyText, element } from "./page/dom";
-import { followTheme } from "./page/theme";
+import { followTheme, showFailure, watchErrors } from "./page/host";
 import { PatchEditor } from "./patches/editor";
 import { tryEdit } from "./patches/edits";
 import { PatchList } from "./patches/patch_list";
@@ -22,28 +13,21 @@ import { RunPanel } from "./runs/run_panel";
 import { stopKeyPropagation, type TreeActions, watchKeys } from "./tree/keyboard";
 import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
 import { Toolbar } from "./tree/toolbar";
-import { TreeState } from "./tree/tree_state";
+import { connectFilter, connectSelection, TreeState } from "./tree/tree_state";
 import { TreeView } from "./tree/tree_view";
 import { listen, type Model, type View } from "./view";
 import { makeAttentionView } from "./views/attention_view";
 import { makeGenerationView } from "./views/generation_view";
 import { makeLensView } from "./views/lens_view";
 import { link, type MakeView } from "./views/linked_view";
-import { makeFilterNote } from "./views/shared_filter";
-import { connectFilter, connectSelection } from "./views/tree_selection";
+import { makeFilterNote } from "./views/selection";
 
 type Undo = () => void;
-type HeatmapModel = Model<HeatmapTraits>;
-type CircuitModel = Model<CircuitTraits>;
-type AnyModel =
-  | Model
-  | HeatmapModel
-  | CircuitModel
-  | Model<LensTraits>
-  | Model<AttentionTraits>
-  | Model<GenerationTraits>;
+/** The model of one of the views; `about`, or another trait, says which. */
+interface AnyModel extends Pick<Model, "on" | "off"> {
+  get(name: string): unknown;
+}
 
-/** By `about.view`. */
 const VIEWS: Partial<Record<string, MakeView<never>>> = {
   attention: makeAttentionView,
   lens: makeLensView,
@@ -53,7 +37,7 @@ const VIEWS: Partial<Record<string, MakeView<never>>> = {
 
 /** Shows the model in `el`. Returns a function that removes the view. */
 async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Promise<Undo> {
-  const root = element("div", { class: "gp-root", "data-lm-suppress-shortcuts": "true" });
+  const root = element("div.gp-root", { "data-lm-suppress-shortcuts": "true" });
   el.append(root);
   let undos: Undo[] = [];
   let shown = 0;
@@ -66,17 +50,20 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
     clear();
     undos = [followTheme(root)];
     const current = shown;
+    const onRemove = (undo: Undo) => undos.push(undo);
     try {
       // `show_heatmap` and `show_circuit` have models without `about`.
-      const onRemove = (undo: Undo) => undos.push(undo);
-      const linked = model as Model<LinkedTraits>;
-      const make = VIEWS[linked.get("about")?.view] as MakeView<LinkedTraits> | undefined;
-      if (make !== undefined) return await showLinkedView(root, linked, make, onRemove);
-      if (isHeatmap(model)) return showHeatmap(root, model, onRemove);
-      if (isCircuit(model)) return showCircuit(root, model, onRemove);
-      const tree = model as Model;
-      const skeleton = await decodeSkeleton(tree.get("skeleton"));
-      if (shown === current) showTree(root, tree, skeleton, onRemove);
+      const about = model.get("about") as About | undefined;
+      const heatmap = model.get("heatmap") as ResultHeatmap | undefined;
+      const make = VIEWS[about?.view ?? ""] as MakeView<LinkedTraits> | undefined;
+      onRemove(hideStaticHtml(about?.model_id ?? heatmap?.model_id ?? String(model.get("model_id")), root));
+      if (make !== undefined)
+        return await showLinkedView(root, model as unknown as Model<LinkedTraits>, make, onRemove);
+      if (heatmap !== undefined)
+        return root.append(makeResultHeatmap(model as unknown as Model<HeatmapTraits>, onRemove));
+      if (about === undefined) return root.append(makeCircuitView(model as unknown as Model<CircuitTraits>, onRemove));
+      const skeleton = await decodeSkeleton(model.get("skeleton") as DataView);
+      if (shown === current) showTree(root, model as unknown as Model, skeleton, onRemove);
     } catch (error) {
       if (shown !== current) return;
       clear();
@@ -128,11 +115,9 @@ function showTree(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove:
   connectSelection(view, state);
   connectFilter(view, state);
   onRemove(watchErrors(import.meta.url, (message) => notices.error(message)));
-  onRemove(hideStaticHtml(model.get("about").model_id, root));
   tree.show(state.active);
-  whenIdle(() => {
-    void nameComponents(view, state);
-  }, onRemove);
+  const timer = setTimeout(() => void nameComponents(view, state), 300); // when all is drawn
+  onRemove(() => clearTimeout(timer));
 }
 
 /** Shows the names of components; requests them from the kernel if they are not saved. */
@@ -150,15 +135,6 @@ async function nameComponents(view: View, state: TreeState): Promise<void> {
   await kernel.ask("components", {}, true).catch(() => null);
 }
 
-function isHeatmap(model: AnyModel): model is HeatmapModel {
-  return (model as HeatmapModel).get("heatmap") !== undefined;
-}
-
-function showHeatmap(root: HTMLElement, model: HeatmapModel, onRemove: (undo: Undo) => void): void {
-  root.append(makeResultHeatmap(model, onRemove));
-  onRemove(hideStaticHtml(model.get("heatmap").model_id, root));
-}
-
 async function showLinkedView(
   root: HTMLElement,
   model: Model<LinkedTraits>,
@@ -168,21 +144,11 @@ async function showLinkedView(
   const linked = link(root, model, onRemove);
   stopKeyPropagation(root, onRemove);
   onRemove(watchErrors(import.meta.url, (message) => linked.notices.error(message)));
-  onRemove(hideStaticHtml(model.get("about").model_id, root));
   await make(
     linked,
     ({ element: part }) => root.append(linked.notices.element, part),
     (error) => showFailure(root, error),
   );
-}
-
-function isCircuit(model: AnyModel): model is CircuitModel {
-  return (model as Model).get("skeleton") === undefined;
-}
-
-function showCircuit(root: HTMLElement, model: CircuitModel, onRemove: (undo: Undo) => void): void {
-  root.append(makeCircuitView(model, onRemove));
-  onRemove(hideStaticHtml(model.get("model_id"), root));
 }
 
 /** An error in one part must not keep the others from being removed. */
@@ -192,11 +158,6 @@ function tryUndo(undo: Undo): void {
   } catch (error) {
     console.error(error);
   }
-}
-
-function whenIdle(work: () => void, onRemove: (undo: Undo) => void): void {
-  const timer = setTimeout(work, 300);
-  onRemove(() => clearTimeout(timer));
 }
 
 export default { render };

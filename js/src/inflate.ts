@@ -14,22 +14,8 @@ async function inflateBytes(data: DataView): Promise<Uint8Array<ArrayBuffer>> {
   const writer = writable.getWriter();
   const bytes = new Uint8Array(data.buffer as ArrayBuffer, data.byteOffset, data.byteLength);
   // The reader throws the error of invalid bytes.
-  const written = Promise.all([writer.write(bytes), writer.close()]).catch(() => undefined);
-  const chunks: Uint8Array<ArrayBuffer>[] = [];
-  let length = 0;
-  const reader = readable.getReader();
-  for (let read = await reader.read(); !read.done; read = await reader.read()) {
-    chunks.push(read.value);
-    length += read.value.length;
-  }
-  await written;
-  const inflated = new Uint8Array(length);
-  let at = 0;
-  for (const chunk of chunks) {
-    inflated.set(chunk, at);
-    at += chunk.length;
-  }
-  return inflated;
+  Promise.all([writer.write(bytes), writer.close()]).catch(() => undefined);
+  return new Uint8Array(await new Response(readable).arrayBuffer());
 }
 
 /** Reads consecutive arrays of a zlib stream; numbers are little-endian. */

@@ -2,6 +2,7 @@
  * The script that anywidget loads: decompresses the front end, which is in a trait, and runs it. Uncompressed, it
  * would be three times as large, in every message that shows a widget and in every notebook that is saved with one.
  */
+import { importText } from "./import_text";
 import { inflateText } from "./inflate";
 import type { Model } from "./view";
 
@@ -41,13 +42,7 @@ function isEqual(a: DataView, b: DataView): boolean {
 
 async function unpack(data: DataView): Promise<FrontEnd> {
   const { css, js } = JSON.parse(await inflateText(data)) as { css: string; js: string };
-  const url = URL.createObjectURL(new Blob([js], { type: "text/javascript" }));
-  try {
-    const module = (await import(/* @vite-ignore */ url)) as { default: Pick<FrontEnd, "render"> };
-    return { css, render: module.default.render };
-  } finally {
-    URL.revokeObjectURL(url);
-  }
+  return { css, render: (await importText<Pick<FrontEnd, "render">>(js)).render };
 }
 
 /** Hosts call this when the model exists, before they render it. */

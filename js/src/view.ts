@@ -3,24 +3,23 @@
  * they import only these from one another.
  *
  *     index.ts       creates the view of a model in the page
- *     ├── kernel/    messages: requests, replies, polling; a lost kernel            protocol.ts, kernel.ts
+ *     ├── kernel/    messages: requests and replies; a lost kernel                  protocol.ts, kernel.ts
  *     ├── tree/      rows, search, scores, keyboard, toolbar                        tree_view.ts, tree_state.ts
  *     ├── details/   the popup of a node, and its activation                        popup.ts, activation_view.ts
  *     ├── patches/   the editor of a patch, the list of chosen patches              editor.ts, edits.ts, patch_list.ts
- *     ├── runs/      the inputs of a run, its progress and its report               run_panel.ts, run_report.ts
+ *     ├── runs/      jobs and their progress, the inputs of a run, its report       jobs.ts, run_panel.ts, run_report.ts
  *     ├── plots/     heatmaps and histograms; the heatmap of a sweep's results      plots.ts, result_heatmap.ts
- *     ├── views/     the selection that all views share, what can be done with it   selection.ts, actions.ts, attention_view.ts
- *     ├── circuits/  the picture of a circuit, alone or above the tree              circuit_figure.ts, circuit_views.ts
- *     └── page/      elements, floating panels, notices, theme, formatted text      dom.ts, notices.ts
+ *     ├── views/     what all views share: selection, actions; the other views      selection.ts, linked_view.ts
+ *     ├── circuits/  the picture of a circuit, alone or above the tree              circuit_figure.ts
+ *     └── page/      elements, grids of cells, floating panels, theme, formatted text  dom.ts, grid.ts, text.ts
  *
- * From a click to a patch: a row calls `View.editPatch`, `patches/checker.ts` sends what is typed as a `check` request,
- * and `patches/edits.ts` sends the finished patch as an `edit` request. `notebook/views/requests.py` answers both.
+ * From a click to a patch: a row calls `View.editPatch`, `patches/editor.ts` sends what is typed as a `check` request,
+ * and `patches/edits.ts` sends the finished patch as an `edit` request. `notebook/views/linked.py` answers both.
  */
 
 import type { LinkedTraits, RequestError, RequestName, Requests, Traits } from "./kernel/protocol";
 import type { Skeleton } from "./tree/skeleton";
-import type { Selection } from "./views/selection";
-import type { SharedFilter } from "./views/shared_filter";
+import type { Selection, SharedFilter } from "./views/selection";
 
 /** The anywidget model of a tree or another widget, with types. */
 export interface Model<T = Traits> {
@@ -78,7 +77,6 @@ export interface Answer<N extends RequestName> {
   buffers: DataView[];
 }
 
-/** What a request is rejected with. */
 export class RequestFailed extends Error {
   constructor(readonly error: RequestError) {
     super(error.message);
@@ -133,7 +131,6 @@ export interface View extends Linked<Traits> {
 
   /** Expands the ancestors of a row, scrolls to it and selects it. */
   reveal(row: number): void;
-  /** Focuses the tree. */
   focusTree(): void;
   /** Opens the popup of a row beside `anchor`. */
   showDetails(row: number, anchor: Element): void;
@@ -141,7 +138,6 @@ export interface View extends Linked<Traits> {
   editPatch(target: PatchTarget, anchor: Element): void;
 }
 
-/** A part of a view. */
 export interface Part {
   readonly element: HTMLElement;
 }

@@ -16,8 +16,7 @@ import {
 } from "../src/kernel/protocol";
 import { Skeleton } from "../src/tree/skeleton";
 import type { Answer, Kernel, Model, Notices, View } from "../src/view";
-import { Selection } from "../src/views/selection";
-import { SharedFilter } from "../src/views/shared_filter";
+import { Selection, SharedFilter } from "../src/views/selection";
 import patchKinds from "./fixtures/patch_kinds.json";
 
 type Listener = (...args: never[]) => void;

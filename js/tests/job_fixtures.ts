@@ -1,6 +1,5 @@
 /** What tests of runs and activations share: statuses, and plots with known values. */
 
-import type { JobReply } from "../src/kernel/polling";
 import type {
   ActivationStatus,
   ActivationView,
@@ -10,6 +9,7 @@ import type {
   RunStatus,
   Statistics,
 } from "../src/kernel/protocol";
+import type { JobReply } from "../src/runs/jobs";
 
 /** Little-endian float32 that start at an odd address, as a buffer beside a message may. */
 export function float32(values: readonly number[], offset = 1): DataView {

@@ -23,7 +23,7 @@ from graphpatch_notebook import PatchableGraph, ReplacePatch
 from graphpatch_notebook.experiments import attribute, attribute_edges, faithfulness
 from tests.benchmarks.attribution_tasks import EXAMPLES, TASKS, Pairs, load
 
-METHODS = ("gradient", "integrated", "relp", "secant")
+METHODS = ("gradient", "integrated", "secant")
 ONE_SIDED, MEAN = "secant, one-sided", "gradient + secant"
 DIRECTIONS = ("clean into corrupted", "mean of both directions")
 KINDS = {
@@ -142,7 +142,7 @@ def costs(rounds: int = 5) -> dict[str, float]:
         return output.logits[0, -1, 3] - output.logits[0, -1, 5]
 
     runs: dict[str, Callable[[], Any]] = {"forward": torch.no_grad()(lambda: model(clean))}
-    for method in METHODS[0], METHODS[2], METHODS[3]:
+    for method in METHODS[0], METHODS[2]:
         runs[method] = partial(attribute, pg, metric, clean, corrupted, paths=paths, method=method)
         runs[f"edges, {method}"] = partial(attribute_edges, pg, metric, clean, corrupted, method=method)
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import Location
-from graphpatch_notebook.notebook.browser.skeleton import Skeleton, skeleton_of
-from graphpatch_notebook.notebook.browser.widget import static_tree
 from graphpatch_notebook.notebook.completion import PathCompleter
 from graphpatch_notebook.notebook.search import NodeIndex, find, index_of
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph
+from graphpatch_notebook.notebook.views.browser import static_tree
+from graphpatch_notebook.notebook.views.skeleton import Skeleton, skeleton_of
 from graphpatch_notebook.patchable_graph import captured
 from tests.benchmarks.models import llama
 from tests.benchmarks.report import Row, report, row
@@ -131,7 +131,7 @@ def completing(name: str, pg: PatchableGraph, names: tuple[str, str, str], round
         f"%graphpatch zero {inside}",
         "%graphpatch find op:zzzz",
         "%graphpatch zero nothing_like_this",
-        f"%%graphpatch pg\n%graphpatch ls {part}",
+        f"%%graphpatch pg\n%graphpatch show {part}",
         f'pg.patch({{"{whole}',
         f'pg.patch({{"x": ZeroPatch(), "{part}',
         "pg.graph.",

@@ -48,70 +48,6 @@ def test_what_is_typed_at_any_speed_is_all_there(example: TreePage) -> None:
     assert len(set(reached)) == 1
 
 
-def test_search_finds_and_gives_back(example: TreePage) -> None:
-    example.tree.focus()
-    example.press("Home")  # where the test before left the selection, the tree may scroll later
-    expect(example.row("pg")).to_be_visible()  # it has scrolled to the top
-    before = example.rows()
-    example.press("/")
-    expect(example.search_box).to_be_focused()
-    example.page.keyboard.type("op:softmax")
-    expect(example.row("attn_weights_2")).to_be_visible()
-    assert [name for name in example.rows() if name.startswith("attn_weights")] == ["attn_weights_2"] * 2
-    expect(example.place.get_by_text(re.compile(r"^2 of \d+ nodes")).first).to_be_visible()
-    example.press("Control+a", "Backspace")
-    expect(example.row("attn_weights_2")).to_have_count(0)
-    for _ in range(50):  # the tree scrolls back after it is drawn
-        if example.rows() == before:
-            break
-        example.page.wait_for_timeout(100)
-    assert example.rows() == before
-
-
-def test_keyboard_walks_opens_and_closes(example: TreePage) -> None:
-    def is_on(name: str, **attributes: str) -> None:
-        expect(example.selected).to_have_attribute("aria-label", re.compile(rf"^{name}\b"))
-        for attribute, value in attributes.items():
-            expect(example.selected).to_have_attribute(f"aria-{attribute}", value)
-
-    example.go_to("transformer.h_1")
-    example.search_box.focus()
-    example.press("Escape", "Escape")
-    expect(example.tree).to_be_focused()
-    is_on("h_1", expanded="false")
-    example.press("ArrowRight")
-    is_on("h_1", expanded="true")
-    example.press("ArrowRight", "m")
-    is_on("mlp", expanded="false")
-    example.press("ArrowLeft")
-    is_on("h_1", expanded="true")
-    example.press("ArrowLeft")
-    is_on("h_1", expanded="false")
-    example.press("Home")
-    is_on("pg", level="1", expanded="true")
-    assert example.tree.get_attribute("aria-activedescendant") == example.selected.get_attribute("id")
-
-
-def test_popup_shows_the_code_and_leads_on(example: TreePage, take_picture: Callable[[str], Path]) -> None:
-    example.go_to(SOFTMAX)
-    example.tree.focus()
-    example.press("Enter")
-    popup = example.dialog(SOFTMAX)
-    expect(popup).to_be_visible()
-    expect(popup.get_by_text("nn.functional.softmax(").first).to_be_visible()
-    expect(popup).to_contain_text(re.compile(r"64.*4.*36.*36"))
-    take_picture("popup")
-    popup.get_by_role("button", name=re.compile("^attn_weights_1")).first.click()
-    expect(popup).to_be_hidden()
-    expect(example.tree).to_be_focused()
-    expect(example.selected).to_have_attribute("aria-label", re.compile(r"^attn_weights_1\b"))
-    example.press("Enter")
-    expect(example.dialog("transformer.h_1.attn.attn_weights_1")).to_be_visible()
-    example.press("Escape")
-    expect(example.tree).to_be_focused()
-    expect(example.place.get_by_role("dialog")).to_have_count(0)
-
-
 def test_activation_looks_like_an_attention_pattern(example: TreePage, take_picture: Callable[[str], Path]) -> None:
     example.go_to(SOFTMAX)
     example.tree.focus()
@@ -120,26 +56,6 @@ def test_activation_looks_like_an_attention_pattern(example: TreePage, take_pict
     activation.get_by_role("button", name="Show").click()
     expect(activation.get_by_role("img")).to_be_visible()
     take_picture("activation")
-
-
-def test_slice_is_checked_while_it_is_typed(example: TreePage, take_picture: Callable[[str], Path]) -> None:
-    editor = example.open_editor(HEADS)
-    editor.get_by_label("Kind", exact=True).select_option("zero")
-    field = editor.get_by_label("Slice", exact=True)
-    field.fill(HEAD_3)
-    expect(editor).to_contain_text(re.compile(r"64, 36, 16"))
-    take_picture("good")
-    field.fill("0, 0, 0, 0")
-    expect(field).to_have_attribute("aria-invalid", "true")
-    expect(editor.get_by_text(re.compile(r"slice \[0, 0, 0, 0\].*dimension"))).to_be_visible()
-    take_picture("bad")
-    expect(editor.get_by_role("button", name="Apply", exact=True)).to_be_disabled()
-    field.press("Enter")
-    expect(editor).to_be_visible()
-    field.fill(HEAD_3)
-    expect(field).not_to_have_attribute("aria-invalid", "true")
-    editor.get_by_role("button", name="Apply", exact=True).click()
-    expect(example.chosen).to_have_count(1)
 
 
 def test_patch_is_chosen_run_and_taken_along(example: TreePage, take_picture: Callable[[str], Path]) -> None:
@@ -175,25 +91,6 @@ def test_patch_is_chosen_run_and_taken_along(example: TreePage, take_picture: Ca
     assert notebook.sources() == [*cells[:inserted], code.rstrip("\n"), *cells[inserted:]]
     notebook.run(inserted)
     assert notebook.value("right(lambda _: output)") == patched
-
-
-def test_second_view_follows(example: TreePage, take_picture: Callable[[str], Path]) -> None:
-    notebook = example.notebook
-    show = notebook.position("%graphpatch show")
-    notebook.run(show)
-    second = TreePage(notebook, show)
-    expect(second.tree).to_be_visible()
-    example.patch("transformer.h_0.mlp.output", "add", value="0.5")
-    expect(second.chosen).to_have_count(1)
-    notebook.run(notebook.position("%graphpatch zero"))
-    expect(second.chosen).to_have_count(2)
-    expect(example.chosen).to_have_count(2)
-    second.button("Undo").click()
-    second.button("Undo").click()
-    expect(second.chosen).to_have_count(0)
-    expect(example.chosen).to_have_count(0)
-    example.search("op:softmax")
-    expect(second.search_box).to_have_value("")
 
 
 def test_keys_over_the_tree_never_reach_the_notebook(example: TreePage) -> None:

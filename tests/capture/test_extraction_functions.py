@@ -13,14 +13,13 @@ from torch import Tensor, fx, nn
 
 from graphpatch_notebook import (
     AddPatch,
-    CaptureError,
     CompiledGraphModule,
     ExtractionOptions,
-    GraphPatchWarning,
     OpaqueGraphModule,
     PatchableGraph,
     ZeroPatch,
 )
+from tests.zoo.submodules import Submodules
 
 X = torch.ones(2, 3)
 
@@ -30,12 +29,7 @@ class Scale(nn.Module):
         return x * factor
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = Scale()
-        self.linear = nn.Linear(3, 3)
-
+class Model(Submodules, scale=Scale, linear=(3, 3)):
     def forward(self, x: Tensor, times: int = 1, is_late: bool = False) -> Tensor:
         for _ in range(times):
             x = self.scale(x)
@@ -68,44 +62,12 @@ def test_the_graph_is_the_module_patched_or_not() -> None:
     assert torch.equal(model(X), model.linear(X * 2))  # the model itself stays as it is
 
 
-def test_also_in_calls_that_the_example_did_not_have() -> None:
-    model = Model()
-    pg = PatchableGraph(model, options(tenfold), X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(pg(X, times=2), model.linear(X * 400))
-        assert torch.equal(pg(X, is_late=True), model.linear(X * 20) * 3 * 10)
-    with (
-        pg.patch({"scale.product": ZeroPatch()}),
-        pytest.warns(GraphPatchWarning, match="] 'scale': this Scale"),
-    ):
-        assert torch.equal(pg(X, is_late=True), model.linear(X * 0) * 3 * 10)
-
-
 def test_each_call_has_a_graph_and_names_of_its_own() -> None:
     model = Model()
     pg = PatchableGraph(model, options(tenfold), X, times=3)
     assert [path for path in pg.nodes if path.endswith("product")] == [f"scale_{i}.product" for i in range(3)]
     with pg.patch({"scale_1.product": AddPatch(1.0)}, strict=True):
         assert torch.equal(pg(X, times=3), model.linear((X * 20 * 2 + 1) * 10 * 20))
-
-
-def test_a_function_may_trace_the_module_with_fx() -> None:
-    def traced(module: nn.Module) -> fx.Graph:
-        module(X)  # whatever it runs is no part of the model's run
-        graph = fx.symbolic_trace(module).graph
-        (output,) = graph.find_nodes(op="output")
-        output.args = (output.args,)
-        return graph
-
-    model = nn.Sequential(Model())
-    given = ExtractionOptions(custom_extraction_functions={Scale: traced})
-    pg = PatchableGraph(model, given, X)
-    assert [path for path in pg.nodes if ".scale." in path] == [
-        "sub_0.scale.x", "sub_0.scale.factor", "sub_0.scale.mul", "sub_0.scale.output",
-    ]  # fmt: skip
-    with pg.patch({"sub_0.scale.mul": ZeroPatch()}):
-        assert torch.equal(pg(X), model[0].linear(X * 0))
 
 
 def test_an_extraction_function_overrides_skipping() -> None:
@@ -164,33 +126,3 @@ def test_a_function_that_raises(error: bool, warn: bool, is_skipped: bool) -> No
     assert "raised LookupError: no graph today" in str(pg.graph.scale._code)
     with pg.patch({"scale.output": ZeroPatch()}):
         assert torch.equal(pg(X), model.linear(X * 0))
-
-
-def renamed(module: nn.Module) -> fx.Graph:
-    graph = fx.Graph()
-    graph.output((graph.placeholder("y"),))
-    return graph
-
-
-def unwrapped(module: nn.Module) -> fx.Graph:
-    graph = fx.Graph()
-    given, _ = graph.placeholder("x"), graph.placeholder("factor")
-    graph.output(given)
-    return graph
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (renamed, r"for Scale \('0.scale'\) must have .* in their order: x, factor; it has y; write graph.placeholder"),
-        (
-            unwrapped,
-            r"for Scale \('0.scale'\) must have one output; it has an output of x",
-        ),
-        (lambda module: 3, r"for Scale \('0.scale'\) must return a torch.fx.Graph, not int"),
-    ],
-)
-def test_graphs_that_do_not_replace_the_module_are_an_error_with_any_options(function: Any, message: str) -> None:
-    for others in ({}, {"warn_on_compilation_failure": True}, {"error_on_compilation_failure": True}):
-        with pytest.raises(CaptureError, match=message):
-            PatchableGraph(nn.Sequential(Model()), options(function, **others), X)

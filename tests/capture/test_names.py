@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook import AddPatch, PatchableGraph
+from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.patchable_graph import captured as captured_model
 from tests.zoo import case_by_name
+from tests.zoo.case import floats
+from tests.zoo.submodules import Submodules
 
 
 def names(pg: PatchableGraph) -> list[str]:
@@ -107,3 +112,26 @@ class Loop(nn.Module):
 def test_numbering_continues_and_skips_used_numbers() -> None:
     pg = PatchableGraph(Loop(), torch.ones(2), torch.ones(2))
     assert names(pg) == ["x", "x_3", "add", "x_1", "add_1", "x_2", "add_2", "x_4", "add_3", "x_5", "mul", "output"]
+
+
+class Lazy(Submodules, first=partial(nn.LazyLinear, 4), norm=nn.LazyBatchNorm1d, idle=partial(nn.LazyLinear, 3)):
+    """Modules that find out their sizes at their first call, and one that is never called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x)).tanh()
+
+
+def test_what_lazy_modules_do_once_has_no_names() -> None:
+    x = floats(3, 5)
+    captured, ran = Lazy().eval(), Lazy().eval()
+    ran(x)
+    pg = PatchableGraph(captured, x)
+    assert list(pg.nodes) == list(PatchableGraph(ran, x).nodes)
+    assert not any("initialize_parameters" in vars(module) for module in captured.modules())
+    assert torch.equal(pg(x), captured(x))
+    pg.verify(x)
+    with torch.no_grad():
+        expected = captured.norm(captured.first(x) + 1).tanh()
+    with pg.patch({"first.output": AddPatch(value=1.0)}):
+        assert torch.equal(pg(x), expected)
+    assert len(attribute(pg, torch.sum, x, x * 2)) > 0

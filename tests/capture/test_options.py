@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from graphpatch_notebook import (
 from graphpatch_notebook.patchable_graph import captured
 from tests.laws.captures import capture_of, some_cases
 from tests.zoo import TRANSFORMERS, Case
+from tests.zoo.submodules import Submodules
 
 
 class Inner(nn.Module):
@@ -36,13 +36,7 @@ class Inner(nn.Module):
         return self.dropout(self.linear(x) + self.offset)
 
 
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = Inner()
-        self.unused = nn.Linear(3, 3)
-
+class Outer(Submodules, seed=0, inner=Inner, unused=(3, 3)):
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * 2
 
@@ -62,14 +56,6 @@ def test_a_skipped_class_is_opaque_and_its_boundary_and_children_can_be_patched(
         assert torch.equal(pg(X), torch.full((2, 3), 4.0))
 
 
-def test_skipping_everything_leaves_every_boundary() -> None:
-    pg = PatchableGraph(Outer().eval(), ExtractionOptions(skip_compilation=True), X)
-    assert all(frame.opaque_reason for frame in captured(pg).root.walk())
-    assert not any(node.kind == "op" for node in pg.nodes.values())
-    with pg.patch({"inner.output": ZeroPatch()}):
-        assert torch.equal(pg(X), torch.zeros(2, 3))
-
-
 def test_opaque_modules_honour_train_and_eval() -> None:
     model = Outer().eval()
     pg = PatchableGraph(model, ExtractionOptions(skip_compilation=True), X)
@@ -80,16 +66,14 @@ def test_opaque_modules_honour_train_and_eval() -> None:
     assert not torch.equal(first, pg(X))
 
 
-class Locked(Mapping[str, Tensor]):
-    """A container whose own code fails when somebody looks inside."""
+class Locked:
+    """A function whose own code fails when somebody asks what it closes over."""
 
-    def __getitem__(self, key: str) -> Tensor:
-        raise PermissionError("locked")
+    def __call__(self) -> None:
+        pass
 
-    def __iter__(self) -> Iterator[str]:
-        raise PermissionError("locked")
-
-    def __len__(self) -> int:
+    @property
+    def __closure__(self) -> None:
         raise PermissionError("locked")
 
 
@@ -166,27 +150,6 @@ def test_a_module_that_cannot_be_captured_raises_the_original_error() -> None:
     assert model.inner[0].__dict__ == before
 
 
-@pytest.mark.parametrize("where", ["input", "output"])
-def test_values_that_cannot_be_inspected_may_be_passed_and_returned(where: str) -> None:
-    class Inner(nn.Module):
-        def forward(self, x: Tensor, settings: Any) -> tuple[Tensor, Any]:
-            return x * 2, (settings if where == "output" else None)
-
-    class Outside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x: Tensor, settings: Any) -> Tensor:
-            return self.inner(x, settings)[0] + 1
-
-    model, locked = Outside(), Locked()
-    pg = PatchableGraph(model, X, locked)
-    assert torch.equal(pg(X, locked), model(X, locked))
-    with pg.patch({"inner.x": ZeroPatch()}, strict=True):
-        assert torch.equal(pg(X, locked), torch.ones(2, 3))
-
-
 @pytest.mark.parametrize("allowed", [None, True, False])
 @pytest.mark.parametrize("error", [False, True])
 @pytest.mark.parametrize("warn", [False, True])
@@ -208,16 +171,6 @@ def test_unused_submodules_in_all_combinations(allowed: bool | None, error: bool
         pg = PatchableGraph(model, options, X)
     assert isinstance(pg._graph_module.unused, UnusedModule)
     assert torch.equal(pg(X), model(X))
-
-
-def test_unused_submodules_are_fine_unless_errors_are_asked_for() -> None:
-    assert isinstance(PatchableGraph(Outer().eval(), X)._graph_module.unused, UnusedModule)
-    with pytest.raises(CaptureError, match="do not reach these submodules: unused"):
-        PatchableGraph(Outer().eval(), ExtractionOptions(error_on_compilation_failure=True), X)
-    options = ExtractionOptions(error_on_compilation_failure=True, allow_unused_submodules=True)
-    PatchableGraph(Outer().eval(), options, X)
-    with pytest.raises(CaptureError, match="allow_unused_submodules=True"):
-        PatchableGraph(Outer().eval(), ExtractionOptions(allow_unused_submodules=False), X)
 
 
 def test_an_error_of_the_model_is_raised_as_it_is_and_the_model_stays_as_it_was() -> None:
@@ -248,25 +201,24 @@ class Unrun(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("option", "value"),
     [
-        ("custom_extraction_functions", {"Linear": abs}, "not 'Linear', an object of builtin"),
-        ("custom_extraction_functions", {nn.Linear(2, 2): abs}, "not an object of Linear"),
-        ("custom_extraction_functions", {int: abs}, "not the class int"),
-        ("custom_extraction_functions", {nn.Linear: fx.Graph()}, "functions from a module .* an object of Graph"),
-        ("custom_extraction_functions", [nn.Linear], "a dict .*not the class Linear"),
-        ("classes_to_skip_compiling", {"Linear"}, "not 'Linear'"),
-        ("classes_to_skip_compiling", [nn.ReLU()], "not an object of ReLU"),
-        ("classes_to_skip_compiling", nn.Linear, "not the class Linear"),
-        ("classes_to_skip_compiling", "Linear", "not 'Linear'"),
-        ("classes_to_skip_compiling", None, "not None"),
-        ("postprocessing_function", 3, "not 3"),
+        ("custom_extraction_functions", {"Linear": abs}),
+        ("custom_extraction_functions", {nn.Linear(2, 2): abs}),
+        ("custom_extraction_functions", {int: abs}),
+        ("custom_extraction_functions", {nn.Linear: fx.Graph()}),
+        ("custom_extraction_functions", [nn.Linear]),
+        ("classes_to_skip_compiling", [nn.ReLU()]),
+        ("classes_to_skip_compiling", nn.Linear),
+        ("classes_to_skip_compiling", "Linear"),
+        ("classes_to_skip_compiling", None),
+        ("postprocessing_function", 3),
+        ("skip_compilation", None),
+        ("allow_unused_submodules", 1),
     ],
 )
-def test_values_that_options_cannot_have_are_an_error_before_anything_runs(
-    option: str, value: Any, message: str
-) -> None:
-    with pytest.raises(CaptureError, match=f"^{option}:? .*{message}"):
+def test_values_that_options_cannot_have_are_an_error_before_anything_runs(option: str, value: Any) -> None:
+    with pytest.raises(CaptureError, match=f"^{option}"):
         PatchableGraph(Unrun(), ExtractionOptions(**{option: value}), X)
 
 

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from graphpatch_notebook import ExtractionOptions, PatchableGraph, UnknownPathError, ZeroPatch
 from tests.components.families import captured_model
+from tests.zoo.submodules import Submodules, copies
 
 NAMES = ["llama", "mixtral", "bert"]
 CHOSEN = {("llama", "loaded"), ("mixtral", "exported"), ("bert", "loaded")}
@@ -78,20 +79,12 @@ def test_what_is_not_stored_is_the_reason(folder):
             loaded.patch({name: ZeroPatch()}).__enter__()
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6))
-
+class Block(Submodules, mlp=[(6, 12), nn.ReLU, (12, 6)]):
     def forward(self, x):
         return x + self.mlp(x)
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-
+class Two(Submodules, blocks=copies(Block, 2)):
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
@@ -112,13 +105,15 @@ def test_components_of_an_edited_graph_are_those_that_it_computes():
         doubled = graph_module.graph.call_function(torch.mul, (call, 2.0))
     call.replace_all_uses_with(doubled, delete_user_cb=lambda user: user is not doubled)
     graph_module.recompile()
-    assert pg.components["layers[1].mlp.post"].path == "sub_1.mlp.mul"
+    with pytest.raises(UnknownPathError):  # of the new value, nothing is known
+        pg.components["layers[1].mlp.post"]
+    assert pg.components["layers[0].mlp.post"].path == "sub_0.mlp.sub_1.output"
     assert not any(component.doubt for component in pg.components.verify(torch.randn(1, 3, 6)).values())
     for node in pg._graph_module.get_submodule("0").graph.nodes:
         if node.op == "call_function":
             node.target = torch.sub  # the layer no longer adds
     pg._graph_module.get_submodule("0").recompile()
-    with pytest.raises(UnknownPathError, match="its output is not its input plus something"):
+    with pytest.raises(UnknownPathError, match=r"layers\[0\].mlp_out"):
         pg.patch({"layers[0].mlp_out": ZeroPatch()}).__enter__()
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError, ZeroPatch
+from graphpatch_notebook import ExperimentError, ExtractionOptions, PatchableGraph, UnknownPathError
 from graphpatch_notebook.experiments import attribute_edges, composition_scores, keep_heads
+from tests.zoo.submodules import Submodules, copies
 
 WIDTH, HEADS, SIZE, NEURONS, LENGTH = 12, 3, 4, 20, 5
 _kept: list[dict[str, Tensor]] = []
@@ -203,9 +205,11 @@ class Held(nn.Module):
         return x
 
 
-def test_modules_that_a_plain_dict_holds_are_absent_with_the_reason() -> None:
-    pg = PatchableGraph(Held().eval(), torch.randn(2, LENGTH, WIDTH))
-    assert "no module of a list" in pg.components.missing["layers[*]"]
+def test_modules_that_a_plain_dict_holds_are_layers() -> None:
+    model, x = Held().eval(), torch.randn(2, LENGTH, WIDTH)
+    pg = PatchableGraph(model, x)
+    assert dict(pg.components.layers) == {"": 2}
+    torch.testing.assert_close(pg.record("layers[1].resid_pre", x)["layers[1].resid_pre"], model.blocks["a"](x))
 
 
 class InTwoLists(nn.Module):
@@ -229,29 +233,28 @@ def test_a_norm_of_the_next_list_of_layers_is_not_the_final_one() -> None:
     assert components.why_missing("parts_0.@final_norm") == "no norm reads what the last layer returns"
 
 
-class ByHead(nn.Module):
+class ByHead(Submodules, heads=copies((WIDTH, 3 * SIZE), HEADS), out=(HEADS * SIZE, WIDTH)):
     """Attention with a module for each head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, 3 * SIZE) for _ in range(HEADS))
-        self.out = nn.Linear(HEADS * SIZE, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [head(x).chunk(3, -1) for head in self.heads]
         return self.out(torch.cat([attended(q, k, v, "")[1] for q, k, v in parts], -1))
 
 
-def test_several_attentions_in_one_module_are_not_found_as_one() -> None:
+def test_modules_for_heads_are_heads_of_one_attention() -> None:
+    torch.manual_seed(0)
     blocks = nn.Sequential(*(Block(number, "", False) for number in range(2)))
     for block in blocks:
         block.attn = ByHead()
         block.attn.is_sequence_first = False
-    pg = PatchableGraph(blocks.eval(), torch.randn(2, LENGTH, WIDTH))
+    x = torch.randn(2, LENGTH, WIDTH)
+    pg = PatchableGraph(blocks.eval(), x)
     components = pg.components.verify()
     assert not components["layers[0].attn_out"].doubt
-    for part in ("q", "pattern", "z"):
-        assert "it consists of 3 attentions" in str(components.why_missing(f"layers[1].attn.{part}"))
+    name = "layers[0].attn.heads[1].z"
+    q, k, v = blocks[0].attn.heads[1](blocks[0].ln1(x)).chunk(3, -1)
+    torch.testing.assert_close(pg.record(name, x)[name], attended(q, k, v, "")[1])
+    assert len(components.lookup("layers[*].attn.heads[*].pattern")) == 2 * HEADS
 
 
 class Tiled(nn.Module):
@@ -312,36 +315,44 @@ class Grouped(nn.Module):
         return self.o(attended(q, k, v, "")[1].permute(0, 3, 1, 2, 4).flatten(2))
 
 
-def test_heads_in_two_dimensions_are_not_read_as_one_dimension() -> None:
+def test_heads_in_two_dimensions_have_no_names() -> None:
+    """Those of the keys, and those of the queries that share each: they are not read as one dimension of heads."""
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block(number, "", False) for number in range(2)))
     for block in blocks:
         block.attn = Grouped()
-    x = torch.randn(3, LENGTH, WIDTH)
-    pg = PatchableGraph(blocks.eval(), x)
+    pg = PatchableGraph(blocks.eval(), torch.randn(3, LENGTH, WIDTH))
     components = pg.components.verify()
     assert not any(component.doubt for component in components.values())
-    z = components["layers[1].attn.z"]
-    assert (z.axes, z.shape[1:3]) == (("batch", "key_head", "query_head", "query", "channel"), (2, 2))
-    with pytest.raises(UnknownPathError, match=r"has no dimension of the heads: its axes are batch, key_head, query_"):
+    assert "layers[1].attn_out" in components
+    assert not any(".attn." in name for name in components)
+    with pytest.raises(UnknownPathError):
         components.lookup("layers[1].attn.heads[1].z")
-    with pytest.raises(ExperimentError, match="has no dimension of heads, but batch, key_head, query_head"):
+    with pytest.raises(ExperimentError):
         keep_heads(pg, [(0, 1)], method="zero")
-    with torch.no_grad():
-        with blocks[1].attn.o.register_forward_pre_hook(lambda _, given: (given[0].index_fill(-1, third, 0.0),)):
-            third = torch.arange(2 * SIZE, 3 * SIZE)
-            expected = blocks(x)
-        with pg.patch({"layers[1].attn.z[:, 1, 0]": ZeroPatch()}):
-            torch.testing.assert_close(pg(x), expected)
 
 
-class Experts(nn.Module):
+class WeighsStates(Submodules, shares=(WIDTH, 2), other=(WIDTH, WIDTH), out=(WIDTH, WIDTH)):
+    """Weighs the stream and sums over earlier positions of it, by shares of the two at each position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = torch.stack([x, self.other(x).cumsum(1)], -2)
+        return self.out(torch.einsum("bts,btsc->btc", self.shares(x).softmax(-1), states))
+
+
+def test_shares_of_states_at_one_position_are_no_attention() -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block(number, "", False) for number in range(2)))
+    for block in blocks:
+        block.attn = WeighsStates()
+        block.attn.is_sequence_first = False
+    components = PatchableGraph(blocks.eval(), torch.randn(2, LENGTH, WIDTH)).components
+    assert not [name for name in components if ".attn." in name and name.startswith("layers[1]")]
+    assert "layers[1].mlp_out" in components
+
+
+class Experts(Submodules, router=(WIDTH, 8), experts=copies((WIDTH, WIDTH), 8)):
     """A mixture of experts that writes into its result for each expert that a token chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 8)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
 
     def forward(self, x: Tensor) -> Tensor:
         result, chosen = torch.zeros_like(x), self.router(x).argmax(-1)
@@ -351,11 +362,7 @@ class Experts(nn.Module):
         return result
 
 
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = Experts()
-
+class Mixture(Submodules, experts=Experts):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.experts(x)
 
@@ -383,3 +390,158 @@ def test_a_sum_over_experts_that_other_inputs_would_continue_is_absent() -> None
     pg = PatchableGraph(nn.Sequential(Inline(), Inline()).eval(), torch.randn(1, 3, WIDTH))
     assert "other inputs may have other experts" in str(pg.components.why_missing("layers[1].mlp_out"))
     assert all(not component.doubt for component in pg.components.verify().values())
+
+
+class Plain(Submodules, parts=copies([(WIDTH, WIDTH), nn.ReLU], 4)):
+    """Modules of which none adds to what it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("layers", [["parts.0", "parts.1"], [["parts_0", "parts_1"], ["parts_2", "parts_3"]]])
+def test_layers_are_what_the_user_says(layers: list[str | list[str]]) -> None:
+    torch.manual_seed(0)
+    model, x = Plain(), torch.randn(2, LENGTH, WIDTH)
+    assert "ExtractionOptions(layers=[...])" in PatchableGraph(model, x).components.missing["layers[*]"]
+    pg = PatchableGraph(model, ExtractionOptions(layers=layers), x)
+    end = 2 if isinstance(layers[0], str) else 4
+    torch.testing.assert_close(
+        pg.record("layers[1].resid_post", x)["layers[1].resid_post"], nn.Sequential(*model.parts[:end])(x)
+    )
+    with pytest.raises(UnknownPathError, match="'parts.9'"):
+        PatchableGraph(model, ExtractionOptions(layers=["parts.9"]), x).components  # noqa: B018
+
+
+class Mixing(nn.Module):
+    """A layer that mixes positions in a way that resembles something else, and an MLP."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.norms = kind, nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.maps, self.sinks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Parameter(torch.randn(1))
+        self.up, self.down = nn.Linear(WIDTH, NEURONS), nn.Linear(NEURONS, WIDTH)
+
+    def mixed(self, x: Tensor, hidden: Tensor) -> Tensor:
+        if self.kind == "transform":
+            return torch.fft.fft2(x).real
+        q, k, v, out = self.maps
+        if self.kind == "table":
+            return out(out.weight[: x.shape[1], : x.shape[1]].softmax(-1) @ v(x))
+        scores = q(x) @ k(x).transpose(-1, -2)
+        if self.kind == "masked":  # True is what is hidden
+            scores = scores.masked_fill(hidden, -1e9)
+        scores = torch.cat([scores, self.sinks.expand(*scores.shape[:-1], 1)], -1)
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+        return out(scores.softmax(-1)[..., :-1] @ v(x))
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        x = self.norms[0](x + self.mixed(x, hidden))
+        return self.norms[1](x + self.down(F.gelu(self.up(x))))
+
+
+class Mixers(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(11, WIDTH), nn.ModuleList(Mixing(kind) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        hidden = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        for layer in self.layers:
+            x = layer(x, hidden)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "written"), [("transform", "mixer"), ("table", "mixer"), ("sinks", "attn"), ("masked", "attn")]
+)
+def test_a_part_is_what_it_does_to_positions(kind: str, written: str) -> None:
+    """It does not matter which operations it has: the maximum of scores chooses nothing, a softmax may be a table's."""
+    pg = PatchableGraph(Mixers(kind).eval(), torch.randint(0, 11, (2, LENGTH)))
+    for number in range(2):
+        start = f"layers[{number}]"
+        found = [name for name in pg.components if name.startswith(start) and name.endswith("_out")]
+        assert found == [f"{start}.{written}_out", f"{start}.mlp_out"]
+        assert pg.components[f"{start}.mlp_out"].axes == ("batch", "position", "channel")
+        assert (f"{start}.attn.pattern" in pg.components) == (written == "attn")
+
+
+class AddedNorm(Submodules, norm=partial(nn.LayerNorm, WIDTH)):
+    def forward(self, written: Tensor, x: Tensor) -> Tensor:
+        return self.norm(written + x)
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = (
+            nn.Embedding(11, WIDTH),
+            nn.ModuleList(nn.ModuleList([nn.Linear(WIDTH, WIDTH), AddedNorm()]) for _ in range(2)),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for linear, add in self.layers:
+            x = add(torch.fft.fft2(x).real, x)
+            x = add(linear(x).relu(), x)
+        return x
+
+
+def test_a_module_that_adds_and_normalizes_is_no_norm() -> None:
+    pg = PatchableGraph(Added().eval(), torch.randint(0, 11, (2, LENGTH)))
+    assert {"layers[0].mixer_out", "layers[1].mixer_out", "layers[0].mlp_out", "layers[1].mlp_out"} <= {*pg.components}
+
+
+class Merged(Submodules, norm=partial(nn.LayerNorm, WIDTH), maps=copies((WIDTH, WIDTH), 4)):
+    """A layer with the heads of all rows in one dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (
+            linear(self.norm(x)).view(rows, length, HEADS, SIZE).transpose(1, 2).reshape(-1, length, SIZE)
+            for linear in self.maps[:3]
+        )
+        z = (q @ k.mT).softmax(-1) @ v
+        return x + self.maps[3](z.view(rows, HEADS, length, SIZE).transpose(1, 2).reshape(x.shape))
+
+
+class ReadsNumbers(Submodules, embed=partial(nn.Embedding, 11, WIDTH), layers=copies(Merged, 2)):
+    """Does not run at other sizes, as it needs its values."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + torch.from_numpy(x.detach().numpy() * 0)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_dimension_that_may_hold_the_heads_of_all_rows_is_not_called_heads() -> None:
+    components = PatchableGraph(ReadsNumbers().eval(), torch.randint(0, 11, (2, LENGTH))).components
+    assert [name for name, each in components.items() if "head" in each.axes and "batch" not in each.axes] == []
+
+
+class PositionsFirst(Submodules, maps=copies((WIDTH, WIDTH), 4)):
+    """Heads and rows in one dimension, which a view that merges heads and channels separates from each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        length, rows, _ = x.shape
+        q, k, v = (each(x).view(length, rows * HEADS, SIZE).transpose(0, 1) for each in self.maps[:3])
+        z = (q @ k.mT).softmax(-1) @ v
+        return x + self.maps[3](z.transpose(0, 1).reshape(x.shape))
+
+
+def test_a_dimension_that_merges_heads_and_channels_is_not_called_heads() -> None:
+    class Model(Submodules, embed=partial(nn.Embedding, 11, WIDTH), layers=copies(PositionsFirst, 2)):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens).transpose(0, 1)
+            for layer in self.layers:
+                x = layer(x)
+            return x.transpose(0, 1)
+
+    components = PatchableGraph(Model().eval(), torch.randint(0, 11, (2, LENGTH))).components
+    assert components["layers[1].attn.z"].shape == (2 * HEADS, LENGTH, SIZE)
+    assert components["layers[1].attn.z"].axes == ("batch_head", "query", "channel")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,24 +28,16 @@ from graphpatch_notebook import (
 )
 from graphpatch_notebook.components import find
 from graphpatch_notebook.patchable_graph import captured
+from tests.zoo.submodules import Submodules, copies
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6))
-
+class Block(Submodules, mlp=[(6, 12), nn.GELU, (12, 6)]):
     def forward(self, x):
         return x + self.mlp(x)
 
 
-class Tokens(nn.Module):
+class Tokens(Submodules, embed=partial(nn.Embedding, 11, 6), layers=copies(Block, 3)):
     """Takes tokens, so that there are positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, input_ids):
         x = self.embed(input_ids)
@@ -205,7 +198,7 @@ def test_a_component_in_doubt_warns_when_it_is_used():
     pg = PatchableGraph(Tokens(), x)
     components = find(captured(pg).root)
     name = "layers[0].mlp_out"
-    known = components._findings.by_name
+    known = components._by_name
     sure = known[name]
     try:
         known[name] = dataclasses.replace(sure, doubt="it was not compared")
@@ -233,3 +226,31 @@ def test_brackets_are_for_the_sizes_of_the_run(pg, part):
     torch.testing.assert_close(patched, expected)
     with pytest.raises(PatchValueError, match="has 9 entries"):
         pg.record(f"{name}[:, 9]", longer)
+
+
+def test_the_model_gets_a_patched_part_in_the_memory_layout_of_the_value():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x):
+            q, k, v = (f(x).view(*x.shape[:2], 2, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+            self.strides = q.stride()
+            return self.o(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    class Model(Tokens):
+        def __init__(self):
+            super().__init__()
+            for layer in self.layers:
+                layer.mlp = nn.Sequential(Attention())
+
+    model = Model()
+    pg = PatchableGraph(model, x)
+    attention = model.layers[0].mlp[0]
+    model(x)
+    usual = attention.strides
+    assert usual != torch.empty(2, 2, 5, 3).stride()
+    with pg.patch({"layers[0].attn.heads[1].q": ZeroPatch()}):
+        pg(x)
+    assert attention.strides == usual

@@ -14,6 +14,10 @@ DROPOUT = {
 }
 
 
+HOOKED = "add is not the sum of the stream and what is added"
+"""Said of a module whose hooks change what it returns: paths mean what its caller gets, and the sum is in the hook."""
+
+
 @some_cases(every=4)
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_found_is_proved(case: Case) -> None:
@@ -23,4 +27,4 @@ def test_what_is_found_is_proved(case: Case) -> None:
     doubts = {name: each.doubt for name, each in components.items() if each.doubt}
     if "train" in case.name:
         doubts = {name: text for name, text in doubts.items() if DROPOUT.get(name.split("].")[-1], "-") not in text}
-    assert doubts == {}
+    assert {*doubts.values()} == ({HOOKED} if case.name == "awkward-user-hooks" else set())

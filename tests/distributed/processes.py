@@ -20,8 +20,12 @@ class ProcessesFailed(Exception):
     """A process died, raised an error, or did not end in time."""
 
 
-def run_on_ranks(count: int, function: Callable[..., Any], *args: Any, seconds: float) -> list[Any]:
+def run_on_ranks(
+    count: int, function: Callable[..., Any], *args: Any, seconds: float, patience: float | None = None
+) -> list[Any]:
     """Returns what `function` returns on each of `count` ranks, which are forked from this process.
+
+    A rank waits for others in a collective for `patience` seconds.
 
     Raises:
         ProcessesFailed: One of them failed, with its traceback. All have ended.
@@ -31,7 +35,7 @@ def run_on_ranks(count: int, function: Callable[..., Any], *args: Any, seconds: 
         receivers, processes = [], []
         for rank in range(count):
             receiver, sender = context.Pipe(duplex=False)
-            given = (rank, count, f"file://{folder}/store", seconds, sender, function, args)
+            given = (rank, count, f"file://{folder}/store", patience or seconds, sender, function, args)
             process = context.Process(target=_work, args=given, daemon=True)
             process.start()
             sender.close()
@@ -65,12 +69,12 @@ def _received(receivers: list[Connection], deadline: float) -> list[Any]:
 
 
 def _work(
-    rank: int, count: int, store: str, seconds: float, sender: Connection, function: Callable[..., Any], args: Any
+    rank: int, count: int, store: str, patience: float, sender: Connection, function: Callable[..., Any], args: Any
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}  # transformers reads these
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=seconds)
+    limit = datetime.timedelta(seconds=patience)
     try:
         dist.init_process_group("gloo", store, rank=rank, world_size=count, timeout=limit)
         sender.send((True, function(*args)))

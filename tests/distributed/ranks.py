@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,7 @@ try:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 except ImportError:  # before torch 2.6 these lie elsewhere
@@ -38,18 +41,17 @@ from graphpatch_notebook import (
     ProbePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import attribute, attribute_edges, record_to, ridge_probes
+from graphpatch_notebook.distributed import processes
+from graphpatch_notebook.experiments import attribute, attribute_edges, record_to
 from graphpatch_notebook.experiments.attribution.rules import METHODS
+from graphpatch_notebook.torch_compat import default_store
 from tests.distributed.law import compare, whole
+from tests.zoo.submodules import Submodules
 
 WORLD = 2
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
-
+class Attention(Submodules, q=(8, 8), k=(8, 8), v=(8, 8), o=(8, 8)):
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
         query, key, value = (layer(x).view(rows, length, -1, 2).transpose(1, 2) for layer in (self.q, self.k, self.v))
@@ -57,11 +59,7 @@ class Attention(nn.Module):
         return self.o((pattern @ value).transpose(1, 2).reshape(rows, length, -1))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.up, self.down = Attention(), nn.Linear(8, 16), nn.Linear(16, 8)
-
+class Block(Submodules, attention=Attention, up=(8, 16), down=(16, 8)):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
         hidden = F.gelu(self.up(x))
@@ -162,29 +160,40 @@ def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
                     progress=False,
                     executor=ThreadPoolExecutor(1),
                 ),
-                "ridge": lambda: ridge_probes(
-                    pg,
-                    "blocks_0.output",
-                    X.repeat(4, 1, 1),
-                    torch.arange(8.0),
-                    batch_size=2,
-                    baselines=["random_weights"],
-                ),
                 "rules": lambda: attribute(
                     PatchableGraph(split(model(), mesh, use_local_output=False), X),
                     torch.sum,
                     X,
                     X + 1,
-                    method="relp",
+                    method="secant",
                 ),
                 "metric": lambda: attribute(pg, lambda output: output[..., dist.get_rank()].sum(), X, X + 1),
                 "longer": lambda: patched(pg, {"blocks_0.hidden": CustomPatch(lambda value: value[..., :-1])}),
             },
         ),
-        "other": different_patches(pg),
+        "other": different_patches(plain, pg, mesh),
+        "vocabulary": by_vocabulary(mesh),
     }
     found["is the model's output"] = torch.allclose(whole(pg(X)), model()(X), atol=1e-5)
     return found
+
+
+class Doubled(nn.Embedding):
+    """Computes with what its lookup gives: under tensor parallelism, values of which each process has some rows."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.tanh(super().forward(ids))
+
+
+def by_vocabulary(mesh: DeviceMesh) -> tuple[str, list[bool]]:
+    """What is said of the method that does not follow such values, and whether the model still runs on any tokens."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Doubled(12, 8), nn.Linear(8, 8), nn.ReLU())
+    sharded = parallelize_module(copy.deepcopy(plain), mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+    ids = torch.arange(6)[None]
+    pg = PatchableGraph(sharded, ids)
+    said = refusal(lambda each: attribute(pg, torch.sum, ids, ids + 3, method=each), "secant")
+    return said, [torch.allclose(sharded(each), plain(each)) for each in (ids, ids + 3, ids + 6)]
 
 
 @contextmanager
@@ -231,7 +240,19 @@ def collectives(pg: PatchableGraph) -> list[int]:
     return [count - counts[0] for count in counts[1:]]
 
 
-def different_patches(pg: PatchableGraph) -> dict[str, Any]:
+class Turning(Model):
+    """Iterates in an order of its own in each process, as models do that iterate over sets."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.names, self.tables = names, nn.ParameterDict({name: torch.ones(8) for name in "ab"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = {name: x * self.tables[name] for name in self.names}
+        return super().forward(scaled["a"] + scaled["b"])
+
+
+def different_patches(plain: PatchableGraph, pg: PatchableGraph, mesh: DeviceMesh) -> dict[str, Any]:
     """What is said where the ranks do not make the same call."""
     rank, path = dist.get_rank(), "blocks_0.up.linear"
     said: dict[str, Any] = {
@@ -244,18 +265,42 @@ def different_patches(pg: PatchableGraph) -> dict[str, Any]:
         "same": refusal(lambda patches: patched(pg, patches), {path: AddPatch(value=torch.ones(16))}),
         "function": refusal(lambda patches: patched(pg, patches), {path: CustomPatch(lambda value: value * 2)}),
         "inputs": refusal(pg, torch.tensor([rank])),
+        "kind": refusal(lambda patches: patched(pg, patches), {path: (ZeroPatch() if rank else AddPatch(value=0.0))}),
+        "order": refusal(
+            lambda patches: patched(pg, patches), {path: [ZeroPatch(), AddPatch(value=1.0)][:: -1 if rank else 1]}
+        ),
+        "number": refusal(lambda patches: patched(pg, patches), {path: AddPatch(value=1 + rank * 1e-6)}),
+        "last digits": refusal(lambda patches: patched(pg, patches), {path: AddPatch(value=1 + rank * 1e-9)}),
+        "input": refusal(lambda x: patched_on(pg, {path: ZeroPatch(slice=0)}, x), X + rank * 1e-3),
+        "input's last digits": refusal(pg, X * (1 + rank * 2e-7)),
+        "input's kind": refusal(pg, X[: 1 + rank]),
+        "example": refusal(lambda x: PatchableGraph(split(model(), mesh), x), X + rank),
+        "names": refusal(lambda names: PatchableGraph(split(Turning(names).eval(), mesh), X), "ba" if rank else "ab"),
     }
+    many = {
+        "blocks_0.up.weight": AddPatch(value=0.5), "blocks_0.up.bias": AddPatch(value=0.25),
+        "blocks_1.x": ZeroPatch(slice=0),
+        "blocks_0.attention.q.bias": ZeroPatch(slice=5), "blocks_0.attention.q.weight": ZeroPatch(slice=3),
+        "blocks_1.hidden": AddPatch(value=1.0, slice=(..., slice(5, 10))), path: ZeroPatch(slice=(..., 3)),
+    }  # fmt: skip
+    said["dict order"] = torch.allclose(
+        patched(pg, dict([*many.items()][:: -1 if rank else 1])), patched(plain, many), atol=1e-5
+    )
     # What functions make is that of the first process, where these add nothing.
     noise = [{each: CustomPatch(lambda value: value + rank)} for each in (path, "blocks_0.output")]
     said["noise"] = [torch.allclose(patched(pg, patches), patched(pg, {}), atol=1e-6) for patches in noise]
     return said
 
 
-def fully_sharded(mesh: DeviceMesh) -> dict[str, Any]:
+def in_full_shards(mesh: DeviceMesh) -> Model:
     sharded = model()
-    for block in sharded.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
+    for part in (*sharded.blocks, sharded):
+        fully_shard(part, mesh=mesh)
+    return sharded
+
+
+def fully_sharded(mesh: DeviceMesh) -> dict[str, Any]:
+    sharded = in_full_shards(mesh)
     plain, found = PatchableGraph(model(), X), {}
     for has_grad in (False, True):
         with torch.set_grad_enabled(has_grad), warnings.catch_warnings():
@@ -418,6 +463,40 @@ def find_on_mesh() -> dict[str, Any]:
     within = split(model(), mesh["tp"])
     fully_shard(within, mesh=mesh["dp"])
     return found | {"within": refusal(lambda given: PatchableGraph(given, X), within)}
+
+
+def wait_for_others(kind: str, what: str) -> tuple[str, list[str], float]:
+    """The error and the warnings of a rank, of which the second does something else than the first, and how long."""
+    processes._PATIENCE, processes._LIMIT = 0.5, datetime.timedelta(seconds=3)
+    is_second, mesh, error = dist.get_rank() == 1, init_device_mesh("cpu", (WORLD,)), None
+    pg = PatchableGraph(split(model(), mesh) if kind == "tensor parallel" else in_full_shards(mesh), X)
+
+    def op(value: Tensor) -> Tensor:
+        if is_second and what == "raises":
+            raise ValueError("on one rank")
+        time.sleep(1.5 if what == "is slow" and not is_second else 0)
+        return value * 2
+
+    before = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            path = "output" if what == "is slow" else "blocks_0.output"
+            with torch.no_grad(), pg.patch({path: CustomPatch(op)}):
+                pg(X)
+                if is_second and what == "leaves":
+                    raise ValueError("between the calls")
+                time.sleep(1.5 if is_second and what == "is late" else 0)
+                pg(X)
+        except Exception as raised:
+            error = raised
+        found = f"{type(error).__name__}: {error}", [str(each.message) for each in caught], time.monotonic() - before
+        if is_second and not what.startswith(
+            "is "
+        ):  # alive, as a notebook is: a connection that is closed ends the wait
+            default_store().wait(["done"], datetime.timedelta(seconds=20))
+        default_store().set("done", "")
+    return found
 
 
 def find() -> dict[str, Any]:

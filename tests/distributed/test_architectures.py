@@ -65,7 +65,7 @@ def test_many_forwards(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        hidden_act="gelu_new",  # written out, which RelP takes for one function
+        hidden_act="gelu_new",  # written out
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
     disturb(model)
@@ -156,7 +156,7 @@ EXPERIMENTS: dict[str, Callable[[PatchableGraph], Any]] = {
     "causal_trace": lambda pg: causal_trace(
         pg, IDS, OTHER, ["model.layers_0.output", "layers[1].mlp.post"], [2, 5], metric=metric, progress=False
     ),
-    "relp": lambda pg: attribute(pg, metric, IDS, OTHER, method="relp"),
+    "secant": lambda pg: attribute(pg, metric, IDS, OTHER, method="secant"),
     "attribute": lambda pg: attribute(
         pg, metric, IDS, OTHER, paths=["model.layers_0.output", "layers[0].mlp.post", "layers[1].attn.heads[*].z"]
     ),

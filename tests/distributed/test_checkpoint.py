@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from graphpatch_notebook import (
 )
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability
+from graphpatch_notebook.experiments.engine import runner
 from graphpatch_notebook.values import digest
 from tests.distributed import sweep_to_kill
 
@@ -102,6 +102,35 @@ def test_an_interrupt_keeps_what_is_done(pg: PatchableGraph, tmp_path: Path, has
         assert len(runs) == 5 + 2
 
 
+def test_an_interrupt_within_a_group_keeps_its_finished_cells(
+    pg: PatchableGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of cells that share a forward may take long: its metric, or cells that then run one by one."""
+    monkeypatch.setattr(runner, "_OFTEN", 0.0)
+    calls: list[int] = []
+
+    def metric(output: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        if len(calls) == 30:
+            interrupt()
+        return output.sum()
+
+    def swept(**options: Any) -> Any:
+        def patches(value: int) -> dict[str, AddPatch]:
+            return {"sub_1.output": AddPatch(value=float(value), slice=(slice(None), 0))}
+
+        return pg.sweep({"value": range(40)}, patches, X, batch=8, progress=False, **options)
+
+    options = {"checkpoint": tmp_path / "sweep", "checkpoint_key": "1"}
+    with pytest.raises(SweepInterrupted) as caught:
+        swept(metric=metric, **options)
+    finished = int(np.isfinite(caught.value.result).sum())
+    assert finished % 8 > 1
+    before = len(calls)
+    assert np.allclose(swept(metric=metric, **options), swept(metric=torch.sum))
+    assert len(calls) - before <= 40 - finished + 4  # the run without patches, and checks
+
+
 def failing(path: str, unit: int) -> None:
     if (path, unit) == ("sub_0.output", 1):
         raise RuntimeError("no")
@@ -119,60 +148,6 @@ def test_one_failing_cell_does_not_lose_the_others(pg: PatchableGraph, tmp_path:
     assert result.attrs["errors"] == [{"cell": cell, "error": "RuntimeError: no"}]
     assert swept(pg, lambda *cell: runs.append(cell), checkpoint=tmp_path / "sweep").identical(whole)
     assert runs == [("sub_0.output", 1)]
-
-
-def test_a_sweep_without_any_number_is_an_error(pg: PatchableGraph) -> None:
-    with pytest.raises(ExperimentError, match="RuntimeError: no"):
-        swept(pg, failing, axes={"path": ["sub_0.output"], "unit": [1]})
-
-
-def test_numbers_of_another_shape_are_a_failure(pg: PatchableGraph) -> None:
-    shapes: list[Any] = []
-
-    def metric(output: torch.Tensor) -> torch.Tensor:
-        return output.sum() if shapes == [("sub_0.output", 2)] else output.sum(0)
-
-    with pytest.warns(GraphPatchWarning, match="experiment]"):
-        result = swept(pg, lambda *cell: shapes.__setitem__(slice(None), [cell]), metric=metric)
-    assert np.isnan(result.values[0, 2]).all()
-    assert np.isnan(result.values).sum() == 2
-    assert result.dims == ("path", "unit", "metric_0")
-
-
-def test_the_numbers_of_a_metric_have_dimensions_of_their_own(pg: PatchableGraph) -> None:
-    def metric(output: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"a": output.sum()}
-
-    with pytest.raises(ExperimentError, match="'metric'"):
-        pg.sweep({"metric": range(3)}, lambda unit: zeros("sub_0.output", unit), X, metric=metric, progress=False)
-
-
-def test_progress_counts_what_was_done_before(
-    pg: PatchableGraph, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    swept(pg, checkpoint=tmp_path / "sweep")
-    assert capsys.readouterr().err == ""
-    (tmp_path / "sweep" / "000002.json").unlink()
-    swept(pg, checkpoint=tmp_path / "sweep", progress=True)
-    assert re.search(r"sweep: +83%.* 5/6 .*6/6 ", capsys.readouterr().err, re.DOTALL)
-
-
-def test_missing_packages_are_an_error(pg: PatchableGraph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(ExperimentError, match="tqdm"):
-        swept(pg, progress=True)
-    assert swept(pg).shape == (2, 3)
-    monkeypatch.setitem(sys.modules, "xarray", None)
-    with pytest.raises(ExperimentError, match="xarray"):
-        swept(pg)
-
-
-def test_labels_keep_their_types(pg: PatchableGraph) -> None:
-    axes = {"unit": [np.int64(0), torch.tensor(1)], "what": ["a", 1, 2.5, True, slice(0, 2)]}
-    result = pg.sweep(axes, lambda unit, what: {"sub_0.output": ZeroPatch()}, X, metric=torch.sum, progress=False)
-    assert result.coords["unit"].dtype.kind == "i"
-    assert result.coords["what"].values.tolist() == ["a", 1, 2.5, True, "slice(0, 2, None)"]
-    assert list(map(type, result.coords["what"].values)) == [str, int, float, bool, str]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -261,21 +236,6 @@ def test_other_files_are_not_overwritten(pg: PatchableGraph, tmp_path: Path) -> 
     with pytest.raises(FileExistsError):
         swept(pg, checkpoint=tmp_path / "notes.txt")
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_a_sweep_outlives_its_folder(pg: PatchableGraph, tmp_path: Path) -> None:
-    def act(path: str, unit: int) -> None:
-        if unit == 1 and (tmp_path / "sweep").exists():
-            (tmp_path / "sweep").rename(tmp_path / "away")
-
-    with pytest.warns(GraphPatchWarning, match="in memory only"):
-        result = swept(pg, act, checkpoint=tmp_path / "sweep")
-    assert result.identical(swept(pg))
-
-
-def test_gradients_are_not_kept(pg: PatchableGraph, tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"backward=True"):
-        pg.sweep(AXES, zeros, X, metric=torch.sum, backward=True, checkpoint=tmp_path / "sweep")
 
 
 def test_functions_need_a_key(pg: PatchableGraph, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -28,9 +29,9 @@ from graphpatch_notebook import (
     ExperimentError,
     GraphPatchWarning,
     PatchableGraph,
-    ReplacePatch,
+    ZeroPatch,
 )
-from graphpatch_notebook.distributed.executors import dumps
+from graphpatch_notebook.distributed.executors import Workers, dumps
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments import (
     LogitDifference,
@@ -179,32 +180,6 @@ def test_what_is_of_one_thread_is_refused(pg: PatchableGraph) -> None:
             swept(pg, executor=executor)
 
 
-def test_threads_and_files_keep_the_numbers_of_rows(tmp_path: Path) -> None:
-    """Cells in the rows of one forward, on a transformer whose layers before the patch are not run."""
-    ids = torch.arange(8)[None]
-    graph = PatchableGraph(gpt2(layers=3), ids)
-    paths = [f"transformer.h_{layer}.{part}.output" for layer in range(3) for part in ("attn.c_proj", "mlp")]
-
-    def sweep(**options: Any) -> Any:
-        return graph.sweep(
-            {"path": paths, "position": range(8)},
-            lambda path, position: {path: ReplacePatch(value=torch.linspace(-1, 1, 16), slice=(0, position))},
-            ids,
-            metric=LogitDifference(3, 5),
-            progress=False,
-            **options,
-        )
-
-    here = sweep()
-    with ThreadPoolExecutor(3) as executor:
-        np.testing.assert_allclose(sweep(executor=executor), here, rtol=1e-5)
-    folder = tmp_path / "sweep"
-    sweep(checkpoint=folder)
-    assert 1 < len([*folder.glob("0*.json")]) < here.size  # several cells a chunk
-    (folder / "000001.json").unlink()
-    np.testing.assert_allclose(sweep(checkpoint=folder), here, rtol=1e-5)
-
-
 def test_an_interrupt_cancels_what_has_not_begun(pg: PatchableGraph, here: Any) -> None:
     begun, go_on = [], threading.Event()
 
@@ -222,6 +197,98 @@ def test_an_interrupt_cancels_what_has_not_begun(pg: PatchableGraph, here: Any) 
     partial = caught.value.result.values.ravel()
     assert partial[:4].tolist() == here.values.ravel()[:4].tolist()
     assert np.isnan(partial[4:]).all()
+
+
+def test_an_interrupt_yields_what_is_done_and_was_not_taken(pg: PatchableGraph) -> None:
+    results = Workers(InPlace(), build, pg, lambda _: lambda content: content * 2).results(range(5), 256)
+    assert next(results) == (0, 0)
+    taken = [results.throw(KeyboardInterrupt())]
+    with pytest.raises(KeyboardInterrupt):
+        taken.extend(results)
+    assert taken == [(number, number * 2) for number in range(1, 5)]
+
+
+def test_what_cannot_be_sent_back_loses_its_own_batch_only(pg: PatchableGraph) -> None:
+    model, away = torch.nn.Linear(2, 2), {"executor": InPlace(), "recipe": build}
+    results = map_batches(pg, lambda pg, n: torch.nn.Linear(n, n) if n == 3 else n, range(5), **away)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ExperimentError, match="^ExperimentError: the weights of a model") as caught:
+        next(results)
+    assert any("batch 3" in note for note in getattr(caught.value, "__notes__", ["batch 3"]))
+    with pytest.raises(ExperimentError, match="cannot run this"):
+        next(map_batches(pg, lambda pg, n: torch.nn.Linear(2, 2), range(5), **away))
+    with pytest.raises(ExperimentError, match="the weights of a model"):
+        map_batches(pg, lambda pg, n: model, range(5), **away)
+
+
+def test_of_a_view_its_own_entries_are_sent() -> None:
+    row = torch.arange(1e6).reshape(1000, 1000)[3].requires_grad_()
+    sent = dumps(row)
+    assert len(sent) < 20_000
+    received = pickle.loads(sent)
+    assert torch.equal(received, row)
+    assert received.requires_grad
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_only_the_cell_that_exits_is_lost(pg: PatchableGraph, here: Any, by_row: bool) -> None:
+    """Also if it shares its chunk with others; and nothing ends here."""
+
+    def exit_in(layer: int, unit: int) -> dict[str, CustomPatch]:
+        def op(value: torch.Tensor) -> torch.Tensor:
+            return sys.exit(3) if (layer, unit) == (1, 2) else value * 2
+
+        return {f"sub_{2 * layer}.output": CustomPatch(op, slice=(slice(None), unit), by_row=by_row)}
+
+    for away in ({"executor": ThreadPoolExecutor(1)}, {"executor": InPlace(), "recipe": build}):
+        with pytest.warns(GraphPatchWarning, match="experiment]"):
+            result = swept(pg, exit_in, batch="auto", **away)
+        failed = np.isnan(result.values)
+        assert np.argwhere(failed).tolist() == [[1, 2]]
+        assert np.allclose(result.values[~failed], here.values[~failed], rtol=1e-5)
+        assert "SystemExit: 3" in result.errors[0]["error"]
+
+
+class Turning(torch.nn.Module):
+    """Iterates in an order of its own in each process, as models do that iterate over sets."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.names, self.tables = (
+            names,
+            torch.nn.ParameterDict({name: torch.full((3,), float(ord(name))) for name in "ab"}),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = {name: x * self.tables[name] for name in self.names}
+        return torch.relu(scaled["a"] - scaled["b"]) + x
+
+
+def turning(names: str) -> PatchableGraph:
+    return PatchableGraph(Turning(names), torch.ones(1, 3))
+
+
+def test_names_mean_the_same_in_workers_and_checkpoints(tmp_path: Path) -> None:
+    """Those that the patches use: `mul` is the product with another table there, and `relu` the same value."""
+    here = turning("ab")
+
+    def swept(pg: PatchableGraph, path: str, **options: Any) -> Any:
+        axes, options = {"unit": range(3)}, {"metric": torch.sum, "progress": False} | options
+        return pg.sweep(axes, lambda unit: {path: ZeroPatch(slice=(..., unit))}, torch.ones(1, 3), **options)
+
+    expected = swept(here, "relu")
+    assert swept(here, "relu", executor=InPlace(), recipe=functools.partial(turning, "ba")).identical(expected)
+    assert swept(here, "mul", executor=InPlace(), recipe=functools.partial(turning, "ab")).size == 3
+    differ = r"'mul' \(reads 1: tables_a here, tables_b there\)$"
+    with pytest.raises(ExperimentError, match=differ):
+        swept(here, "mul", executor=InPlace(), recipe=functools.partial(turning, "ba"))
+    with pytest.raises(ExperimentError, match="'mul_1'"):  # functions may use any name
+        next(map_batches(here, len, [[]], executor=InPlace(), recipe=functools.partial(turning, "ba")))
+    for path in ("relu", "mul"):
+        swept(here, path, checkpoint=tmp_path / path)
+    assert swept(turning("ba"), "relu", checkpoint=tmp_path / "relu").identical(expected)
+    with pytest.raises(ExperimentError, match=r"'mul' \(reads 1: tables_b here, tables_a there\)"):
+        swept(turning("ba"), "mul", checkpoint=tmp_path / "mul")
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -314,10 +381,30 @@ def test_what_kills_its_process_is_not_a_number(pg: PatchableGraph, here: Any) -
     ):
         result = swept(pg, acting(act), executor=executor, recipe=build)
     failed = np.isnan(result.values)
-    assert failed[2, 4]
-    assert not failed[:2].any()
+    assert np.argwhere(failed).tolist() == [[2, 4]]
     assert result.values[~failed].tolist() == here.values[~failed].tolist()
     assert "BrokenProcessPool" in result.errors[0]["error"]
+
+
+@pytest.mark.slow
+def test_no_process_is_left_behind(pg: PatchableGraph, here: Any) -> None:
+    """Of the pool that takes the place of one that broke, when a long cell is interrupted."""
+    parent, before = os.getpid(), {*multiprocessing.active_children()}
+
+    def act(layer: int, unit: int) -> None:
+        if (layer, unit) == (0, 1):
+            os._exit(3)
+        if (layer, unit) == (1, 0):
+            os.kill(parent, signal.SIGINT)
+            time.sleep(300)
+
+    with ProcessPoolExecutor(1, forking()) as executor, at_most(240):
+        with pytest.warns(GraphPatchWarning, match="experiment]"), pytest.raises(SweepInterrupted) as caught:
+            swept(pg, acting(act), executor=executor, recipe=build)
+        while {*multiprocessing.active_children()} - before:
+            time.sleep(0.1)
+    failed = np.isnan(caught.value.result.values.ravel())
+    assert failed.tolist() == [number == 1 or number >= 6 for number in range(18)]
 
 
 class Losing(Executor):
@@ -349,8 +436,8 @@ def test_what_a_lost_worker_had_runs_once_more(pg: PatchableGraph, here: Any) ->
 def test_warnings_of_workers_are_given_here(pg: PatchableGraph) -> None:
     patches = {"sub_0.output": AddPatch(value=1.0), "output": AddPatch(value=1.0, steps="decoding")}
     for away in ({"executor": ThreadPoolExecutor(1)}, {"executor": InPlace(), "recipe": build}):
-        with pytest.warns(GraphPatchWarning, match="experiment]") as caught:
-            pg.sweep({"n": range(2)}, lambda n: patches, X, metric=torch.sum, progress=False, **away)
+        with pytest.warns(GraphPatchWarning, match="not fired]") as caught:
+            pg.sweep({"n": range(2)}, lambda n: patches, X, metric=torch.sum, batch=None, progress=False, **away)
         assert len({str(each.message) for each in caught}) == len(caught)
 
 
@@ -404,21 +491,6 @@ def test_all_that_runs_many_forwards_goes_out(tmp_path: Path) -> None:
         assert everything(pg, tmp_path / "threads", {"executor": threads}) == here
 
 
-def test_a_new_thread_does_not_disturb_running_ones() -> None:
-    """It compares the model with that of the call, and puts back what that changes: not what another run is doing."""
-    pg, metric = language_model(), LogitDifference(3, 5)
-    pairs = [(torch.arange(6)[None] + start, torch.arange(6, 12)[None] + start) for start in (0, 20)]
-
-    def scores(pg: PatchableGraph, pair: Any) -> Any:
-        return attribute(pg, metric, *pair).values
-
-    here = list(map_batches(pg, scores, pairs))
-    for _ in range(8):
-        with ThreadPoolExecutor(2) as threads:
-            for mine, there in zip(here, map_batches(pg, scores, pairs, executor=threads), strict=True):
-                np.testing.assert_array_equal(mine, there)
-
-
 def test_batches_come_in_order_and_are_read_when_there_is_room(pg: PatchableGraph) -> None:
     read: list[int] = []
 
@@ -464,14 +536,6 @@ def test_models_are_never_sent(pg: PatchableGraph) -> None:
             swept(pg, executor=InPlace(), **{"recipe": build} | options)
     with pytest.raises(ExperimentError):
         swept(pg, patches, executor=InPlace(), recipe=build)
-
-
-def test_of_a_view_only_its_elements_are_sent() -> None:
-    big = torch.randn(1000, 64)
-    row, patch = pickle.loads(data := dumps((big[3], ReplacePatch(value=big[7]))))
-    assert len(data) < 20_000
-    assert torch.equal(row, big[3])
-    assert torch.equal(patch.value, big[7])
 
 
 # -- clusters ----------------------------------------------------------------------------------------------------------

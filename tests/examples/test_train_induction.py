@@ -16,9 +16,7 @@ from examples.train_induction import (
     MODEL_FOLDER,
     build_model,
     fresh_accuracy,
-    repeated_sequences,
     train,
-    training_batch,
 )
 
 TWO_MEGABYTES = 2_000_000
@@ -43,30 +41,6 @@ def test_shipped_model_is_a_small_gpt2_without_dropout(model: GPT2LMHeadModel) -
 @pytest.mark.parametrize("length", [4, 8, 16, 24, 31])
 def test_shipped_model_continues_fresh_sequences(model: GPT2LMHeadModel, length: int) -> None:
     assert fresh_accuracy(model, length, seed=1000 + length) > 0.95
-
-
-def test_first_half_cannot_be_known(model: GPT2LMHeadModel) -> None:
-    sequences = repeated_sequences(256, 24, torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        predicted = model(sequences).logits[:, :24].argmax(dim=-1)
-    assert (predicted == sequences[:, 1:25]).float().mean().item() < 0.1
-
-
-def test_repeated_sequences_say_one_random_half_twice() -> None:
-    sequences = repeated_sequences(16, 10)
-    assert sequences.shape == (16, 21)
-    assert torch.equal(sequences[:, 0], torch.zeros(16, dtype=torch.long))
-    assert torch.equal(sequences[:, 1:11], sequences[:, 11:])
-    assert all(len(set(half.tolist())) == 10 for half in sequences[:, 1:11])
-    assert sequences[:, 1:].min() > train_induction.BOS
-    assert sequences.max() < train_induction.VOCABULARY
-
-
-def test_training_batches_repeat_until_the_context_is_full() -> None:
-    torch.manual_seed(0)
-    sequences, length = training_batch(step=1000, count=4)
-    assert sequences.shape == (4, train_induction.CONTEXT)
-    assert torch.equal(sequences[:, 1 + length :], sequences[:, 1:-length])
 
 
 @pytest.fixture

@@ -11,16 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from tests.zoo.submodules import Submodules, copies
+
 Edit = Callable[[Tensor], Tensor]
 
 
-class Mixer(nn.Module):
+class Mixer(Submodules, layers=copies((6, 6), 3), head=(6, 4)):
     """Three layers over a sequence of vectors: no tokens, and the sequence comes first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

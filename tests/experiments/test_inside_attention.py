@@ -53,7 +53,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             pg, CLEAN, CORRUPTED, paths, None, metric, progress=False, position_dim=dict.fromkeys(paths, 2)
         ).values
     ),
-    "ablate": lambda pg, paths: ablate(pg, paths, CLEAN, metric=metric, heads=4, progress=False).values,
+    "ablate": lambda pg, paths: ablate(pg, paths, CLEAN, metric=metric, progress=False).values,
     "sweep": lambda pg, paths: (
         pg.sweep(
             {"path": paths, "head": [0, 3], "key": [0, 2]},
@@ -91,7 +91,7 @@ def test_a_sweep_inside_attention_is_the_loop(fused: tuple[PatchableGraph, list[
     uniform = torch.full((7, 7), 1 / 7)
 
     def make_patches(path: str, head: int) -> dict[str, Any]:
-        return {path: ReplacePatch(value=uniform, slice=(slice(None), head))}
+        return {path: ReplacePatch(value=uniform[None], slice=(slice(None), head))}
 
     found = pg.sweep({"path": paths, "head": range(4)}, make_patches, CLEAN, metric=metric, progress=False)
     with torch.no_grad():

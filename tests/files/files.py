@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
+from tests.zoo.submodules import Submodules
 
 KEY = "graphpatch_notebook"
 
@@ -63,12 +64,8 @@ def x(*shape: int) -> Tensor:
     return torch.randn(*(shape or (3, 4)), generator=torch.Generator().manual_seed(0))
 
 
-class Numpy(nn.Module):
+class Numpy(Submodules, inner=(4, 4)):
     """Goes through numpy, which no graph sees, and calls a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(torch.from_numpy(x.detach().numpy() * 2))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.files.documents import FunctionPart
-from graphpatch_notebook.files.values import (
+from graphpatch_notebook.files.documents import (
+    FunctionPart,
     Names,
     check_method,
     decoded,

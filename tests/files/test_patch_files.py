@@ -17,7 +17,6 @@ from graphpatch_notebook import (
     CustomPatch,
     GraphError,
     Patch,
-    PatchableGraph,
     ProbePatch,
     RecordPatch,
     ReplacePatch,
@@ -25,8 +24,9 @@ from graphpatch_notebook import (
     load_patches,
     save_patches,
 )
+from graphpatch_notebook.errors import SerializationError, UnknownPathError
 from graphpatch_notebook.patching.model_state import difference
-from tests.files.files import Mlp, x
+from tests.inspection.test_meanings import captured
 
 SHARED = torch.arange(12.0).view(3, 4)
 PATCHES: dict[str, Any] = {
@@ -128,10 +128,20 @@ def test_damaged_files_are_errors(where: tuple[Any, ...], value: Any, message: s
         load_patches(io.BytesIO(save(tensors, {"graphpatch_notebook_patches": json.dumps(content)})))
 
 
-def test_other_files_are_errors(tmp_path: Path) -> None:
-    file = tmp_path / "other.safetensors"
-    with pytest.raises(FileNotFoundError):
-        load_patches(file)
-    PatchableGraph(Mlp(), x()).save(file)
-    with pytest.raises(GraphError, match="other.safetensors"):
-        load_patches(file)
+def test_names_mean_the_same_where_patches_are_loaded(tmp_path: Path) -> None:
+    """A model that iterates over a set has other names in another process."""
+    one, other, file = captured("full", "local"), captured("local", "full"), tmp_path / "patches"
+    save_patches(file, {"mul_1": ZeroPatch(), "last.output": ZeroPatch(slice=0)}, one)
+    for same in (one, captured("full", "local", mask=torch.ones(1, 2)), None):
+        assert list(load_patches(file, same)) == ["mul_1", "last.output"]
+    with pytest.raises(SerializationError, match=r"'mul_1' \(") as caught:
+        load_patches(file, other)
+    assert "'mul' (" not in str(caught.value)
+    assert "'last" not in str(caught.value)
+    save_patches(file, {"last.output": ZeroPatch()}, one)
+    load_patches(file, other)  # the same value there
+    save_patches(file, {"mul_1": ZeroPatch()})
+    load_patches(file, other)  # it is not known what the name meant
+    save_patches(file, {"nope": ZeroPatch()}, one)
+    with pytest.raises(UnknownPathError, match="nope"), one.patch(load_patches(file, one)):
+        pass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from graphpatch_notebook import GraphError, PatchableGraph
-from graphpatch_notebook.files.values import TensorTable, made_tensors
+from graphpatch_notebook.files.documents import TensorTable, made_tensors
 from graphpatch_notebook.patching.model_state import difference
-from tests.files.files import Mlp, reloaded, x
+from tests.files.files import reloaded, x
 
 
 def through_a_file(*tensors: Tensor) -> list[Tensor]:
@@ -128,22 +126,3 @@ def test_tables_that_do_not_fit_the_tensors(changes: dict[str, Any]) -> None:
     table.add(torch.ones(3), "a")
     with pytest.raises((GraphError, RuntimeError, LookupError, AssertionError)):
         made_tensors([msgspec.structs.replace(table.parts[0], **changes)], table.contents())
-
-
-def test_pickle_says_what_to_do_instead(tmp_path: Path) -> None:
-    pg = PatchableGraph(Mlp(), x())
-    for pickled in (lambda: torch.save(pg, tmp_path / "pg.pt"), lambda: pickle.dumps(pg)):
-        with pytest.raises(GraphError, match="pg.save"):
-            pickled()
-    assert torch.equal(copy.deepcopy(pg)(x()), pg(x()))
-
-
-def test_loaded_graphs_move_and_copy(tmp_path: Path) -> None:
-    pg = PatchableGraph(Mlp(), x())
-    loaded = reloaded(pg, tmp_path)
-    copied = copy.deepcopy(loaded)
-    with torch.no_grad():
-        loaded.up.weight.zero_()
-    assert torch.equal(copied(x()), pg(x()))
-    copied.load_state_dict(loaded.state_dict())
-    assert torch.equal(copied(x()), loaded(x()))

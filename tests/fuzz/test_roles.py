@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "norm": ("layer", "rms"),
     "is_parallel": (False, False, False, True),
     "sizes": ("different", "equal", "one token", "one row"),
+    "layers": ("blocks", "blocks", "pairs", "flat", "zipped", "wrapped", "joined", "single"),
+    "kind": ("usual",) * 6 + ("shared keys", "talking", "local", "sigmoid", "table", "module of torch", "heads"),
 }
 _kept: dict[str, tuple[Tensor, str]] = {}
 
@@ -148,6 +151,71 @@ class Attention(nn.Module):
         return pattern
 
 
+class OtherAttention(nn.Module):
+    """Attention of other kinds, and what resembles it."""
+
+    def __init__(self, width: int, heads: int, number: int, chosen: dict[str, Any]) -> None:
+        super().__init__()
+        self.start, self.kind, self.heads = f"layers[{number}].attn", chosen["kind"], heads
+        self.is_sequence_first = chosen["is_sequence_first"]
+        if self.kind == "module of torch":
+            self.whole = nn.MultiheadAttention(width, heads, batch_first=not self.is_sequence_first)
+            return
+        shared = width // heads if self.kind == "shared keys" else width
+        self.maps = nn.ModuleList(nn.Linear(width, each) for each in (width, shared, shared))
+        self.out, self.mixing = nn.Linear(width, width), nn.Parameter(torch.randn(2, heads, heads))
+        self.table = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "module of torch":
+            out, pattern = self.whole(x, x, x, average_attn_weights=False)
+            keep(f"{self.start}.pattern", pattern, "b h q k")
+            return out
+        x = x.transpose(0, 1) if self.is_sequence_first else x
+        q, k, v = (each(x) for each in self.maps)
+        if self.kind == "heads":
+            parts = zip(*(each.chunk(self.heads, -1) for each in (q, k, v)), strict=True)
+            z = torch.cat([self.one_head(number, *part) for number, part in enumerate(parts)], -1)
+        elif self.kind == "table":
+            z = self.table[: x.shape[1], : x.shape[1]].softmax(-1) @ v
+        else:
+            z = self.attended(q, k, v).transpose(1, 2).flatten(2)
+        out = self.out(z)
+        return out.transpose(0, 1) if self.is_sequence_first else out
+
+    def one_head(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        pattern = scores.softmax(-1)
+        values = zip(("q", "k", "v", "scores", "pattern", "z"), (q, k, v, scores, pattern, pattern @ v), strict=True)
+        for name, value in values:
+            keep(f"{self.start}.heads[{number}].{name}", value, "b q k" if name in ("scores", "pattern") else "b t c")
+        return value
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        start, size, length = self.start, q.shape[-1] // self.heads, q.shape[1]
+        q, axes = q.unflatten(-1, (-1, size)).transpose(1, 2), "b t c" if self.kind == "shared keys" else "b h t c"
+        letters = "bjd" if self.kind == "shared keys" else "bhjd"
+        if self.kind != "shared keys":
+            k, v = (each.unflatten(-1, (-1, size)).transpose(1, 2) for each in (k, v))
+        scores = torch.einsum(f"bhid,{letters}->bhij", q, k) / size**0.5
+        if self.kind == "sigmoid":
+            return torch.einsum(f"bhij,{letters}->bhid", scores.sigmoid(), v)
+        if self.kind == "talking":
+            scores = torch.einsum("bhij,hg->bgij", scores, self.mixing[0])
+        if self.kind == "local":
+            place = torch.arange(length)
+            scores = scores.masked_fill((place[:, None] - place).abs() > 1, float("-inf"))
+        pattern = scores.softmax(-1)
+        for name, value, each in (("q", q, "b h t c"), ("k", k, axes), ("v", v, axes)):
+            keep(f"{start}.{name}", value, each)
+        keep(f"{start}.scores", scores, "b h q k")
+        keep(f"{start}.pattern", pattern, "b h q k")
+        shares = torch.einsum("bhij,hg->bgij", pattern, self.mixing[1]) if self.kind == "talking" else pattern
+        z = torch.einsum(f"bhij,{letters}->bhid", shares, v)
+        keep(f"{start}.z", z, "b h t c")
+        return z
+
+
 class Mlp(nn.Module):
     def __init__(self, width: int, number: int, chosen: dict[str, Any]) -> None:
         super().__init__()
@@ -163,28 +231,77 @@ class Mlp(nn.Module):
         return self.down(post)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int, number: int, chosen: dict[str, Any]) -> None:
+class Normed(nn.Module):
+    """A part of a layer, and the norm in front of it."""
+
+    def __init__(self, width: int, part: nn.Module, chosen: dict[str, Any]) -> None:
         super().__init__()
-        norm = nn.LayerNorm if chosen["norm"] == "layer" else nn.RMSNorm
-        self.norm1, self.norm2, self.number = norm(width), norm(width), number
-        self.attention, self.mlp = Attention(width, heads, number, chosen), Mlp(width, number, chosen)
-        self.is_parallel = chosen["is_parallel"]
-        self.axes = "t b c" if chosen["is_sequence_first"] else "b t c"
+        self.norm, self.part = nn.LayerNorm(width) if chosen["norm"] == "layer" else nn.RMSNorm(width), part
 
     def forward(self, x: Tensor) -> Tensor:
-        start = f"layers[{self.number}]"
+        return self.part(self.norm(x))
+
+
+class Added(nn.Module):
+    """A part that is added to what it reads."""
+
+    def __init__(self, fn: nn.Module, name: str, axes: str) -> None:
+        super().__init__()
+        self.fn, self.name, self.axes = fn, name, axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        written = self.fn(x)
+        if self.name:
+            keep(self.name, written, self.axes)
+        return x + written
+
+
+class Joined(nn.Module):
+    """Attention and an MLP that are added to each other, behind one norm."""
+
+    def __init__(self, attention: Normed, mlp: Normed, number: int, axes: str, written: str) -> None:
+        super().__init__()
+        self.attention, self.mlp, self.start, self.axes = attention, mlp.part, f"layers[{number}]", axes
+        self.written = written
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attention.norm(x)
+        values = [self.attention.part(h), self.mlp(h)]
+        for name, value in zip((self.written, "mlp_out"), values, strict=True):
+            keep(f"{self.start}.{name}", value, self.axes)
+        return values[0] + values[1]
+
+
+@dataclass
+class Stream:
+    """How a layer adds to the stream."""
+
+    axes: str
+    written: str
+    is_parallel: bool
+
+    def layer(self, x: Tensor, attention: nn.Module, mlp: nn.Module, number: int) -> Tensor:
+        start = f"layers[{number}]"
         keep(f"{start}.resid_pre", x, self.axes)
-        written = self.attention(self.norm1(x))
-        keep(f"{start}.attn_out", written, self.axes)
+        written = attention(x)
+        keep(f"{start}.{self.written}", written, self.axes)
         middle = x + written
-        result = self.mlp(self.norm2(x if self.is_parallel else middle))
+        result = mlp(x if self.is_parallel else middle)
         keep(f"{start}.mlp_out", result, self.axes)
         if not self.is_parallel:
             keep(f"{start}.resid_mid", middle, self.axes)
-        middle = middle + result
-        keep(f"{start}.resid_post", middle, self.axes)
-        return middle
+        x = middle + result
+        keep(f"{start}.resid_post", x, self.axes)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, attention: nn.Module, mlp: nn.Module, number: int, stream: Stream) -> None:
+        super().__init__()
+        self.attention, self.mlp, self.number, self.stream = attention, mlp, number, stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stream.layer(x, self.attention, self.mlp, self.number)
 
 
 class Model(nn.Module):
@@ -195,17 +312,68 @@ class Model(nn.Module):
             nn.LayerNorm(width),
             nn.Linear(width, VOCABULARY),
         )
-        self.blocks = nn.ModuleList(Block(width, heads, number, chosen) for number in range(2))
+        self.chosen, self.style = chosen, chosen["layers"]
         self.is_sequence_first = chosen["is_sequence_first"]
+        self.axes = axes = "t b c" if self.is_sequence_first else "b t c"
+        written = "mixer_out" if chosen["kind"] in ("sigmoid", "table") else "attn_out"
+        self.stream = Stream(axes, written, chosen["is_parallel"])
+        kind = Attention if chosen["kind"] == "usual" else OtherAttention
+        pairs = [
+            (Normed(width, kind(width, heads, n, chosen), chosen), Normed(width, Mlp(width, n, chosen), chosen))
+            for n in range(1 if self.style == "single" else 2)
+        ]
+        if self.style == "blocks":
+            self.parts = nn.ModuleList(Block(*pair, n, self.stream) for n, pair in enumerate(pairs))
+        elif self.style == "pairs":
+            self.parts = nn.ModuleList(nn.ModuleList(pair) for pair in pairs)
+        elif self.style == "flat":
+            self.parts = nn.ModuleList(part for pair in pairs for part in pair)
+        elif self.style == "zipped":
+            self.attentions, self.mlps = (nn.ModuleList(parts) for parts in zip(*pairs, strict=True))
+        elif self.style == "wrapped":
+            self.parts = nn.ModuleList(
+                nn.ModuleList(
+                    Added(part, f"layers[{n}].{name}", axes)
+                    for part, name in zip(pair, (written, "mlp_out"), strict=True)
+                )
+                for n, pair in enumerate(pairs)
+            )
+        elif self.style == "joined":
+            self.parts = nn.ModuleList(Added(Joined(*pair, n, axes, written), "", axes) for n, pair in enumerate(pairs))
+        else:
+            self.attention, self.mlp = pairs[0]
+
+    def run(self, x: Tensor) -> Tensor:
+        """Returns the stream behind the layers."""
+        if self.style in ("wrapped", "joined"):
+            for number, parts in enumerate(self.parts):
+                keep(f"layers[{number}].resid_pre", x, self.axes)
+                for count, part in enumerate(parts if self.style == "wrapped" else [parts]):
+                    if count:
+                        keep(f"layers[{number}].resid_mid", x, self.axes)
+                    x = part(x)
+                keep(f"layers[{number}].resid_post", x, self.axes)
+            return x
+        if self.style == "blocks":
+            for block in self.parts:
+                x = block(x)
+            return x
+        pairs = {
+            "pairs": lambda: self.parts,
+            "flat": lambda: zip(self.parts[::2], self.parts[1::2], strict=True),
+            "zipped": lambda: zip(self.attentions, self.mlps, strict=True),
+            "single": lambda: [(self.attention, self.mlp)],
+        }[self.style]()
+        for number, (attention, mlp) in enumerate(pairs):
+            x = self.stream.layer(x, attention, mlp, number)
+        return x
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         keep("@embed", x, "b t c")
-        x = x.transpose(0, 1) if self.is_sequence_first else x
-        for block in self.blocks:
-            x = block(x)
+        x = self.run(x.transpose(0, 1) if self.is_sequence_first else x)
         x = self.norm(x)
-        keep("@final_norm", x, "t b c" if self.is_sequence_first else "b t c")
+        keep("@final_norm", x, self.axes)
         x = self.unembed(x)
         x = x.transpose(0, 1) if self.is_sequence_first else x
         keep("@logits", x, "b t v")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.graphs import GraphModule, build_hierarchy
 from graphpatch_notebook.options import ExtractionOptions
+from tests.zoo.submodules import Submodules
 
 
 def graph_module(module: nn.Module, *args: Any, options: ExtractionOptions | None = None, **kwargs: Any) -> GraphModule:
@@ -23,11 +24,7 @@ def settle(module: GraphModule, *args: Any, **kwargs: Any) -> None:
         module(*args, **kwargs)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Layer(Submodules, linear=(4, 4)):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         hidden = torch.relu(self.linear(x)) * scale
         return x + hidden

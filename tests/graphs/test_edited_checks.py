@@ -14,17 +14,13 @@ from torch import Tensor, fx, nn
 
 from graphpatch_notebook import ExtractionOptions, PatchableGraph
 from graphpatch_notebook.errors import CaptureError, GraphError
+from tests.zoo.submodules import Submodules
 
 X = torch.linspace(-1, 1, 6).view(2, 3)
 V = torch.arange(3.0)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3, 3)
-
+class Model(Submodules, seed=0, linear=(3, 3)):
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.linear(x))
 
@@ -56,11 +52,11 @@ def postprocessing(edit: Callable[[fx.Graph], None]) -> ExtractionOptions:
 
 
 WRONG = [
-    (output_is(lambda graph, value: graph.call_function(torch.add, (value, V))), "'add' with an object (Tensor)"),
-    (output_is(lambda graph, value: graph.call_function(torch.cat, ([value, V[None]],))), "put it on the graph module"),
-    (output_is(lambda graph, value: {"value": value, "vector": V}), "put it on the graph module"),
+    (output_is(lambda graph, value: graph.call_function(torch.add, (value, V))), "'add' has an object (Tensor)"),
+    (output_is(lambda graph, value: graph.call_function(torch.cat, ([value, V[None]],))), "graph_module.NAME = tensor"),
+    (output_is(lambda graph, value: {"value": value, "vector": V}), "graph_module.NAME = tensor"),
     (output_is(lambda graph, value: graph.call_function(torch.mul, (value, np.float64(2)))), "(float64)"),
-    (without_output, "no outputs"),
+    (without_output, "one output"),
     (output_is(lambda graph, value: graph.call_function(torch.add, (value, graph.get_attr("nope")))), "self.nope"),
     (output_is(lambda graph, value: graph.call_module("foo", (value,))), "self.foo"),
     (output_is(lambda graph, value: graph.call_module("linear.weight", (value,))), "self.linear.weight"),
@@ -97,7 +93,7 @@ def test_what_the_message_says_works() -> None:
     graph_module: Any = pg._graph_module
     edit = output_is(lambda graph, value: graph.call_function(torch.add, (value, graph.get_attr("nope"))))
     edit(graph_module.graph)
-    with pytest.raises(GraphError, match="graph_module.nope = tensor"):
+    with pytest.raises(GraphError, match="self.nope.*graph_module.NAME = tensor"):
         graph_module.recompile()
     graph_module.nope = V
     graph_module.recompile()
@@ -105,39 +101,3 @@ def test_what_the_message_says_works() -> None:
 
 
 # -- edited custom graphs ----------------------------------------------------------------------------------------------
-
-
-def extracted(module: nn.Module) -> fx.Graph:
-    graph = fx.Graph()
-    graph.output((graph.call_module("linear", (graph.placeholder("x"),)),))
-    return graph
-
-
-def custom(edit: Callable[[Any, nn.Module], None]) -> ExtractionOptions:
-    def postprocess(graph_module: Any, module: nn.Module) -> None:
-        if isinstance(module, Model):
-            edit(graph_module, module)
-
-    return ExtractionOptions(custom_extraction_functions={Model: extracted}, postprocessing_function=postprocess)
-
-
-def test_an_edited_custom_graph_still_wraps_its_output() -> None:
-    """Otherwise the first row of the tensor would be taken for the tensor."""
-
-    def unwrap(graph_module: Any, module: nn.Module) -> None:
-        output_is(lambda graph, value: value[0])(graph_module.graph)
-
-    with pytest.raises(CaptureError, match="one-element tuple"):
-        PatchableGraph(Model(), custom(unwrap), X)
-
-
-def test_an_edited_custom_graph_reads_tensors_of_the_module() -> None:
-    def add(owner: Any, graph: fx.Graph) -> None:
-        owner.register_buffer("vector", V)
-        output_is(lambda graph, value: (graph.call_function(torch.add, (value[0], graph.get_attr("vector"))),))(graph)
-
-    with pytest.raises(CaptureError, match=r"on the module: module.register_buffer\('vector', tensor\)"):
-        PatchableGraph(Model(), custom(lambda graph_module, module: add(graph_module, graph_module.graph)), X)
-    model = Model()
-    pg = PatchableGraph(model, custom(lambda graph_module, module: add(module, graph_module.graph)), X)
-    assert torch.equal(pg(X), model.linear(X) + V)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
-from graphpatch_notebook.notebook.browser.widget import details
+from graphpatch_notebook.notebook.views.browser import details
+from graphpatch_notebook.notebook.views.skeleton import skeleton_of
 
 
 class Named(nn.Module):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.graphs import CompiledGraphModule, code_generations
@@ -25,6 +24,7 @@ from tests.laws.captures import (
     without_recomputing,
 )
 from tests.zoo import Case
+from tests.zoo.submodules import Submodules
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
@@ -46,7 +46,7 @@ def with_own_graphs(case: Case) -> Capture:
 
 
 def descendants(graph_module: Any) -> list[Any]:
-    return [d for callee in graph_module.callees() for d in (callee, *descendants(callee))]
+    return [d for callee in graph_module.callees for d in (callee, *descendants(callee))]
 
 
 # Where the graph of the caller says another thing than its code, and each is right: the ops of hooks are part of the
@@ -107,11 +107,7 @@ def test_woven_code_gives_what_live_runs_give(case: Case) -> None:
             assert expected == "raises" or live.difference(expected, found) is None, path
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(3, 4), nn.Linear(4, 2)
-
+class Mlp(Submodules, up=(3, 4), down=(4, 2)):
     def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
         hidden = torch.relu(self.up(x))
         hidden[:, 0] = 7

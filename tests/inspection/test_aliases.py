@@ -99,8 +99,7 @@ def test_the_end_of_a_path(path: str, nearest: str) -> None:
     "path", ["transformer.h_1.attn.attn_probs", "transformer.h.1.attn.attn_weights", "blocks.1.attn.hook_pattern"]
 )
 def test_patterns_of_fused_attention(path: str) -> None:
-    found = message(captured("gpt2"), path)
-    assert "which shows no weights: leave decompose out of the ExtractionOptions to see them" in found
+    assert "attention is one fused call" in message(captured("gpt2"), path)
     opened = captured("gpt2", opened=True)
     assert "transformer.h_1.attn.pattern" in opened.nodes
     assert "; nearest: 'layers[1].attn.pattern'" in message(opened, path)

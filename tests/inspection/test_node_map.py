@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import resolve
-from tests.counted_lines import lines_run
 from tests.frames import layered_frame, tuple_frame
 
 
@@ -43,11 +41,6 @@ def test_meta_says_what_is_known_of_a_value(nodes):
         meta.path = "x"  # type: ignore[misc]
 
 
-def test_meta_of_a_value_in_a_container(nodes):
-    meta = nodes["output|sub_1"]
-    assert (meta.path, meta.name, meta.kind, meta.shape) == ("output|sub_1", "output", "output", torch.Size([3, 3]))
-
-
 def test_source_lines_are_those_of_the_call_site(nodes):
     (line,) = nodes["add"].source_lines
     assert line.file.endswith("frames.py")
@@ -71,24 +64,3 @@ def test_every_entry_resolves_to_itself():
     root = layered_frame(2)
     nodes = NodeMap(root)
     assert [resolve(root, path).path for path in nodes] == list(nodes)
-
-
-def test_the_mapping_is_read_only_and_shows_its_beginning(nodes):
-    with pytest.raises(TypeError):
-        nodes["x"] = None  # type: ignore[index]
-    assert repr(nodes) == (
-        "<NodeMap of TupleOutputModule, 14 nodes: {'x': Tensor(3, 2), 'linear_0.input': Tensor(3, 2), "
-        "'linear_0.weight': Tensor(3, 2), ...}>"
-    )
-
-
-def test_the_work_for_a_map_grows_with_the_model_and_that_of_a_look_up_does_not():
-    roots = [layered_frame(layers, ops=22) for layers in (100, 400)]
-    small, large = (lines_run(lambda root=root: len(NodeMap(root))) for root in roots)
-    assert large < 4.4 * small
-
-    def look_up(nodes: NodeMap) -> None:
-        assert nodes["transformer.h_99.mlp.mul_3"].shape == torch.Size([1, 8, 4])
-
-    in_small, in_large = (lines_run(functools.partial(look_up, NodeMap(root))) for root in roots)
-    assert in_large == in_small

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import linecache
 import pickle
 import re
 import sys
@@ -11,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import resolve
-from tests.counted_lines import lines_run
 from tests.frames import DOCUMENTED_TREE, FrameBuilder, here, layered_frame, tensor, tuple_frame
 
 
@@ -140,19 +142,7 @@ def test_shapes_of_values_containers_and_graphs(graph):
         _ = graph._shape.foo
 
 
-def test_nested_shapes():
-    root = FrameBuilder()
-    root.op("n", 3)
-    root.output({"a": [torch.ones(1), (torch.ones(2), 5)], "b": None})
-    nested = {"a": (torch.Size([1]), (torch.Size([2]), None)), "b": None}
-    assert path_of(root.frame)._shape == {"n": None, "output": nested}
-
-
 # --- code -------------------------------------------------------------------------------------------------------------
-
-
-def test_code_of_the_root_is_just_the_code(graph):
-    assert repr(graph._code) == "def forward(self):  # of TupleOutputModule\n    return 1"
 
 
 def test_code_of_a_submodule_has_its_calling_context(graph):
@@ -164,14 +154,6 @@ def test_code_of_a_submodule_has_its_calling_context(graph):
         == '    linear = root.call(name, "linear", module.linear, call_index=number, call_count=2, site=here())'
     )
     assert lines[3:] == ["Compiled code:", "def forward(self):  # of Linear", "    return 1"]
-
-
-def test_code_of_what_no_line_made(graph):
-    assert graph.linear_0.weight._code == "Parameter 'weight' of Linear"
-    assert graph.linear_0.input._code.splitlines()[0] == "Input 'input' of Linear"
-    assert "def forward(self, input" in graph.linear_0.input._code
-    assert graph.output.sub_0._code.splitlines()[0] == "Output of TupleOutputModule"
-    assert graph.output.sub_0._code.endswith("    def forward(self, x):")
 
 
 def test_opaque_graphs_say_why_there_is_no_code():
@@ -242,24 +224,6 @@ def test_a_large_tree_folds_equal_layers():
     assert "…" not in graph._tree(max_lines=None)
 
 
-def test_deep_graphs_are_closed_before_shallow_ones():
-    root = FrameBuilder()
-    for number in range(30):
-        part = root.call(f"part_{chr(97 + number % 26)}{number}")
-        part.op(f"op{number}", tensor(number + 1))
-        deep = part.call("deep")
-        for op in range(20):
-            deep.op(f"op{number}_{op}", tensor(number + 1))
-        deep.output(tensor(1))
-        part.output(tensor(1))
-    root.output(tensor(1))
-    lines = repr(path_of(root.frame)).splitlines()
-    assert len(lines) <= 200
-    assert sum(line.startswith("├─part_") for line in lines) == 30
-    assert sum("deep: CompiledGraphModule … 21 nodes" in line for line in lines) == 27
-    assert lines[-1].endswith("more nodes: pg.graph._tree(max_lines=None) shows them, pg.nodes lists all")
-
-
 def test_a_flat_graph_loses_its_middle():
     root = FrameBuilder()
     for number in range(1000):
@@ -295,12 +259,6 @@ def test_an_unrolled_loop_is_folded():
 # --- where it is shown ------------------------------------------------------------------------------------------------
 
 
-def test_rich_draws_the_same_tree(graph):
-    text = graph.__rich__()
-    assert text.plain == DOCUMENTED_TREE
-    assert {str(span.style) for span in text.spans} >= {"green", "bold cyan", "yellow", "dim"}
-
-
 def test_html_is_escaped():
     root = FrameBuilder()
     root.output({"<script>&": torch.ones(1)})
@@ -334,6 +292,27 @@ def test_ipython_shows_the_tree_in_color_only_in_a_terminal(graph, monkeypatch):
     assert shown() == DOCUMENTED_TREE
 
 
-def test_the_work_for_a_tree_grows_with_its_size():
-    small, large = (path_of(layered_frame(layers, ops=22)) for layers in (100, 400))
-    assert lines_run(lambda: repr(large)) < 4.4 * lines_run(lambda: repr(small))
+# --- source -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("was_read", [False, True])
+def test_lines_are_those_that_were_captured(was_read, tmp_path, monkeypatch):
+    source = """
+        from torch import nn
+
+        class Edited(nn.Module):
+            def forward(self, x):
+                y = x.cos()
+                return y * 2
+    """
+    file, name = tmp_path / f"edited_{was_read}.py", f"edited_{was_read}"
+    file.write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(tmp_path)
+    pg = PatchableGraph(importlib.import_module(name).Edited(), torch.ones(2))
+    if was_read:
+        assert "y = x.cos()" in pg.graph.y._code
+    file.write_text("# another line\n" + textwrap.dedent(source).replace("y", "z"))
+    linecache.checkcache()
+    assert pg.graph.y._code.splitlines()[1].strip() == "y = x.cos()"
+    assert pg.graph.x._code.splitlines()[-1].strip() == "def forward(self, x):"
+    assert pg.nodes["mul"].source_lines[-1].text == "return y * 2"

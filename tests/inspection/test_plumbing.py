@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.inspection.tree import plumbing
 from tests.laws.captures import some_cases
 from tests.zoo.case import Case, seed_all
+from tests.zoo.submodules import Submodules
 
 
 def folded(root: Frame, frame: Frame | None = None) -> list[str]:
@@ -19,18 +22,10 @@ def folded(root: Frame, frame: Frame | None = None) -> list[str]:
     return [node.name for node in (frame or root).nodes if id(node) in found]
 
 
-class Attention(nn.Module):
-    """Masks and positions as models write them: made in a module of their own, and added to scores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.places, self.masks = nn.Embedding(9, 4), nn.Embedding(9, 4), Masks()
-        self.inner = Inner()
-
-    def forward(self, ids: Tensor, keep: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1]) + 0
-        x = self.embed(ids) + self.places(positions)
-        return self.inner(x, self.masks(keep))
+class Inner(nn.Module):
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        scores = x @ x.mT + bias
+        return scores.softmax(-1) @ x
 
 
 class Masks(nn.Module):
@@ -38,10 +33,15 @@ class Masks(nn.Module):
         return (1 - keep[:, None, :].float()) * torch.full((), -1e4)
 
 
-class Inner(nn.Module):
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        scores = x @ x.mT + bias
-        return scores.softmax(-1) @ x
+class Attention(
+    Submodules, embed=partial(nn.Embedding, 9, 4), places=partial(nn.Embedding, 9, 4), masks=Masks, inner=Inner
+):
+    """Masks and positions as models write them: made in a module of their own, and added to scores."""
+
+    def forward(self, ids: Tensor, keep: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1]) + 0
+        x = self.embed(ids) + self.places(positions)
+        return self.inner(x, self.masks(keep))
 
 
 def test_masks_and_positions_are_plumbing_what_they_are_added_to_is_not() -> None:

@@ -165,20 +165,6 @@ def test_a_patched_parameter_equals_an_edited_one(case: Case, is_opaque: bool) -
 
 
 @torch.no_grad()
-def test_a_patched_output_equals_a_hook(case: Case) -> None:
-    pg = PatchableGraph(case.model, INPUT_IDS)
-    hooked = case.original()
-
-    def zeroed(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return torch.zeros_like(output)
-
-    parent, path = case.module.rpartition(".")[0], case.linear.rpartition(".")[0]
-    hooked.get_submodule(parent).register_forward_hook(zeroed)
-    with pg.patch({f"{path}.output": ZeroPatch()}):
-        assert torch.equal(pg(INPUT_IDS).logits, hooked(INPUT_IDS).logits)
-
-
-@torch.no_grad()
 def test_generates_with_a_patched_parameter(case: Case) -> None:
     before = devices(case.model)
     pg = PatchableGraph(case.model, INPUT_IDS)
@@ -230,9 +216,6 @@ def test_nothing_is_loaded_but_by_the_hooks(case: Case, has_gradients: bool) -> 
                     assert ledger.of(lambda pg=pg: pg(INPUT_IDS)) == plain
         repr(kept[0].graph), repr(kept[1].graph), kept[0].graph._code
     assert ledger.live == 0
-
-
-# -- hooks that come and go --------------------------------------------------------------------------------------------
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

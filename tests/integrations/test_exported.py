@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export, unflatten
+from torch.export.unflatten import _disable_interpreter
 
 from graphpatch_notebook import (
     AddPatch,
@@ -21,6 +22,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from tests.zoo import installed
+from tests.zoo.submodules import Submodules
 
 pytestmark = [
     pytest.mark.skipif(installed.TORCH < (2, 6), reason="refused there: see test_old_torch.py"),
@@ -54,21 +56,13 @@ class Residual(nn.Module):
         return x
 
 
-class Switch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Switch(Submodules, linear=(4, 4)):
     def forward(self, x: Tensor, is_long: bool) -> Tensor:
         return self.linear(self.linear(x)).relu() if is_long else self.linear(x)
 
 
-class Repeated(nn.Module):
+class Repeated(Submodules, same=(4, 4), switch=Switch):
     """`same` is called twice alike, `switch` twice with different graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.same, self.switch = nn.Linear(4, 4), Switch()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.switch(self.switch(x, True) + self.same(self.same(x)), False)
@@ -99,32 +93,20 @@ class Counting(nn.Module):
         return self.norm(x) * self.count * self.scale + self.constant
 
 
-class Structured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Structured(Submodules, linear=(4, 4)):
     def forward(self, pair: tuple[Tensor, Tensor], *, by_name: dict[str, Tensor], flag: bool = True) -> dict[str, Any]:
         total = self.linear(pair[0]) + pair[1] + by_name["b"]
         return {"total": total, "parts": (total * 2, by_name["a"]), "nothing": None}
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Branches(Submodules, linear=(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = self.linear(x).abs().amax()
         return torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v - 1, (self.linear(x) / scale,))
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Inner(Submodules, linear=(4, 4)):
     def forward(self, x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
         hidden = self.linear(x)
         return (hidden, hidden * 2) if shift is None else (hidden + shift, hidden)
@@ -215,6 +197,15 @@ def test_unpatched_is_the_program(case: Case) -> None:
     assert [name for name, _ in pg.named_parameters()] == [name for name, _ in whole.named_parameters()]
 
 
+def test_programs_that_torch_does_not_interpret() -> None:
+    case = CASES["layers"]
+    with _disable_interpreter():
+        pg = PatchableGraph.from_exported(case.program())
+        assert torch.equal(pg(*case.args), case.program().module()(*case.args))
+        with pg.patch({"layers_1.output": ZeroPatch()}, strict=True):
+            assert not torch.equal(pg(*case.args), case.program().module()(*case.args))
+
+
 @each_case
 def test_identity_patches_on_all_nodes_change_no_bit(case: Case) -> None:
     program = case.program()
@@ -296,6 +287,86 @@ def test_calls_are_patched_one_by_one(name: str) -> None:
         assert torch.equal(pg(X), eager.switch(eager.same(eager.same(X)), False))
 
 
+class Powers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        self.seen += x.sum(0)
+        for _ in range(times):
+            x = x * self.linear(x)
+        return x + self.seen
+
+
+class Chained(Submodules, powers=Powers, tanh=nn.Tanh):
+    """A module's calls run different graphs, and equal ones; each reads the result of the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.powers(x, 1)
+        second = self.powers(self.tanh(first), 2)
+        third = self.powers(self.tanh(second), 1)
+        return self.powers(third, 3) + first.tanh()
+
+
+class OneMore(torch.fx.Interpreter):
+    """Runs a graph, and adds one to the value of the node called `name`."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        super().__init__(module)
+        self.name = name
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.name != self.name:
+            return value
+        return value.add_(1) if getattr(n.target, "_schema", None) and n.target._schema.is_mutable else value + 1
+
+
+@pytest.mark.parametrize("is_decomposed", [False, True])
+def test_operations_have_the_names_of_the_program(is_decomposed: bool) -> None:
+    program = Case(Chained, (X,), is_decomposed=is_decomposed).program()
+    operations = {node.name for node in program.graph.nodes if node.op == "call_function"}
+    pg = PatchableGraph.from_exported(program)
+    names = {path.rpartition(".")[2]: path for path, node in pg.nodes.items() if node.kind == "op"}
+    assert names.keys() - operations <= {"copy__default"}  # by which the buffer is written
+    module = program.module()
+    before = copy.deepcopy(module.state_dict())
+    for name in operations:
+        module.load_state_dict(before)  # running writes into the buffer
+        pg.load_state_dict(before, strict=False)  # each call has a module
+        want = OneMore(module, name).run(X)
+        with pg.patch({names[name]: AddPatch(value=1.0)}, strict=True):
+            assert torch.equal(pg(X), want), name
+
+
+def test_an_operation_called_like_a_submodule_has_a_name_that_no_operation_has() -> None:
+    class Alike(Submodules, tanh=nn.Tanh):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.tanh(torch.tanh(x) * 2) + torch.tanh(x)
+
+    program = export(Alike(), (X,))
+    pg = PatchableGraph.from_exported(program)
+    for path, name in (("tanh_op", "tanh"), ("tanh.tanh_1", "tanh_1"), ("tanh_2", "tanh_2")):
+        with pg.patch({path: AddPatch(value=1.0)}, strict=True):
+            assert torch.equal(pg(X), OneMore(program.module(), name).run(X))
+
+
+def test_a_submodule_may_be_called_self() -> None:
+    """As in BERT's attention: the code of the caller calls its module `self`, too."""
+
+    class Attention(Submodules, self=(6, 6), output=(6, 6)):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.output(self.self(x).relu())
+
+    model, x = nn.Sequential(Attention()), torch.ones(2, 6)
+    pg = PatchableGraph.from_exported(torch.export.export(model, (x,)))
+    assert torch.equal(pg(x), model(x))
+    with pg.patch({"sub_0.self.output": ZeroPatch()}):
+        assert torch.equal(pg(x), model[0].output(torch.zeros(2, 6)))
+
+
 def test_inputs_and_outputs_have_the_structure_of_the_model() -> None:
     program = CASES["structured"].program()
     pg = PatchableGraph.from_exported(program)
@@ -315,34 +386,6 @@ def test_inputs_and_outputs_have_the_structure_of_the_model() -> None:
     assert torch.equal(out["parts"][0], torch.zeros(2, 4))
     assert out["nothing"] is None
     assert torch.equal(pg(*PAIR, flag=True, by_name=BY_NAME["by_name"])["total"], plain(*PAIR, **BY_NAME)["total"])
-
-
-@pytest.mark.parametrize("path", ["layers_0", "layers_1.down", "layers_0.act"])
-def test_boundaries_equal_hooks_on_the_unflattened_module(path: str) -> None:
-    program = CASES["layers"].program()
-    pg, modules = PatchableGraph.from_exported(program), unflatten(program)
-    hooked = modules.get_submodule(path.replace("layers_", "layers."))
-    given = next(node.name for node in pg.nodes.values() if node.frame_path == path and node.kind == "input")
-    raised = hooked.register_forward_pre_hook(lambda m, args: (args[0] + 0.5,))
-    with raised, pg.patch({f"{path}.{given}": AddPatch(value=0.5)}, strict=True):
-        assert torch.equal(pg(X), modules(X))
-    hooked.register_forward_hook(lambda m, args, out: out * 0)
-    with pg.patch({f"{path}.output": ZeroPatch()}, strict=True):
-        assert torch.equal(pg(X), modules(X))
-    # Hooks of the user run on the modules of the graph, too.
-    pg.get_submodule(path.replace("layers_", "layers.")).register_forward_hook(lambda m, args, out: out * 0)
-    assert torch.equal(pg(X), modules(X))
-
-
-def test_a_parameter_equals_an_edited_copy() -> None:
-    program = CASES["shared"].program()
-    pg, edited = PatchableGraph.from_exported(program), Shared()
-    edited.load_state_dict(program.state_dict)
-    with torch.no_grad():
-        edited.first[0].bias.add_(0.25)
-    biases = [path for path, node in pg.nodes.items() if node.kind == "parameter" and node.name == "bias"][:2]
-    with pg.patch({path: AddPatch(value=0.25) for path in biases}, strict=True):
-        assert torch.equal(pg(X), edited(X))
 
 
 def test_buffers_are_written_as_the_program_does() -> None:
@@ -379,11 +422,7 @@ def test_inputs_that_the_program_does_not_admit_are_its_own_errors() -> None:
         pg(tensor(3, 5))
 
 
-class Even(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(1, 2)
-
+class Even(Submodules, linear=(1, 2)):
     def forward(self, x: Tensor, *, more: dict[str, list[Tensor]]) -> Tensor:
         y = self.linear(x[..., None]).sum(-1)
         if x.shape[1] % 2 == 0 and more["to"][1].shape[0] > x.shape[0]:

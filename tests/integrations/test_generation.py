@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from graphpatch_notebook import AddPatch, CustomPatch, GraphPatchWarning, PatchableGraph, ReplacePatch, ZeroPatch
+from graphpatch_notebook import CustomPatch, GraphPatchWarning, PatchableGraph, ZeroPatch
 from tests.integrations.generations import SEQ2SEQ, WAYS, captured, generated, same
 from tests.laws.captures import identity, outside_fused_calls
+from tests.zoo.submodules import Submodules
 
 DECODERS = ("gpt2-sdpa", "llama-eager")
 
@@ -36,42 +36,6 @@ def test_the_same_tokens_without_patches_and_with_ones_that_change_nothing(name:
     assert same(expected, generated(pg, padded, **settings))
 
 
-HOOKS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Any]]] = {
-    "zero": (torch.zeros_like, ZeroPatch),
-    "add": (lambda t: t + 0.3, lambda: AddPatch(value=0.3)),
-    "last token": (
-        lambda t: torch.cat([t[:, :-1], torch.full_like(t[:, -1:], 0.2)], 1),
-        lambda: ReplacePatch(value=0.2, slice=(slice(None), -1)),
-    ),
-}
-MODULES = {
-    "gpt2-sdpa": ("transformer.h.0.mlp", "transformer.h_0.mlp.output"),
-    "llama-eager": ("model.layers.1.self_attn.v_proj", "model.layers_1.self_attn.v_proj.output"),
-    "llama-sdpa": ("model.layers.0.mlp", "model.layers_0.mlp.output"),
-    "t5-sdpa": ("decoder.block.0.layer.2.DenseReluDense", "decoder.block_0.layer_2.DenseReluDense.output"),
-    "bart-eager": ("model.decoder.layers.1.fc1", "model.decoder.layers_1.fc1.output"),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "edit", "way"),
-    [
-        *[("gpt2-sdpa", edit, "greedy") for edit in HOOKS],
-        *[(name, "last token", way) for name in MODULES for way in ("sampling", "beams", "static-cache", "no-cache")],
-    ],
-)
-def test_module_outputs_as_with_hooks(name: str, edit: str, way: str) -> None:
-    model, pg = captured(name)
-    attribute_path, path = MODULES[name]
-    change, patch = HOOKS[edit]
-    with model.get_submodule(attribute_path).register_forward_hook(lambda module, args, output: change(output)):
-        expected = generated(model, padded=True, **WAYS[way])
-    with pg.patch({path: patch()}):
-        found = generated(pg, padded=True, **WAYS[way])
-    assert same(expected, found)
-    assert not same(generated(model, padded=True, **WAYS[way]), found)
-
-
 @pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "static-cache", "no-cache"])
 def test_an_operation_as_in_edited_source(way: str) -> None:
     _, pg = captured("llama-sdpa")
@@ -90,15 +54,6 @@ def test_an_operation_as_in_edited_source(way: str) -> None:
     assert same(expected, at_boundary)
     assert same(expected, inside)
     assert not same(generated(captured("llama-sdpa")[0], padded=True, **WAYS[way]), inside)
-
-
-def test_a_patched_parameter_as_in_an_edited_copy() -> None:
-    model, pg = captured("gpt2-sdpa")
-    changed = copy.deepcopy(model)
-    with torch.no_grad():
-        changed.get_submodule("transformer.h.1.attn.c_attn").bias += 0.1
-    with pg.patch({"transformer.h_1.attn.c_attn.bias": AddPatch(value=0.1)}):
-        assert same(generated(changed), generated(pg))
 
 
 def test_the_original_model_generates_unpatched_inside_the_context() -> None:
@@ -136,12 +91,8 @@ def _as_it_is(graph_module: torch.fx.GraphModule, _: Any, **options: Any) -> Any
     return graph_module.forward
 
 
-class WithMethods(nn.Module):
+class WithMethods(Submodules, up=(3, 4), down=(4, 3)):
     """Other methods than `forward` that run the model, or parts of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(3, 4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(x)))

@@ -7,18 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from graphpatch_notebook import CaptureError, GraphError, PatchableGraph, ZeroPatch
 from tests.zoo import installed
+from tests.zoo.submodules import Submodules
 
 
-class Twice(nn.Module):
+class Twice(Submodules, linear=(3, 3)):
     """`torch.export.unflatten` of torch 2.4 stops at a bare assertion here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(self.linear(x) + 1)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,29 +31,20 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.patches.kinds import Patch
 from tests.experiments.hooked import GPT2_OUTPUT
 from tests.zoo import AWKWARD, Case, installed
+from tests.zoo.submodules import Submodules
 
 X = torch.linspace(-1, 1, 6).view(2, 3)
 MASKED_BY_VMAP = installed.TRANSFORMERS < (5, 0) and installed.TORCH >= (2, 6)
-NOT_WRITTEN = r"the graph of 'transformer' .* uses an object .* that existed only while the model was captured"
+NOT_WRITTEN = r"'transformer' .* uses an object .* that existed only while the model was captured"
 needs_torch_2_6 = pytest.mark.skipif(installed.TORCH < (2, 6), reason="refused there: see test_old_torch.py")
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
+class Inner(Submodules, linear=(3, 3)):
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.linear(x)) * 2
 
 
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = Inner()
-        self.last = nn.Linear(3, 3)
-
+class Outer(Submodules, seed=0, inner=Inner, last=(3, 3)):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.inner(x))
 
@@ -84,6 +78,86 @@ def test_compiled_parts_are_captured_and_patched(build: Callable[[], nn.Module])
     with pg.patch({relu: ZeroPatch()}, strict=True):
         assert torch.equal(pg(X), plain.last(torch.zeros(2, 3)))
     assert torch.equal(pg(X), expected)
+
+
+@torch.compile(backend="eager")
+def scaled(x: Tensor) -> Tensor:
+    y = x.cos()
+    return y * 3
+
+
+class Functions(nn.Module):
+    """Functions that are compiled: by a decorator, as a method, as an attribute, at the first call, in each call."""
+
+    compiled_later: Any = None
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.linear = way, nn.Linear(3, 3)
+        self.attribute = torch.compile(self.work, backend="eager")
+
+    def work(self, x: Tensor) -> Tensor:
+        y = self.linear(x).cos()
+        return y * 3
+
+    @torch.compile(backend="eager")
+    def method(self, x: Tensor) -> Tensor:
+        y = self.linear(x).cos()
+        return y * 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "decorator":
+            return scaled(self.linear(x)) + 1
+        if self.way == "first call":
+            self.compiled_later = self.compiled_later or torch.compile(self.work, backend="eager")
+            return self.compiled_later(x) + 1
+        if self.way == "each call":
+            return torch.compile(self.work, backend="eager")(x) + 1
+        return (self.method(x) if self.way == "method" else self.attribute(x)) + 1
+
+
+@needs_torch_2_6
+@pytest.mark.parametrize("way", ["decorator", "method", "attribute", "first call", "each call"])
+def test_compiled_functions_are_captured_and_patched(way: str) -> None:
+    model = Functions(way)
+    pg, expected = PatchableGraph(model, X), model.work(X) + 1
+    assert torch.equal(pg(X), expected)
+    with pg.patch({path: CustomPatch(lambda value: value, requires_clone=False) for path in pg.nodes}, strict=True):
+        assert torch.equal(pg(X), expected)
+    with pg.patch({"y": ZeroPatch()}, strict=True):
+        assert torch.equal(pg(X), torch.ones(2, 3))
+    with pg.patch({"linear.output": ZeroPatch()}, strict=True):
+        assert torch.equal(pg(X), torch.full((2, 3), 4.0))
+    torch.testing.assert_close(pg(X), expected)
+
+
+COMPILES_ITSELF = """
+import sys
+import torch
+from graphpatch_notebook import CaptureError, PatchableGraph, ZeroPatch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        def work(x):
+            y = x.cos()
+            return y * 3
+        return torch.compile(work, backend="eager")(x) + 1
+
+assert "torch._dynamo" not in sys.modules
+try:
+    PatchableGraph(Model(), torch.ones(2))
+except CaptureError:
+    pg = PatchableGraph(Model(), torch.ones(2))
+    with pg.patch({"y": ZeroPatch()}):
+        print(pg(torch.ones(2)).tolist())
+"""
+
+
+@needs_torch_2_6
+def test_a_capture_that_is_the_first_to_compile_is_refused() -> None:
+    found = subprocess.run([sys.executable, "-c", COMPILES_ITSELF], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[1.0, 1.0]"
 
 
 # -- the hierarchy as plain fx modules ---------------------------------------------------------------------------------
@@ -216,38 +290,7 @@ def test_plain_modules_are_the_model_with_patches() -> None:
         torch.testing.assert_close(parameter.grad, gradients[name])
 
 
-def test_models_that_write_into_buffers_and_values_compile_as_one_graph() -> None:
-    model = Stack()
-    pg = PatchableGraph(model, X)
-    before = copy.deepcopy(model)
-    torch._dynamo.reset()
-    with pg.patch({"blocks_0.hidden": AddPatch(value=2.0, slice=(0,)), "blocks_1.linear_1.output": ZeroPatch()}):
-        compiled = torch.compile(pg.to_fx((X,)), fullgraph=True, backend="eager")
-        expected, state = pg(X), dict(model.named_buffers())
-        state = {name: value.clone() for name, value in state.items()}
-    put_back(model, before)
-    found = compiled(X)
-    assert torch.equal(found["once"], expected["once"])
-    assert torch.equal(found["logits"], expected["logits"])
-    assert all(torch.equal(buffer, state[name]) for name, buffer in model.named_buffers())
-
-
-@needs_torch_2_6
-def test_exported_programs_as_plain_modules() -> None:
-    program = torch.export.export(Outer(), (X,))
-    pg = PatchableGraph.from_exported(program)
-    torch._dynamo.reset()
-    with pg.patch({"inner.relu": ZeroPatch(slice=(0,)), "inner.linear.weight": AddPatch(value=1.0)}, strict=True):
-        compiled = torch.compile(pg.to_fx((X,)), fullgraph=True, backend="eager")
-        assert torch.equal(compiled(X), pg(X))
-        assert torch.equal(pg.to_fx((X,)).train()(X), pg(X))  # in which mode a program was exported, it does not say
-
-
-class Looking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
+class Looking(Submodules, linear=(3, 3)):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) if x.sum() > -100 else x
 
@@ -325,11 +368,7 @@ def test_other_inputs_than_the_examples_are_refused() -> None:
         pg.to_fx((longer,))
 
 
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
-
+class Dropping(Submodules, inner=[(3, 3), partial(nn.Dropout, 0.5)]):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(self.inner(x), 0.5, training=self.training)
 
@@ -417,3 +456,22 @@ def test_a_compiled_forward_is_captured_as_it_was_written() -> None:
     assert list(pg.nodes) == list(PatchableGraph(plain, X).nodes)
     with pg.patch({"inner.relu": ZeroPatch()}, strict=True):
         assert torch.equal(pg(X), plain.last(torch.zeros(2, 3)))
+
+
+def test_an_edited_graph_module_compiles_as_one_graph() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
+    x = torch.randn(2, 4)
+    root: Any = PatchableGraph(model, x)._graph_module
+    (relu,) = (node for node in root.graph.nodes if node.name == "sub_1")
+    with root.graph.inserting_after(relu):
+        times = root.graph.call_function(torch.mul, (relu, 1.0))
+    relu.replace_all_uses_with(times, delete_user_cb=lambda user: user is not times)
+    compiled = torch.compile(root, backend="eager", fullgraph=True)
+    calling = torch.compile(lambda value: root(value) - 1, backend="eager", fullgraph=True)
+    for number in (3.0, 5.0):  # code that another edit made stale does not run
+        times.args = (relu, number)
+        root.recompile()
+        expected = model[2](model[1](model[0](x)) * number)
+        assert torch.equal(compiled(x), expected)
+        assert torch.equal(calling(x), expected - 1)
+        assert torch.equal(torch.compile(copy.deepcopy(root), backend="eager", fullgraph=True)(x), expected)

@@ -46,7 +46,9 @@ class Capture:
     @classmethod
     def of(cls, case: Case) -> Capture:
         model, reference = case.build(), case.build()
-        pg = run(functools.partial(PatchableGraph, model), case.example())
+        # Under a checkpoint, layers of transformers run other lines than without gradients, as most tests run them.
+        with nullcontext() if case.name.startswith("awkward-") else without_recomputing(case):
+            pg = run(functools.partial(PatchableGraph, model), case.example())
         run(reference, case.example())
         return cls(case, model, reference, pg)
 
@@ -161,9 +163,9 @@ def leaves_its_state_alone(case: Case) -> bool:
 def runs_the_same_code_again(case: Case) -> bool:
     """A second run on the same inputs comes to every operation of the first.
 
-    Tables cached by shape, and weights that a lazy layer initialises, are made in the first run only.
+    Tables cached by shape are made in the first run only.
     """
-    return case.name not in ("awkward-cached-by-shape", "awkward-lazy-child")
+    return case.name != "awkward-cached-by-shape"
 
 
 def without_recomputing(case: Case) -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ import copy
 import inspect
 import random
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -56,6 +56,8 @@ class Change:
         index = ... if self.slice is None else self.slice
         if self.kind == "zero":
             tensor[index] = 0
+        elif self.kind == "add" and self.slice is None:
+            tensor += self.value  # written into a view, its gradient would be laid out, and so rounded, in another way
         elif self.kind == "add":
             tensor[index] += self.value
         else:
@@ -117,7 +119,10 @@ def edited(value: Any, dig: tuple[str, ...], edit: Callable[[Tensor], Tensor]) -
         items[position] = edited(items[position], rest, edit)
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     result = copy.copy(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, deque):
+        position = int(key.removeprefix("sub_"))
+        result[position] = edited(value[position], rest, edit)
+    elif isinstance(value, Mapping):
         result[next(k for k in value if str(k) == key)] = edited(
             value[key] if key in value else value[int(key)], rest, edit
         )

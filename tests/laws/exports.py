@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook import GraphPatchWarning, PatchableGraph
-from graphpatch_notebook.values import readable_children
+from graphpatch_notebook.values import children
 from tests.zoo import Call, case_by_name, seed_all
 
 # Variables of the user's, named as badly as can be: like what the code may want to use itself.
@@ -99,7 +99,7 @@ def digest(value: Any) -> str:
         flat = torch.empty(data.numel(), dtype=data.dtype).copy_(data.reshape(-1))
         raw = flat.view(torch.uint8).numpy().tobytes()
         return f"{data.dtype} {tuple(data.shape)} {hashlib.sha1(raw).hexdigest()[:12]}"
-    if (inside := readable_children(value)) is not None:
+    if (inside := children(value)) is not None:
         return f"{type(value).__name__}({', '.join(f'{key}={digest(child)}' for key, child in inside)})"
     return repr(value) if isinstance(value, (bool, int, float, complex, str, type(None))) else type(value).__name__
 

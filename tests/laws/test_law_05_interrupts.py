@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ZeroPatch
-from graphpatch_notebook.capture import observers
 from graphpatch_notebook.capture.observers import is_swapped, observer
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patching import innermost
@@ -86,7 +85,6 @@ def test_the_model_is_unchanged_after_an_interrupt(has_block: bool) -> None:
 
     def check(at: int) -> None:
         assert observer.get() is None, at
-        assert observers.apply_observer.get() is None, at
         assert function_mode_depth() == 0, at
         assert torch.is_grad_enabled(), at
         assert torch.autograd.Function.__dict__["apply"] is APPLY, at

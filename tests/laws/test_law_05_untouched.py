@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook import AddPatch, CustomPatch, Patch, PatchableGraph, PatchValueError, ReplacePatch, ZeroPatch
+from graphpatch_notebook import AddPatch, CustomPatch, Patch, PatchableGraph, ZeroPatch
 from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, run, some_cases
 from tests.zoo import Case, case_by_name
+from tests.zoo.submodules import Submodules
 from tests.zoo.values import bit_equal, same_state, snapshot
 
 pytestmark = [
@@ -81,16 +82,6 @@ def gpt2() -> Capture:
     return capture_of(case_by_name("gpt2-eager"))
 
 
-def test_errors_leave_nothing_behind_for_the_next_call(gpt2: Capture) -> None:
-    expected = run(gpt2.reference, gpt2.case.example())
-    wrong = ReplacePatch(torch.zeros(1, 2, 3, 4, 5))
-    with gpt2.pg.patch({"transformer.h_0.mlp.act.mul_3": wrong}):
-        for _ in range(2):
-            with pytest.raises(PatchValueError, match="mul_3"):
-                run(gpt2.pg, gpt2.case.example())
-    assert bit_equal(expected, run(gpt2.pg, gpt2.case.example())) is None
-
-
 def test_contexts_left_in_another_order_than_entered(gpt2: Capture) -> None:
     before = snapshot(gpt2.model)
     call = gpt2.case.example()
@@ -125,11 +116,7 @@ def test_generators_and_reentered_contexts(gpt2: Capture) -> None:
     assert same_state(gpt2.model, before) is None
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
+class Scaled(Submodules, linear=(3, 3)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * 2
 

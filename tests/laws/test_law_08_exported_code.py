@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpatch_notebook import GraphPatchWarning, PatchableGraph
-from graphpatch_notebook.errors import ChosenPatchError, ExportError, SessionError
+from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.export import export
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import Origin
@@ -324,7 +324,7 @@ def test_hostile_texts_are_refused_or_come_out_as_they_are(tmp_path: Path) -> No
             return
         try:
             source = export(session)
-        except ExportError as error:
+        except SessionError as error:
             refused.add(next((why for why in WHY if why in str(error)), str(error)))
             return
         tree = ast.parse(source)

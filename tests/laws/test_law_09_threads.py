@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -38,36 +37,6 @@ def patched_logits(capture: Capture, path: str | None) -> Tensor:
             return capture.pg(*call.args, **call.kwargs).logits
         with capture.pg.patch({path: AddPatch(0.5)}, strict=True):
             return capture.pg(*call.args, **call.kwargs).logits
-
-
-def test_eight_threads_each_see_their_own_patches(gpt2: Capture) -> None:
-    expected = {path: patched_logits(gpt2, path) for path in [*PATHS, None]}
-    start = threading.Barrier(8)
-    wrong: list[Any] = []
-
-    def work(number: int) -> None:
-        start.wait()
-        for step in range(25):
-            path = [*PATHS, None][(number + step) % (len(PATHS) + 1)]
-            if not torch.equal(patched_logits(gpt2, path), expected[path]):
-                wrong.append((number, step, path))
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert wrong == []
-
-
-def test_one_context_object_entered_by_many_threads(gpt2: Capture) -> None:
-    expected = patched_logits(gpt2, PATHS[0])
-    context = gpt2.pg.patch({PATHS[0]: AddPatch(0.5)})
-
-    def work(_: int) -> bool:
-        call = gpt2.case.example()
-        with torch.no_grad(), context:
-            return torch.equal(gpt2.pg(*call.args, **call.kwargs).logits, expected)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(40)))
 
 
 def test_another_thread_runs_unpatched_inside_the_block(gpt2: Capture) -> None:

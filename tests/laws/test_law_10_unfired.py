@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -9,14 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import GraphPatchWarning, PatchableGraph, PatchNotFiredError, ProbePatch, ZeroPatch
+from tests.zoo.submodules import Submodules
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.often = nn.Linear(2, 2)
-        self.seldom = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-
+class Branching(Submodules, often=(2, 2), seldom=[(2, 2), nn.ReLU]):
     def forward(self, x: Tensor, detour: bool = True) -> dict[str, Tensor]:
         x = self.often(x)
         if detour:
@@ -40,27 +37,19 @@ def test_patches_that_fire_are_not_reported(pg: PatchableGraph) -> None:
             pg(X)
 
 
-def test_an_operation_that_was_not_reached(pg: PatchableGraph) -> None:
-    with (
-        pg.patch({"bent": ZeroPatch()}),
-        pytest.warns(GraphPatchWarning, match="'bent': its module ran, but did not"),
-    ):
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("bent", "its module ran, but did not"),
+        ("seldom.sub_0.linear", "'seldom.sub_0' was not called"),
+        ("output|extra", "the dict in this run does not hold 'extra'"),
+    ],
+)
+def test_reasons(pg: PatchableGraph, path: str, why: str) -> None:
+    message = re.escape(f"{path!r}: {why}")
+    with pg.patch({path: ZeroPatch()}), pytest.warns(GraphPatchWarning, match=message):
         pg(X, detour=False)
-
-
-def test_a_module_that_was_not_called(pg: PatchableGraph) -> None:
-    with (
-        pg.patch({"seldom.sub_0.linear": ZeroPatch()}),
-        pytest.warns(GraphPatchWarning, match=r"'seldom\.sub_0\.linear': 'seldom\.sub_0' was not called"),
-    ):
-        pg(X, detour=False)
-
-
-def test_a_value_that_is_missing_in_its_container(pg: PatchableGraph) -> None:
-    with (
-        pg.patch({"output|extra": ZeroPatch()}),
-        pytest.warns(GraphPatchWarning, match=r"'output\|extra': the dict in this run does not hold 'extra'"),
-    ):
+    with pg.patch({path: ZeroPatch()}, strict=True), pytest.raises(PatchNotFiredError, match=message):
         pg(X, detour=False)
 
 
@@ -71,11 +60,6 @@ def test_all_unfired_patches_are_in_one_report(pg: PatchableGraph) -> None:
             GraphPatchWarning, match=r"2 patches never fired during this call: 'bent': .*; 'seldom\.output': "
         ),
     ):
-        pg(X, detour=False)
-
-
-def test_strict_contexts_raise(pg: PatchableGraph) -> None:
-    with pg.patch({"bent": ZeroPatch()}, strict=True), pytest.raises(PatchNotFiredError, match="'bent'"):
         pg(X, detour=False)
 
 

@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,14 @@ from tests.experiments.engine.loops import TOLERANCE, Counts, differing, numbers
 from tests.laws.captures import capture_of
 from tests.zoo import Call, case_by_name, seed_all
 from tests.zoo.case import floats, seeded
+from tests.zoo.submodules import Submodules
 
 pytestmark = pytest.mark.filterwarnings("ignore:.not fired:graphpatch_notebook.GraphPatchWarning")
 
 CELLS = 8
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.drop = nn.Dropout(0.5)
-
+class Chain(Submodules, a=(4, 4), b=(4, 4), c=(4, 4), drop=partial(nn.Dropout, 0.5)):
     def forward(self, x: Tensor) -> Tensor:
         return self.c(torch.tanh(self.b(self.drop(torch.tanh(self.a(x))))))
 
@@ -128,6 +125,10 @@ class Cells:
     def by_row(self, number: int) -> dict[str, Any]:
         return {self.path: CustomPatch(custom_op=lambda value: value * number + value.mean(1, True), by_row=True)}
 
+    def at_steps(self, number: int) -> dict[str, Any]:
+        steps = self.rng.choice([0, 1, [0, 1], slice(0, 1), slice(1, None), None])
+        return {self.path: ZeroPatch(slice=self.unit, steps=steps)}
+
     def nothing(self, number: int) -> dict[str, Any]:
         return {}
 
@@ -190,7 +191,7 @@ class Doubling(AddPatch):
         return super().op(value) * 2
 
 
-SHARING = ["plain", "position", "by_row", "nothing"]
+SHARING = ["plain", "position", "by_row", "at_steps", "nothing"]
 REUSED = ["reused_value", "reused_numpy", "reused_mask", "reused_list", "reused_patch"]
 ALONE = ["late", "across_rows", "overridden", "subclassed", "skipped", "read", "stopped"]
 
@@ -319,26 +320,6 @@ def test_a_metric_that_is_not_pure_is_noticed_by_one_warning(make_metric: Any) -
         for number in range(CELLS):
             with pg.patch(make(number)):
                 assert float(metric(call.run(pg))) == alone.values[number]
-
-
-def test_gradients_of_a_sweep_that_runs_again_are_those_of_the_loop() -> None:
-    pg, _, call = chain()
-    calls: list[int] = []
-
-    def metric(output: Tensor) -> Tensor:
-        calls.append(1)
-        return output.sum() + len(calls)
-
-    expected = []
-    for number in range(CELLS):
-        with pg.patch({"b.output": AddPatch(value=float(number))}):
-            pg(*call.args).sum().backward()
-    expected = [each.grad.clone() for each in pg.parameters()]
-    pg._module.zero_grad()
-    with pytest.warns(GraphPatchWarning, match="experiment]"):
-        swept(pg, lambda number: {"b.output": AddPatch(value=float(number))}, call, metric, backward=True)
-    for each, gradient in zip(pg.parameters(), expected, strict=True):
-        assert torch.allclose(each.grad, gradient, 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("count", [3, 9])

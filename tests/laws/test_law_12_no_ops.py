@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from tests.laws.captures import (
     without_recomputing,
 )
 from tests.zoo import CASES, Case, case_by_name, is_of_a_kind_of_its_own
+from tests.zoo.submodules import Submodules
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.aliased view:graphpatch_notebook.GraphPatchWarning",
@@ -255,13 +257,8 @@ def test_steps_and_positions_of_other_steps_are_not_errors_nor_are_their_slices(
 # -- experiments and options -------------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
+class Attention(Submodules, up=(5, 64), down=(64, 2)):
     """Swallows what it is given by keyword."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(5, 64)
-        self.down = nn.Linear(64, 2)
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         return self.down(self.up(x))
@@ -286,3 +283,106 @@ def test_fields_of_patches_are_not_swallowed(name: str) -> None:
             pg.record("up.output", x, **{name: 1})
         with pytest.raises(ExperimentError, match=f"sweep has no {name}="):
             pg.sweep({"c": [0]}, lambda c: {"output": ZeroPatch()}, x, metric=torch.sum, **{name: 1})
+
+
+class Cube(nn.Module):
+    """All sizes are the same, so that any dimension of a value could be taken for any other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = x * 2
+        return doubled + 1
+
+
+CUBE = torch.arange(27.0).reshape(3, 3, 3)
+PARTS = [
+    None, 1, (slice(None), 0), (..., 2), (0, ..., 1), slice(1, None), (..., slice(1, 3)), [0, 2], (..., [0, 2]),
+    (slice(None), [0, 1, 2]), (None, ...), (None, 0), (0, [1, 2]), torch.ones(3, 3, dtype=torch.bool),
+    (..., torch.tensor([True, False, True])), ([0, 1, 2], [2, 1, 0]),
+]  # fmt: skip
+VALUE_SHAPES = [
+    shape for rank in range(5) for shape in itertools.product((1, 2, 3), repeat=rank) if rank < 3 or 2 not in shape
+]
+
+
+@pytest.mark.parametrize("index", PARTS, ids=str)
+@pytest.mark.parametrize("kind", [ReplacePatch, AddPatch, FromPatch, CustomPatch])
+def test_a_value_of_other_dimensions_is_an_error_if_it_could_mean_other_dimensions(kind: Any, index: Any) -> None:
+    """What runs equals torch's writing of a value with all dimensions; a value with fewer that runs is one vector along
+    the last dimension of the patched tensor. Errors of values that are known come before anything runs.
+    """
+    pg = PatchableGraph(model := Cube(), CUBE)
+    part = torch.zeros(3, 3, 3)[... if index is None else index]
+    runs = 0
+    for shape in VALUE_SHAPES:
+        value = torch.rand(shape)
+        patch: Patch[Any]
+        if kind in (ReplacePatch, AddPatch):
+            patch = kind(value=value, slice=index)
+        elif kind is FromPatch:
+            patch = FromPatch("x", lambda _, value=value: value, slice=index)
+        elif index is None:
+            continue
+        else:
+            patch = CustomPatch(custom_op=lambda _, value=value: value, slice=index)
+        try:
+            more = max(0, value.dim() - part.dim())
+            broadcast = value.reshape(shape[more:]).broadcast_to(part.shape)
+        except RuntimeError:
+            broadcast = None
+        last = torch.arange(3.0).expand(3, 3, 3)[... if index is None else index]
+        has_last = len(last.unique()) > 1 and bool((last == last.reshape(-1, last.shape[-1])[0]).all())
+        is_vector = value.numel() == 1 or (has_last and value.numel() == shape[-1])
+        try:
+            with pg.patch({"doubled": patch}):
+                got = pg(CUBE)
+        except (GraphPatchError, RuntimeError):
+            assert broadcast is None or more or (value.dim() < part.dim() and not is_vector), (shape, index)
+            if kind in (ReplacePatch, AddPatch) and value.dim() != part.dim() and not is_vector:
+                with nothing_runs(model), pytest.raises(PatchMapError, match="'doubled'"), pg.patch({"doubled": patch}):
+                    pass
+            continue
+        runs += 1
+        assert broadcast is not None
+        assert value.dim() == part.dim() or is_vector, (shape, index)
+        want = CUBE * 2
+        if kind is AddPatch:
+            want[... if index is None else index] += broadcast
+        else:
+            want[... if index is None else index] = broadcast
+        assert torch.equal(got, want + 1)
+    assert runs or index is None
+
+
+def test_a_source_of_other_dimensions_is_an_error_before_anything_runs() -> None:
+    class Sums(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            total = x.sum(0)
+            return x * total
+
+    pg = PatchableGraph(model := Sums(), CUBE)
+    with (
+        nothing_runs(model),
+        pytest.raises(PatchMapError, match="'mul'.*FromPatch"),
+        pg.patch({"mul": FromPatch("total")}),
+    ):
+        pass
+    with pg.patch({"mul": FromPatch("total", slice=1)}):
+        assert torch.equal(pg(CUBE)[1], CUBE.sum(0))
+
+
+class Filled(nn.Module):
+    """Writes into a tensor of which it has a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        full = x * 1
+        view = full[:1]
+        full.add_(1)
+        return view * 2
+
+
+@pytest.mark.parametrize("as_graph", [False, True])
+def test_what_selects_nothing_leaves_the_value_itself(as_graph: bool) -> None:
+    x = torch.ones(2, 3)
+    pg = PatchableGraph(Filled(), x)
+    with pg.patch({"view": ZeroPatch(slice=slice(0, 0), allow_empty=True)}):
+        assert torch.equal((pg.to_fx((x,)) if as_graph else pg)(x), torch.full((1, 3), 4.0))

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from graphpatch_notebook import GraphError, PatchableGraph, ZeroPatch
 from graphpatch_notebook.experiments import attribute, composition_scores, logit_lens, record_to
-from tests.laws.captures import capture_of, some_cases
+from tests.laws.captures import capture_of, some_cases, without_recomputing
 from tests.zoo import Case
 
 # What their code does on meta tensors differs, whoever runs it.
@@ -41,7 +42,7 @@ IDS = torch.arange(6)[None]
 def test_names_shapes_and_dtypes_are_those_of_the_model_with_weights(case: Case) -> None:
     expected = _values(capture_of(case).pg)
     model, call = case.build().to("meta"), case.example()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, without_recomputing(case):
         warnings.simplefilter("always")
         found = _values(PatchableGraph(model, *call.args, **call.kwargs))
     if any("as if they were 0" in str(each.message) for each in caught):
@@ -125,3 +126,19 @@ def _zeroed(layer: int) -> dict[str, ZeroPatch]:
 
 def _first_logit(output: Any) -> Any:
     return output.logits[0, -1, 0]
+
+
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["SiglipVision", "Dinov2"])
+def test_models_whose_initialization_reads_values(kind: str) -> None:
+    """They draw from a truncated normal distribution until all values are in range."""
+    config, model_class = getattr(transformers, f"{kind}Config")(**VISION), getattr(transformers, f"{kind}Model")
+    pixels = torch.zeros(1, 3, 56, 56)
+    with torch.no_grad():
+        expected = _values(PatchableGraph(model_class(config).eval(), pixels))
+    assert _values(PatchableGraph.from_config(config, pixels, model_class=model_class)) == expected

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import ExtractionOptions, PatchableGraph
+from tests.zoo.submodules import Submodules, copies
 
 KEYS = [
     "plain",
@@ -25,14 +28,9 @@ KEYS = [
 ]
 
 
-class Hostile(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
-        self.norm = nn.BatchNorm1d(2)
-        self.skipped = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        self.never = nn.Linear(2, 2)
-
+class Hostile(
+    Submodules, blocks=copies((2, 2), 3), norm=partial(nn.BatchNorm1d, 2), skipped=[(2, 3), nn.ReLU], never=(2, 2)
+):
     def forward(self, x: Tensor, scale: float = 2.0, mask: Tensor | None = None) -> dict[str, object]:
         for block in self.blocks:
             x = torch.relu(block(x)) * scale

@@ -15,16 +15,13 @@ import IPython
 import torch
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
-from torch import Tensor, nn
+from torch import Tensor
 from traitlets.config import Config
 
+from tests.zoo.submodules import Submodules
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 2)
 
+class Mlp(Submodules, seed=0, up=(4, 8), down=(8, 2)):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.relu(self.up(x))
         return self.down(hidden * 2)

@@ -7,9 +7,9 @@ import torch
 from IPython.core.completer import provisionalcompleter
 
 from graphpatch_notebook import GraphPatchWarning, ProbePatch, ZeroPatch
-from graphpatch_notebook.notebook.browser.skeleton import Skeleton
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.views.skeleton import Skeleton
 
 MODELS = """
 import torch
@@ -76,24 +76,13 @@ def test_loops_and_completion(models):
     assert "there are 3 layers" in str(models.ok("%graphpatch find layers[3].mlp_out").value)
 
 
-def test_refusals(models):
-    assert "there are 4 heads" in models.refused("%graphpatch zero layers[0].attn.heads[7].z")
-    assert "there are 3 layers" in models.refused("%graphpatch zero layers[3].mlp_out")
-    assert "nearest: 'layers[0].mlp_out'" in models.refused("%graphpatch zero layers[0].mpl_out")
-    assert "layers[{i}].mlp_out" in models.refused("%graphpatch zero layers[*].mlp_out")
-    models.ok("%graphpatch use other")
-    # What Python calls an item of a list of modules is still understood.
-    meant = "did you mean 'model.layers_1.mlp.output'?"
-    assert meant in models.refused("%graphpatch zero model.layers[1].mlp.output")
-
-
 def test_a_session_of_one_model_loads_on_another(models, tmp_path):
     models.ok("%graphpatch zero layers[1].attn.heads[2].z[:, -1]")
     models.ok("%graphpatch add layers[0].mlp_out 0.5 --positions 3")
     models.ok("%graphpatch zero layers[2].mlp_out")
     models.ok(f"%graphpatch save {tmp_path}/session.json")
     models.ok("%graphpatch use other")
-    with pytest.warns(GraphPatchWarning, match="there are 2 layers"):
+    with pytest.warns(GraphPatchWarning, match=r"layers\[2\].mlp_out"):
         ran = models.ok(f"%graphpatch load {tmp_path}/session.json")
     assert "loaded 2 patches" in ran.out
     assert "layers[1].attn.heads[2].z is model.layers_1.self_attn.attn_output here" in ran.out

@@ -55,14 +55,6 @@ def test_unloading_leaves_ipython_as_it_was(plain_shell: Shell, names: list[str]
     assert "not found" in shell.refused("%%graphpatch\n1")
 
 
-def test_a_magic_of_the_same_name_comes_back(plain_shell: Shell) -> None:
-    plain_shell.ok("get_ipython().register_magic_function(lambda line: 'mine', 'line', 'graphpatch')")
-    plain_shell.ok("%load_ext graphpatch_notebook")
-    assert plain_shell.ok("%graphpatch").value != "mine"
-    plain_shell.ok("%unload_ext graphpatch_notebook")
-    assert plain_shell.ok("%graphpatch").value == "mine"
-
-
 FIRST_USES = [
     'assert "zero" in completed("%graphpatch ze")',
     'assert completed("pg.graph.hi") == {"hidden"}',
@@ -124,5 +116,6 @@ def test_loading_imports_little_and_the_rest_at_its_first_use() -> None:
         "magics.cells",
         "messages",
         "session",
-        "session.patch_kinds",
+        "session.chosen_patch",
+        "session.expressions",
     }

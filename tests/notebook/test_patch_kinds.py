@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -14,16 +14,12 @@ import torch
 from IPython.core.completer import provisionalcompleter
 from torch import Tensor
 
-from graphpatch_notebook import Patch, ZeroPatch
-from graphpatch_notebook.errors import ChosenPatchError
+from graphpatch_notebook import Patch
 from graphpatch_notebook.notebook import PATCH_KINDS, PatchKind, PatchValue, register_patch_kind
-from graphpatch_notebook.notebook.export import export
-from graphpatch_notebook.notebook.run.runs import Runs
-from graphpatch_notebook.notebook.session import session_file
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.runs import Runs
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.requests import HANDLERS, RequestContext, answer
+from graphpatch_notebook.notebook.views.linked import HANDLERS, RequestContext, answer
 from tests.notebook.shells import Shell
 
 FRONT_END = Path(__file__).parents[2] / "js" / "tests" / "fixtures" / "patch_kinds.json"
@@ -94,48 +90,6 @@ def test_it_has_help_and_completion(pg: Shell) -> None:
             assert completed in [one.text for one in pg.ip.Completer.completions(line, len(line))]
 
 
-def test_it_is_in_session_files(pg: Shell, tmp_path: Path) -> None:
-    session = session_of(pg.namespace["pg"])
-    chosen = [ChosenPatch("down.output", "scale", value="0.5"), ChosenPatch("up.output", "flip")]
-    session.extend(chosen)
-    session_file.save(session, tmp_path / "session.json")
-    session.clear()
-    assert [str(patch) for patch in session_file.load(session, tmp_path / "session.json")] == [*map(str, chosen)]
-    del PATCH_KINDS["flip"]
-    try:
-        with pytest.raises(ChosenPatchError, match="unknown kind 'flip'"):
-            ChosenPatch("up.output", "flip")
-    finally:
-        register_patch_kind(PatchKind("flip", FlipPatch, "turns the value around"))
-
-
-def test_it_is_exported(pg: Shell) -> None:
-    session = session_of(pg.namespace["pg"])
-    session.add(ChosenPatch("down.output", "scale", value="0.5"))
-    source = export(session)
-    assert f"from {__name__} import ScalePatch\n" in source
-    found = {name: pg.namespace[name] for name in ("pg", "model", "x")}
-    exec(source, found)
-    assert torch.equal(found["output"], expected(pg))
-
-
-def test_a_value_of_the_same_run_is_copied_by_its_path(pg: Shell, tmp_path: Path) -> None:
-    pg.ok("%graphpatch copy_from down.input up.output")
-    session, (model, x) = session_of(pg.namespace["pg"]), (pg.namespace["model"], pg.namespace["x"])
-    by_hand = model.down(model.up(x))
-    assert torch.equal(pg.ok("%%graphpatch\npg(x)").value, by_hand)
-    assert not torch.equal(by_hand, model(x))
-    session_file.save(session, tmp_path / "session.json")
-    (loaded,) = session_file.load(session, tmp_path / "session.json")
-    assert str(loaded) == "copy_from down.input 'up.output'"
-    found = {name: pg.namespace[name] for name in ("pg", "model", "x")}
-    exec(export(session), found)
-    assert torch.equal(found["output"], by_hand)
-    session.clear()
-    pg.ok('%graphpatch copy_from up.output "down.output"')
-    assert "'down.output', which does not come before" in str(pg.run("%%graphpatch\npg(x)").error)
-
-
 def test_it_is_in_the_editor(pg: Shell) -> None:
     graph = pg.namespace["pg"]
     session, workspace = session_of(graph), Workspace(lambda: pg.namespace, print)
@@ -167,22 +121,3 @@ def test_it_is_in_the_editor(pg: Shell) -> None:
 def test_the_tests_of_the_front_end_have_the_kinds_of_the_kernel() -> None:
     known = json.loads(FRONT_END.read_text("utf8"))
     assert known == [msgspec.to_builtins(kind.message()) for kind in PATCH_KINDS.values()][:-2]
-
-
-@pytest.mark.parametrize("name", ["zero", "save", "help"])
-def test_names_of_commands_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"has a command '{name}' already"):
-        register_patch_kind(PatchKind(name, FlipPatch, "turns the value around"))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"name": "two words"}, "must be an identifier"),
-        ({"value": PatchValue("size", "a number", "2")}, "ZeroPatch has no field 'size'"),
-        ({"value": PatchValue("slice", "a number", "2"), "keeps": "slice"}, "takes a value or keeps one"),
-    ],
-)
-def test_mistakes_of_an_entry(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PatchKind(**{"name": "one", "patch": ZeroPatch, "summary": "sets the value to zero", **fields})

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook.patching.comparison import compared, run_and_compare
+from graphpatch_notebook.patching.model_state import compared
 from tests.zoo.values import same_state, snapshot
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -100,30 +100,3 @@ def test_comparisons_have_these_outcomes(
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.is_grad_enabled()
     assert PLACE.get() == 0
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("is_first", [True, False])
-def test_nothing_is_left_of_interrupted_runs(error: type[BaseException], is_first: bool) -> None:
-    def raises(x: Tensor) -> Tensor:
-        adds(x)
-        raise error
-
-    before, random = snapshot(MODEL), torch.get_rng_state()
-    runs = (raises, adds) if is_first else (adds, raises)
-    if error is ValueError and not is_first:
-        assert compared(MODEL, *runs, (X,), {}).status == "differing"
-    else:
-        with pytest.raises(error):
-            compared(MODEL, *runs, (X,), {})
-    assert same_state(MODEL, before) is None
-    assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_the_first_run_may_be_the_one_that_counts() -> None:
-    before, given = int(MODEL.count), X.clone()
-    result, comparison = run_and_compare(MODEL, writes, writes, (given,), {})
-    assert (result, comparison.is_equal, float(given.abs().sum())) == (1, True, 0.0)
-    result, comparison = run_and_compare(MODEL, adds, fails, (X,), {})
-    assert comparison.status == "differing"
-    assert int(MODEL.count) == before + 1

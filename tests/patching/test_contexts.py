@@ -6,7 +6,7 @@ import contextvars
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,12 +22,12 @@ from graphpatch_notebook import (
     PatchableGraph,
     ProbePatch,
     RecordPatch,
-    ReplacePatch,
     ZeroPatch,
 )
 from graphpatch_notebook.errors import GraphPatchError
 from tests.zoo import case_by_name
 from tests.zoo.case import tokens
+from tests.zoo.submodules import Submodules
 from tests.zoo.transformers_models import with_cache
 
 X = torch.linspace(-1, 1, 6).view(2, 3)
@@ -54,17 +54,6 @@ def pg() -> PatchableGraph:
     return PatchableGraph(Stack(), X)
 
 
-@pytest.fixture(autouse=True)
-def no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", ".*torch.cpu.amp.autocast", FutureWarning)  # of torch 2.4, by its own code
-        yield
-
-
-PATCHES = {"mul": AddPatch(1.0), "first.output": ReplacePatch(0.5, slice=0), "last.bias": ZeroPatch()}
-
-
 # -- told after each call ----------------------------------------------------------------------------------------------
 
 
@@ -83,36 +72,6 @@ def test_after_call_runs_after_each_call_with_its_results(pg: PatchableGraph) ->
     assert [thread for _, thread in told] == [threading.current_thread()] * 2
     assert torch.equal(told[0][0], torch.relu(pg._module.first(X)) * 2)
     assert torch.equal(told[1][0], torch.relu(pg._module.first(X * 2)) * 2)
-
-
-def test_after_call_runs_for_blocks_around_it_and_once_for_a_method_or_a_call_inside_a_call(pg: PatchableGraph) -> None:
-    told: list[str] = []
-    outer, inner = pg.patch({"first.output": ZeroPatch()}), pg.patch({"x": ZeroPatch()})
-    outer.after_call, inner.after_call = (lambda: told.append("outer")), (lambda: told.append("inner"))
-
-    def call_again() -> None:
-        pg._module.between = None
-        pg(X)
-
-    with outer:
-        with inner:
-            pg(X)
-        with pg.patch({}):
-            pg(X)
-        assert told == ["outer", "inner", "outer"]
-        pg._module.between = call_again
-        pg(X)
-        pg.both(X)
-    assert told[3:] == ["outer"] * 2
-
-
-def test_calling_both_is_a_comparison_and_does_not_warn(pg: PatchableGraph) -> None:
-    with pg.patch(PATCHES):
-        with pg.patch({"hidden": ZeroPatch()}):
-            pg(X)
-        pg._module(X)  # the warning of a block without a call of the graph is an error here
-    with pg.patch({}), pg.patch(PATCHES).quiet():
-        pg._module(X)
 
 
 # -- contexts that were left -------------------------------------------------------------------------------------------
@@ -155,11 +114,7 @@ def test_recomputation_after_the_block_takes_no_patches(pg: PatchableGraph) -> N
     assert torch.equal(found, expected)
 
 
-class Recomputed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
+class Recomputed(Submodules, linear=(3, 3)):
     def forward(self, x: Tensor, times: int = 1) -> Any:
         for _ in range(times):
             x = checkpoint(self.linear, x, use_reentrant=False)
@@ -179,61 +134,6 @@ def test_a_recomputation_that_may_be_of_another_call_is_an_error(times: int) -> 
         loss = pg(x, times).sum()
         with pytest.raises(GraphPatchError, match="it is ambiguous for which call"):
             loss.backward()
-
-
-# -- patched tensors of a module that is called, too -------------------------------------------------------------------
-
-
-class Reader(nn.Module):
-    """Reads a parameter of a module that it calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child(x * self.child.weight.sum())
-
-
-@pytest.mark.parametrize("has_hook", [False, True])
-def test_a_tensor_of_a_child_is_patched_together_with_the_boundary_of_the_child(has_hook: bool) -> None:
-    model = Reader()
-    if has_hook:
-        model.child.register_forward_hook(lambda module, args, output: output * 2 + args[0])
-    pg = PatchableGraph(model, X)
-    patches = {"child_weight": AddPatch(1.0), "child.input": AddPatch(0.5), "child.output": AddPatch(0.25)}
-    assert set(patches) <= set(pg.nodes)
-    with pg.patch(patches, strict=True):
-        found = pg(X)
-    given = X * (model.child.weight + 1).sum() + 0.5
-    returned = nn.functional.linear(given, model.child.weight, model.child.bias)
-    expected = (returned * 2 + given if has_hook else returned) + 0.25
-    assert torch.equal(found, expected)
-
-
-class Changing(nn.Linear):
-    count, old = 0, 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count, self.new = self.count + 1, len(x)
-        self.__dict__.pop("old", None)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("path", ["child_weight", "child.weight"])
-def test_what_a_forward_changes_in_its_module_is_kept_where_its_weight_is_patched(path: str) -> None:
-    model = Reader()
-    model.child = Changing(3, 3)
-    pg = PatchableGraph(model, X)
-    model.child.old, model.child.count = 2.0, 0
-    del model.child.new
-    with pg.patch({path: AddPatch(1.0)}, strict=True):
-        pg(X)
-    assert {name: vars(model.child).get(name) for name in ("count", "new", "old")} == {
-        "count": 1,
-        "new": 2,
-        "old": None,
-    }
 
 
 # -- functions in patches that call the model --------------------------------------------------------------------------
@@ -308,3 +208,27 @@ def test_blocks_one_after_the_other_in_a_block_count_on() -> None:
                 output = pg(tokens(1, 4 if past is None else 1), use_cache=True, **with_cache(pg._module, past))
             counts.append(len(record.activations))
     assert counts == [0, 0, 1, 1]
+
+
+def test_patches_in_several_calls_of_a_module_that_calls_other_parts_in_each() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.once, self.twice = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, is_first: bool) -> Tensor:
+            return self.once(x) if is_first else self.twice(x)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Part()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x, True) + self.part(x, False) + self.part(x, False)
+
+    model, x = Whole(), torch.ones(2, 3)
+    pg, part = PatchableGraph(model, x), model.part
+    patches = {"part_0.once.linear": AddPatch(value=1.0), "part_2.twice.output": ZeroPatch()}
+    with pg.patch(patches, strict=True):
+        assert torch.equal(pg(x), part.once(x) + 1.0 + part.twice(x) + 0.0)

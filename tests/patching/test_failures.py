@@ -18,10 +18,9 @@ from graphpatch_notebook import (
     Patch,
     PatchableGraph,
     PatchValueError,
-    ProbePatch,
     ZeroPatch,
 )
-from tests.tiny_models import gpt2
+from tests.zoo.submodules import Submodules
 
 X = torch.ones(2, 3)
 
@@ -40,11 +39,7 @@ def join(x: Tensor, y: Tensor) -> Tensor:
     return x + y
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
+class Inner(Submodules, linear=(3, 3)):
     def forward(self, x: Tensor, limit: int = 9) -> Tensor:
         hidden = torch.relu(x)
         if hidden.dim() > limit:
@@ -52,13 +47,8 @@ class Inner(nn.Module):
         return self.linear(hidden) + 1
 
 
-class Outer(nn.Module):
+class Outer(Submodules, inner=Inner, cell=(3, 3)):
     """Every place where something can go wrong, below a value (`start`) that a patch can break."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Inner()
-        self.cell = nn.Linear(3, 3)
 
     def forward(self, x: Tensor, way: str = "all", other: Tensor = X) -> Tensor:
         start = x * 1
@@ -137,12 +127,6 @@ def test_the_node_is_found_in_frames_without_patches(pg: PatchableGraph, patches
     assert note.endswith(f"patched before: {next(iter(patches))!r} (CustomPatch)")
 
 
-def test_the_call_of_an_autograd_function_is_the_node(pg: PatchableGraph) -> None:
-    note = run_broken(pg, BREAK_OP, X, "apply")
-    assert "raised by 'start_1' (Double)" in note
-    assert "arguments: Tensor(4, 5), Tensor(2, 3)" in note
-
-
 def test_errors_of_the_users_own(pg: PatchableGraph) -> None:
     with pg.patch({"start": ZeroPatch()}), pytest.raises(ValueError, match="too deep") as caught:
         pg(X, "user")
@@ -181,27 +165,6 @@ def test_a_function_that_returns_nothing(patch: Patch[Tensor]) -> None:
         assert pg(X) is None
 
 
-def test_in_gpt2() -> None:
-    ids = torch.tensor([[1, 2, 3]])
-    pg = PatchableGraph(gpt2(width=8, vocabulary=11, n_positions=16), ids)
-    narrow = CustomPatch(lambda value: value[..., :5], any_shape=True)
-    note = run_broken(pg, {"transformer.h_1.mlp.c_fc.output": narrow}, ids)
-    assert "raised by 'transformer.h_1.mlp.c_proj.x_1' (addmm)" in note
-    assert "x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)" in note
-    assert "arguments at capture: Tensor(8), Tensor(3, 32), Tensor(32, 8)" in note
-    assert "variables there: x=Tensor(1, 3, 5)" in note
-    note = run_broken(pg, {"transformer.h_1.mlp.act.mul_3": narrow, "transformer.h_1.ln_1.input": ProbePatch()}, ids)
-    assert "raised by 'transformer.h_1.mlp.c_proj.x_1' (addmm)" in note
-    note = run_broken(
-        pg, {"transformer.h_0.ln_1.output": CustomPatch(lambda value: value[0], any_shape=True)}, ids, kind=IndexError
-    )
-    assert "raised by 'transformer.h_0.attn.split' (split)" in note
-    assert "Tensor(1, 3, 24), 8, dim=2" in note
-    assert note.endswith("patched before: 'transformer.h_0.ln_1.output' (CustomPatch)")
-    with pg.patch({"transformer.h_1.mlp.c_fc.output": narrow}):
-        assert "h_1.mlp.c_proj" in failure(lambda: pg.generate(ids, max_new_tokens=2, do_sample=False))
-
-
 @pytest.mark.parametrize("path", ["sub_0.linear", "sub_0.output", "output", "input", "sub_1.input", "sub_0.weight"])
 def test_frames_of_the_engine_are_hidden_from_tracebacks(path: str) -> None:
     """What stands between the user's code and the model's says nothing to a user, and most would be of it."""
@@ -218,3 +181,34 @@ def test_frames_of_the_engine_are_hidden_from_tracebacks(path: str) -> None:
     ours = [frame for frame in frames if frame.f_code.co_filename.startswith(own)]
     assert len(ours) > 3
     assert [f.f_code.co_name for f in ours if not f.f_locals.get("__tracebackhide__")] == []
+
+
+class Scaled(nn.Module):
+    """Operators between tensors of one class, and of two, where Python tries both operands' operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.scale
+        return scaled + x
+
+
+@pytest.mark.parametrize("path", ["scaled", "add"])
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_type_error_of_a_patch_on_an_operator_is_raised(path: str, times: int) -> None:
+    """Torch takes it for an unknown operand: the model went on by the reflected operator, without the patch."""
+    left, cause = [None] * times, KeyError("cause")
+
+    def failing(value: Tensor) -> Tensor:
+        if left:
+            left.pop()
+            raise TypeError("of the user's") from cause
+        return value
+
+    pg = PatchableGraph(Scaled(), X)
+    with pytest.raises(TypeError, match="of the user's") as caught, pg.patch({path: CustomPatch(failing)}):
+        pg(X)
+    assert caught.value.__cause__ is cause
+    assert path in "".join(caught.value.__notes__)

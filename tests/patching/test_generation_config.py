@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import CompileConfig, GenerationConfig
 
-from graphpatch_notebook import ExtractionOptions, PatchableGraph, RecordPatch, ZeroPatch
+from graphpatch_notebook import PatchableGraph
 from tests.zoo import CASES
 from tests.zoo.case import tokens
 
 IDS = tokens(2, 5).clamp(min=3)
-PATH = "transformer.h_0.mlp.output"
 
 
 def build() -> Any:
@@ -35,14 +34,6 @@ def pg(model: Any) -> PatchableGraph:
     return PatchableGraph(model, IDS)
 
 
-def test_a_change_is_its_own(model: Any, pg: PatchableGraph) -> None:
-    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 3
-    assert model.generation_config.max_new_tokens == 5
-    assert pg.generate(IDS).shape == (2, 8)
-    assert model.generate(IDS).shape == (2, 10)
-    assert torch.equal(pg.generate(IDS), model.generate(IDS)[:, :8])
-
-
 def test_another_config_as_if_it_were_the_models(model: Any, pg: PatchableGraph) -> None:
     """Also what it leaves open: nothing of the model's own config comes in."""
     config = GenerationConfig(max_new_tokens=4, do_sample=True, temperature=2.0)
@@ -54,24 +45,6 @@ def test_another_config_as_if_it_were_the_models(model: Any, pg: PatchableGraph)
     other.generation_config = copy.deepcopy(config)
     torch.manual_seed(0)
     assert torch.equal(other.generate(IDS), found)
-
-
-def test_the_models_own_if_asked(model: Any) -> None:
-    pg = PatchableGraph(model, ExtractionOptions(copy_transformers_generation_config=False), IDS)
-    assert pg.generation_config is model.generation_config
-    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 2
-    assert model.generate(IDS).shape == pg.generate(IDS).shape == (2, 7)
-
-
-def test_patches_and_steps_with_a_config_of_its_own_and_arguments_first(model: Any, pg: PatchableGraph) -> None:
-    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 3
-    record = RecordPatch(steps="decoding")
-    with pg.patch({PATH: [ZeroPatch(), record]}):
-        found = pg.generate(IDS)
-    with model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: torch.zeros_like(output)):
-        assert torch.equal(found, model.generate(IDS)[:, :8])
-    assert len(record.activations) == 2
-    assert pg.generate(IDS, max_new_tokens=4, min_new_tokens=4).shape == (2, 9)
 
 
 def test_the_model_is_left_as_it_was(model: Any, pg: PatchableGraph) -> None:

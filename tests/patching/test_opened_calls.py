@@ -21,10 +21,10 @@ from graphpatch_notebook import (
 )
 from tests.zoo import installed
 from tests.zoo.case import floats, seeded
+from tests.zoo.submodules import Submodules
 
 SDPA = ExtractionOptions()
 CLOSED = ExtractionOptions(decompose=[])
-INTO_GRAPHS = ExtractionOptions(decompose=["scaled_dot_product_attention"])
 BOTH = ExtractionOptions(decompose=[F.scaled_dot_product_attention, F.multi_head_attention_forward])
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 STEPS = ["scores", "pattern"]
@@ -51,12 +51,8 @@ def without_head_1(pattern: Tensor) -> Tensor:
 HEAD_1 = (slice(None), 1)
 
 
-class Twice(nn.Module):
+class Twice(Submodules, linear=(8, 8)):
     """Two calls through one helper, then a loop over one call site."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, rounds: int = 3) -> tuple[Tensor, ...]:
         hidden = self.linear(x)
@@ -84,18 +80,6 @@ def steps(pg: PatchableGraph, name: str) -> list[str]:
     return [path for path in pg.nodes if path.rsplit(".", 1)[-1].startswith(name)]
 
 
-def test_each_call_has_its_own_steps(twice: Twice) -> None:
-    pg = PatchableGraph(twice, SDPA, X)
-    for name in STEPS:
-        assert len(steps(pg, name)) == 5
-    assert pg.nodes["pattern"].shape == (2, 2, 5, 5)
-    lines = [line.text for line in pg.nodes["pattern_1"].source_lines]
-    assert lines[0] == "first, second = attend(hidden), attend(hidden * 2)"
-    assert lines[1].startswith("return F.scaled_dot_product_attention(heads")
-    assert lines[2].startswith("pattern = ")
-    assert len(lines) == 3
-
-
 @pytest.mark.parametrize("position", range(5))
 def test_only_the_patched_call_is_opened(twice: Twice, position: int) -> None:
     """Each call is told from the others, through the helper and in the loop; the others stay fused, bit for bit."""
@@ -116,27 +100,6 @@ def test_only_the_patched_call_is_opened(twice: Twice, position: int) -> None:
 def inner(pg: PatchableGraph) -> set[str]:
     """The steps inside: what is not there without the option."""
     return set(pg.nodes) - set(PatchableGraph(pg._module, CLOSED, X).nodes)
-
-
-def test_gradients_flow_through_patched_steps(twice: Twice) -> None:
-    pg = PatchableGraph(twice, SDPA, X)
-    weights = floats(2, 5, 8, seed=3)
-    with pg.patch({"pattern_2": ZeroPatch(slice=HEAD_1)}):
-        loss = (pg(X)[2] * weights).sum()
-    found = torch.autograd.grad(loss, list(twice.parameters()))
-    by_hand = (twice.by_hand(X, 2, without_head_1) * weights).sum()
-    expected = torch.autograd.grad(by_hand, list(twice.parameters()))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-MASK = (floats(5, 5) > 0) | torch.eye(5, dtype=torch.bool)
-LOWER = torch.ones(5, 5, dtype=torch.bool).tril()
-MASKED: dict[str, tuple[dict[str, Any], Tensor]] = {
-    "none": ({}, torch.zeros(5, 5)),
-    "bool": ({"mask": MASK}, torch.zeros(5, 5).masked_fill(~MASK, -math.inf)),
-    "float": ({"mask": floats(5, 5, seed=2)}, floats(5, 5, seed=2)),
-    "causal": ({"is_causal": True}, torch.zeros(5, 5).masked_fill(~LOWER, -math.inf)),
-}
 
 
 # -- torch's own modules -----------------------------------------------------------------------------------------------

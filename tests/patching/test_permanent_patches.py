@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
-    GraphPatchError,
     GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
@@ -23,7 +22,6 @@ from graphpatch_notebook import (
 )
 from graphpatch_notebook.experiments import attribute
 from tests.tiny_models import gpt2
-from tests.zoo.transformers_models import with_cache
 
 IDS = torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
 MLP, STREAM = "transformer.h_1.mlp.output", "transformer.h_0.output"
@@ -91,27 +89,6 @@ def test_contexts_and_experiments_come_after_permanent_patches(pg: PatchableGrap
             expected = attribute(pg, last, clean=IDS[:1], corrupted=IDS[1:], paths=[STREAM])
     assert swept.values.tolist() == looped.values.tolist()
     assert scores.values.tolist() == expected.values.tolist()
-
-
-def test_steps_are_counted_over_direct_calls_in_a_block(pg: PatchableGraph) -> None:
-    steps = {MLP: AddPatch(1.0, steps=[1, 2])}
-    edited = pg.edit(steps)
-
-    def decode(graph: PatchableGraph) -> list[Tensor]:
-        first = graph(IDS, use_cache=True)
-        second = graph(IDS[:, :1], **with_cache(graph._module, first.past_key_values), use_cache=True)
-        third = graph(IDS[:, :1], **with_cache(graph._module, second.past_key_values), use_cache=True)
-        fourth = graph(IDS[:, :1], **with_cache(graph._module, third.past_key_values), use_cache=True)
-        return [first.logits, second.logits, third.logits, fourth.logits]
-
-    with pg.patch(steps):
-        expected = decode(pg)
-    for _ in range(2):
-        with edited.patch({}):
-            assert all(map(torch.equal, decode(edited), expected))
-    with pytest.warns(GraphPatchWarning, match="not fired]"), pytest.raises(GraphPatchError, match="block"):
-        decode(edited)
-    assert all(not torch.equal(*pair) for pair in zip(decode(pg)[1:3], expected[1:3], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,22 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import (
     AddPatch,
+    CustomPatch,
+    FromPatch,
     PatchableGraph,
     PatchMapError,
     PatchValueError,
     ProbePatch,
     RecordPatch,
+    ReplacePatch,
+    SplicePatch,
     ZeroPatch,
 )
 from graphpatch_notebook.patchable_graph import captured
 from tests.tiny_models import gpt2
 from tests.zoo import CASES
 from tests.zoo.case import tokens
+from tests.zoo.submodules import Submodules
 
 LENGTH = 7
 ENDS = [3, 5, 2]
@@ -88,35 +94,6 @@ def test_reading_gives_the_positions_of_each_row(pg: PatchableGraph, path: str) 
         assert torch.equal(read.select(batch, row), expected)
 
 
-def test_a_generation_has_them_at_the_step_that_computes_them(pg: PatchableGraph) -> None:
-    late = [[LENGTH], [LENGTH + 1], [1]]
-    probe = RecordPatch()
-    patches = {MLP: [AddPatch(value=7.0, positions=late), probe]}
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
-    with pg.patch(patches):
-        with_cache = pg.generate(INPUTS.clamp(min=3), **options)
-    plain: list[Tensor] = []
-
-    def add(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        first = sum(value.shape[1] for value in plain)
-        output = output.clone()
-        for row, (position,) in enumerate(late):
-            if first <= position < first + output.shape[1]:
-                output[row, position - first] += 7
-        plain.append(output)
-        return output
-
-    with layer(pg, 0).register_forward_hook(add):
-        by_hand = captured(pg).module.generate(INPUTS.clamp(min=3), **options)
-    assert torch.equal(with_cache, by_hand)
-    assert all(map(torch.equal, probe.activations, plain))
-    with (
-        pytest.raises(PatchValueError, match="different numbers of the positions"),
-        pg.patch({MLP: ProbePatch(positions=late)}),
-    ):
-        pg.generate(INPUTS.clamp(min=3), **options)
-
-
 @pytest.mark.parametrize(
     ("patches", "message"),
     [
@@ -126,6 +103,12 @@ def test_a_generation_has_them_at_the_step_that_computes_them(pg: PatchableGraph
         ({MLP: ZeroPatch(positions=[[3], [True], [2]])}, "whole numbers for each row"),
         ({MLP: ProbePatch(positions=[[3], [4, 5], [2]])}, "a different number of positions in some rows"),
         ({"transformer.wpe.output": ZeroPatch(positions=[[3], [5], [2]])}, "holds the batch"),
+        ({MLP: ReplacePatch(value=torch.ones(7, 1), positions=3)}, r"shape \(7, 1\).*shape \(1, 7, 48\)"),
+        ({"layers[0].mlp.post[:, :, 5]": ReplacePatch(value=torch.ones(7))}, r"shape \(7,\).*shape \(1, 7\)"),
+        (
+            {"layers[0].attn.pattern": ReplacePatch(value=torch.ones(7), positions=3, position_dim=3)},
+            r"shape \(7,\).*one entry for each position",
+        ),
         ({"layers[0].mlp_out[0]": ZeroPatch(positions=[[3], [5], [2]])}, "rows of the batch"),
     ],
 )
@@ -150,11 +133,7 @@ class Reader(nn.Module):
         return states
 
 
-class ReaderLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
-
+class ReaderLayer(Submodules, q=(8, 8), k=(8, 8), v=(8, 8), o=(8, 8)):
     def forward(self, states: Tensor, tokens: Tensor) -> Tensor:
         q, k, v = (
             each.unflatten(-1, (2, 4)).transpose(1, 2) for each in (self.q(states), self.k(tokens), self.v(tokens))
@@ -217,31 +196,51 @@ def test_parts_that_are_read_have_gradients(name: str, positions: Any, part: Any
     torch.testing.assert_close(probe.activation.grad, part(grad))
 
 
-class SequenceFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.last = nn.Embedding(200, 8), nn.Linear(8, 4)
+class Doubles(nn.Module):
+    def encode(self, value: Tensor) -> Tensor:
+        return value * 2
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embed(input_ids).transpose(0, 1)
-        return self.last(hidden)
-
-    def without_a_cache(self, input_ids: Tensor) -> Tensor:
-        return self(input_ids)[-1] + self(input_ids[:, -1:])[-1]
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents * 3 + 1
 
 
-def test_rows_may_come_after_positions_which_tokens_without_a_cache_do_not_have() -> None:
-    graph = PatchableGraph(SequenceFirst(), INPUTS)
-    wanted, read = [[3, 1], [5, 0], [2, 6]], ProbePatch(positions=[[3, 1], [5, 0], [2, 6]])
-    with graph.patch({"hidden": [read, ZeroPatch(positions=wanted)]}):
-        found = graph(INPUTS)
-    hidden = graph._module.embed(INPUTS).transpose(0, 1)
-    assert torch.equal(read.activation, torch.stack([hidden[row, number] for number, row in enumerate(wanted)], 1))
-    for number, row in enumerate(wanted):
-        hidden[row, number] = 0
-    assert torch.equal(found, graph._module.last(hidden))
-    with (
-        graph.patch({"hidden": ZeroPatch(positions=0)}),
-        pytest.raises(PatchValueError, match="are not known: no cache"),
-    ):
-        graph.without_a_cache(INPUTS)
+SOURCE = "transformer.h_0.ln_2.output"
+VECTOR = torch.linspace(-1, 1, 48)
+ALL_KINDS: dict[str, tuple[Callable[..., Any], Callable[[Tensor, Tensor], Tensor]]] = {
+    "zero": (ZeroPatch, lambda value, source: value * 0),
+    "add": (lambda **at: AddPatch(value=VECTOR, **at), lambda value, source: value + VECTOR),
+    "replace": (lambda **at: ReplacePatch(value=VECTOR, **at), lambda value, source: VECTOR.expand_as(value)),
+    "custom": (lambda **at: CustomPatch(lambda value: value.flip(1), **at), lambda value, source: value.flip(1)),
+    "other": (lambda **at: FromPatch(SOURCE, **at), lambda value, source: source),
+    "rows": (lambda **at: FromPatch(MLP, rows=[2, 0, 1], **at), lambda value, source: value[[2, 0, 1]]),
+    "splice": (lambda **at: SplicePatch(Doubles(), error=False, **at), lambda value, source: value * 6 + 1),
+    "transcoder": (
+        lambda **at: SplicePatch(Doubles(), error=False, source=SOURCE, **at),
+        lambda value, source: source * 6 + 1,
+    ),
+}
+
+
+@pytest.mark.parametrize("positions", [4, [1, 5], [[3], [5], [2]]], ids=str)
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_each_kind_at_positions_is_what_it_does_with_the_whole_value_there(
+    pg: PatchableGraph, kind: str, positions: Any
+) -> None:
+    make, whole = ALL_KINDS[kind]
+    model, kept = captured(pg).module, []
+    rows = positions if isinstance(positions, list) and isinstance(positions[0], list) else [np.ravel(positions)] * 3
+
+    def keep(module: nn.Module, args: object, output: Tensor) -> None:
+        kept.append(output)
+
+    def change(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        result, changed = output.clone(), whole(output, kept[-1])
+        for row, own in enumerate(rows):
+            result[row, list(own)] = changed[row, list(own)]
+        return result
+
+    with model.transformer.h[0].ln_2.register_forward_hook(keep), layer(pg, 0).register_forward_hook(change):
+        expected = model(INPUTS).logits
+    with pg.patch({MLP: make(positions=positions)}):
+        torch.testing.assert_close(pg(INPUTS).logits, expected, atol=1e-6, rtol=1e-6)
+    assert not torch.equal(expected, model(INPUTS).logits)

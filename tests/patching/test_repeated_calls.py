@@ -17,41 +17,29 @@ from graphpatch_notebook import (
     ExtractionOptions,
     GraphPatchWarning,
     PatchableGraph,
-    RecordPatch,
     ZeroPatch,
 )
 from graphpatch_notebook.patchable_graph import captured as captured_model
+from tests.zoo.submodules import Submodules
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
 
-class Twice(nn.Module):
+class Twice(Submodules, linear=(3, 3)):
     """The module of the documentation: one call after the other, on one line."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return (self.linear(x), self.linear(x + 1))
 
 
-class Cell(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
+class Cell(Submodules, linear=(3, 3)):
     def forward(self, x: Tensor, state: Tensor) -> Tensor:
         hidden = torch.tanh(self.linear(x) + state)
         return hidden * 2
 
 
-class Loop(nn.Module):
+class Loop(Submodules, cell=Cell):
     """An RNN, as people write it by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = Cell()
 
     def forward(self, x: Tensor, steps: int = 4) -> Tensor:
         state = torch.zeros(2, 3)
@@ -59,20 +47,8 @@ class Loop(nn.Module):
             state = self.cell(x, state)
         return state
 
-    def unroll(self, x: Tensor, times: int) -> list[Tensor]:
-        return [self(x) for _ in range(times)]
 
-    def advance(self, x: Tensor, times: int) -> Tensor:
-        for _ in range(times):
-            x = self.cell(x, x)
-        return x
-
-
-class Recursive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
+class Recursive(Submodules, linear=(3, 3)):
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
         x = self.linear(x)
         return x if depth == 0 else self(x, depth - 1) - self(x + 1, depth - 1)
@@ -261,62 +237,6 @@ def test_more_calls_than_the_example_had(loop: PatchableGraph, steps: int) -> No
         assert torch.equal(loop(X, steps=steps), edited(loop, {0, 1, 2}, steps))
     assert len(told) == 1
     assert told[0].filename == __file__  # the line of the loop
-
-
-class Scan(nn.Module):
-    def forward(self, x: Tensor, steps: int = 3) -> Tensor:
-        state = x
-        for _ in range(steps):
-            state = torch.tanh(state + x)
-        return state
-
-
-@pytest.mark.parametrize("paths", [["state", "state_1", "state_2"], ["state", "state_2"]])
-def test_operations_in_a_longer_loop(paths: list[str]) -> None:
-    pg = PatchableGraph(Scan(), X)
-    expected = X
-    for name in ("state", "state_1", "state_2", "the fourth", "the fifth"):
-        expected = torch.tanh(expected + X) * (0 if name in paths else 1)
-    with pg.patch(dict.fromkeys(paths, ZeroPatch())):
-        if len(paths) < 3:
-            assert torch.equal(pg(X, steps=5), expected)
-            return
-        match = r"'state', 'state_1', 'state_2': this tanh was reached 3 times"
-        with pytest.warns(GraphPatchWarning, match=match) as told:
-            assert torch.equal(pg(X, steps=5), expected)
-        assert len(told) == 1
-    with pg.patch(dict.fromkeys(paths, ZeroPatch())):
-        with pytest.warns(GraphPatchWarning, match=match):
-            pg(X, steps=4)
-        with pytest.warns(GraphPatchWarning, match="'state_2': its module ran, but did not come to this operation"):
-            pg(X, steps=2)
-
-
-def test_each_forward_of_a_method_counts_from_zero() -> None:
-    pg = PatchableGraph(Loop(), X)
-    with by_hand({(id(pg._module.cell), 1): (None, lambda value: value * 0)}, pg._module):
-        expected = pg._module(X)
-    record = RecordPatch()
-    with pg.patch({"cell_1.output": ZeroPatch(), "cell_3.state": record}, strict=True):
-        assert same(tuple(pg.unroll(X, 3)), (expected,) * 3)
-        assert torch.equal(pg(X), expected)
-    assert len(record.activations) == 4
-
-
-def test_a_module_that_a_method_calls_itself() -> None:
-    once = PatchableGraph(Loop(), X, steps=1)
-    cell = once._module.cell
-    with cell.register_forward_hook(lambda module, args, output: output + 1):
-        expected = once._module.advance(X, 3)
-    with warnings.catch_warnings(), once.patch({"cell.output": AddPatch(1.0)}, strict=True):
-        warnings.simplefilter("error")
-        assert torch.equal(once.advance(X, 3), expected)
-        assert torch.equal(once.advance(X, 3), expected)
-    three = PatchableGraph(Loop(), X, steps=3)
-    with by_hand({(id(three._module.cell), 1): (None, lambda value: value + 1)}, three._module):
-        expected = three._module.advance(X, 3)
-    with three.patch({"cell_1.output": AddPatch(1.0)}, strict=True):
-        assert torch.equal(three.advance(X, 3), expected)
 
 
 def test_a_module_called_once_and_now_again(loop: PatchableGraph) -> None:

@@ -3,62 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphpatch_notebook import (
     AddPatch,
-    CustomPatch,
-    GraphPatchWarning,
     PatchableGraph,
-    PatchValueError,
     ZeroPatch,
 )
 from tests.experiments.hooked import attended
-from tests.zoo import Case, case_by_name, installed
+from tests.zoo import case_by_name, installed
 from tests.zoo.values import bit_equal
-
-
-class PacksHeads(nn.Module):
-    """Without a mask, heads stand in a dimension of their own; with one, they are packed: under the same name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Linear(12, 12)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        batch, length, _ = x.shape
-        query = self.query(x)
-        shape = (batch, 4, length, 3) if mask is None else (batch, 2, 2 * length, 3)
-        heads = query.reshape(shape)
-        return heads.reshape(batch, length, 12)
-
-
-def test_a_fixed_size_that_differs_is_an_error_that_names_both_shapes() -> None:
-    pg = PatchableGraph(PacksHeads(), torch.ones(1, 5, 12))
-    with pg.patch({"heads": AddPatch(1.0)}):
-        pg(torch.ones(3, 7, 12))
-        with pytest.raises(
-            PatchValueError, match=r"'heads' \(reshape\) was of shape \(1, 4, 5, 3\) .* \(1, 2, 10, 3\)"
-        ):
-            pg(torch.ones(1, 5, 12), mask=torch.ones(1, 5))
-
-
-def test_a_fixed_size_may_differ_with_any_shape() -> None:
-    pg = PatchableGraph(PacksHeads(), torch.ones(1, 5, 12))
-    with pg.patch({"heads": AddPatch(1.0, any_shape=True)}, strict=True):
-        pg(torch.ones(1, 5, 12), mask=torch.ones(1, 5))
-
-
-def test_another_rank_is_an_error() -> None:
-    pg = PatchableGraph(nn.Linear(3, 3), torch.ones(2, 3))
-    with pg.patch({"linear": AddPatch(1.0)}):
-        pg(torch.ones(9, 3))
-        with pytest.raises(PatchValueError, match="it had 2 dimensions when it was captured, and has 3 now"):
-            pg(torch.ones(4, 2, 3))
 
 
 @pytest.mark.parametrize("layer", ["layers_0", "layers_1"])
@@ -82,34 +39,6 @@ def test_packed_heads_of_a_decoding_step(name: str, layer: str) -> None:
         assert installed.TRANSFORMERS < (5, 1)  # which packs none
     with torch.no_grad(), pg.patch(patch):
         assert bit_equal(again[name].run(pg), expected) is None
-
-
-LANGUAGE = [
-    "gpt2-eager",
-    "gpt2-sdpa",
-    "llama-eager",
-    "bert-eager",
-    "t5-eager",
-    "bloom-eager",
-    "falcon-alibi-eager",
-]
-IMAGES = ["torch-resnet", "torch-unet", "torch-cnn"]
-
-
-@pytest.mark.parametrize("case", [case_by_name(name) for name in (*LANGUAGE, *IMAGES)], ids=lambda case: case.name)
-def test_other_sizes_of_the_inputs_are_fine_everywhere(case: Case) -> None:
-    """No false alarm: every node of the model is patched at batch sizes and lengths that the example did not have."""
-    model, call = case.build(), case.example()
-    pg = PatchableGraph(model, *call.args, **call.kwargs)
-    patches = {path: CustomPatch(lambda value: value, requires_clone=False) for path in pg.nodes}
-    variants = case.variants(model)
-    sizes = [name for name in variants if name in ("other_size", "one_token", "odd_size")]
-    assert sizes
-    for name in sizes:
-        with warnings.catch_warnings(), pg.patch(patches):
-            if installed.TRANSFORMERS < (5, 1):  # BLOOM and Falcon make no mask for one token
-                warnings.filterwarnings("ignore", ".not fired", GraphPatchWarning)
-            variants[name].run(pg)
 
 
 @pytest.mark.parametrize(

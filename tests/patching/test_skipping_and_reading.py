@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,22 +15,22 @@ from graphpatch_notebook import (
     AddPatch,
     FromPatch,
     GraphError,
-    GraphPatchError,
     GraphPatchWarning,
+    Patch,
     PatchableGraph,
     PatchMapError,
     PatchValueError,
     ProbePatch,
-    RecordPatch,
     ReplacePatch,
     SkipPatch,
-    UnknownPathError,
+    ZeroPatch,
 )
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec
 from tests import tiny_models
 from tests.laws.captures import capture_of, leaves_its_state_alone, outcome, some_cases, without_recomputing
 from tests.zoo import Case
+from tests.zoo.submodules import Submodules
 from tests.zoo.values import same_state, snapshot
 
 
@@ -97,13 +98,6 @@ def test_the_input_of_a_skipped_call_is_patched_and_what_is_inside_is_reported(g
         gpt2(TOKENS)
 
 
-def test_a_path_of_a_module_stays_refused_for_other_patches(gpt2: PatchableGraph) -> None:
-    with gpt2.patch({"transformer.h_1.mlp": SkipPatch()}):
-        pass
-    with pytest.raises(UnknownPathError, match="is a graph"):
-        gpt2.patch({"transformer.h_1.mlp": AddPatch(value=1.0)}).__enter__()
-
-
 @pytest.mark.parametrize(
     ("path", "patch", "message"),
     [
@@ -128,23 +122,6 @@ def test_patches_that_are_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(PatchMapError, match=message):
         gpt2.patch({path: patch}).__enter__()
-
-
-def test_a_skip_in_a_generation(gpt2: PatchableGraph) -> None:
-    with torch.no_grad():
-        with gpt2.patch({"transformer.h_1": SkipPatch()}):
-            with pytest.raises(GraphPatchError, match="use_cache=False"):
-                gpt2.generate(TOKENS, max_new_tokens=2)
-            with pytest.raises(GraphPatchError, match="use_cache=False"):
-                gpt2(TOKENS[:, :1], gpt2._module(TOKENS, use_cache=True).past_key_values)  # by position
-            found = gpt2.generate(TOKENS, max_new_tokens=6, do_sample=False, use_cache=False)
-        with skipped_by_hand(gpt2.transformer.h[1]):
-            expected = gpt2.generate(TOKENS, max_new_tokens=6, do_sample=False, use_cache=False)
-        assert torch.equal(found, expected)
-        record = RecordPatch()
-        with gpt2.patch({"transformer.h_1.mlp": SkipPatch(0.0, steps=lambda step: step % 2 == 1), MLP: record}):
-            gpt2.generate(TOKENS, max_new_tokens=4, do_sample=False)
-        assert [bool((value == 0).all()) for value in record.activations] == [False, True, False, True]
 
 
 def test_reading_is_replacing_by_the_value_of_the_run(gpt2: PatchableGraph) -> None:
@@ -172,11 +149,7 @@ def test_what_is_read_is_the_value_after_all_patches_also_of_inner_contexts(gpt2
     assert torch.equal(probe.activation, gpt2.run_until(source, TOKENS) + 1.0)
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
+class Two(Submodules, a=(3, 3), b=(3, 3)):
     def forward(self, x: Tensor, go: bool = True) -> Tensor:
         return self.b(self.a(x) if go else x) * 2
 
@@ -219,3 +192,71 @@ def test_a_transform_cannot_write_into_the_source_and_rows_must_fit(gpt2: Patcha
             assert torch.equal(found, gpt2(TOKENS).logits)
     with gpt2.patch({MLP: FromPatch(source, rows=[0, 2])}), pytest.raises(PatchValueError, match="has 2 rows"):
         gpt2(TOKENS)
+
+
+@dataclass(kw_only=True, eq=False)
+class SumOf(Patch[Tensor]):
+    """Puts the sum of other values in the place of its own."""
+
+    paths: tuple[str, ...]
+    read: Any = ()
+
+    @property
+    def sources(self) -> Sequence[str]:
+        return self.paths
+
+    def reading(self, values: Sequence[Any]) -> SumOf:
+        return replace(self, read=tuple(values))
+
+    def op(self, original_output: Tensor) -> Tensor:
+        return sum(self.read, torch.zeros_like(original_output))
+
+
+class Chain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        first = x * 2
+        second = x + 3
+        third = x - 1
+        return third * 10 + first - second
+
+
+def test_a_patch_reads_all_of_its_sources_and_may_write_into_them() -> None:
+    x = torch.ones(2, 2)
+    pg = PatchableGraph(Chain(), x)
+    with pg.patch({"third": SumOf(paths=("first", "second"))}):
+        assert torch.equal(pg(x), (x * 2 + x + 3) * 10 + x * 2 - (x + 3))
+    with pg.patch({"third": FromPatch("first", lambda value: value.mul_(7))}):
+        assert torch.equal(pg(x), x * 2 * 7 * 10 + x * 2 - (x + 3))
+
+
+def test_a_part_of_a_value_does_not_read_another_part_of_the_same_value() -> None:
+    pg = PatchableGraph(tiny_models.gpt2(), torch.arange(5)[None])
+    patches = {"layers[0].attn.heads[0].z": FromPatch("layers[0].attn.heads[1].z")}
+    with pytest.raises(PatchMapError, match="does not come before"), pg.patch(patches):
+        pass
+
+
+class Passes(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x * 2
+
+
+class UsesBoth(nn.Module):
+    """Uses what it gave a module, and what that returned in a container: one tensor, two values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Passes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x + 1
+        returned, doubled = self.inner(given)
+        return given * 10 + returned * 100 + doubled * 1000
+
+
+@pytest.mark.parametrize("as_graph", [False, True])
+def test_an_input_that_is_returned_in_a_container_is_a_value_of_its_own(as_graph: bool) -> None:
+    x = torch.ones(1)
+    pg = PatchableGraph(UsesBoth(), x)
+    with pg.patch({"inner.output|sub_0": ZeroPatch()}):
+        assert (pg.to_fx((x,)) if as_graph else pg)(x).item() == 4020

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -186,3 +187,50 @@ def test_latents_are_recorded_by_path(pg: PatchableGraph, sae: Sae) -> None:
     assert torch.equal(recording[latents], sae.encode(pg.record(PATH, IDS)[PATH]))
     with pytest.raises(UnknownPathError, match="a SplicePatch"):
         pg.record(latents, IDS)
+
+
+class Careless(nn.Module):
+    """An SAE that writes into what it is given, and notes in `encode` what `decode` uses up."""
+
+    def encode(self, value: Tensor) -> Tensor:
+        self.scale = value.abs().max().item()
+        return value.div_(2)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        scale, self.scale = self.scale, 0.0
+        return latents.mul_(3) + scale
+
+
+@dataclass(kw_only=True, eq=False)
+class Looks(Patch[Any]):
+    """It only looks, and returns nothing."""
+
+    observes_only: ClassVar[bool] = True
+
+    def op(self, original_output: Any) -> None:  # type: ignore[override]
+        self.seen = original_output.clone()
+
+
+def test_an_sae_may_write_into_what_it_is_given() -> None:
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            doubled = x * 2
+            return doubled + 1
+
+    x = torch.tensor([[1.0, -4.0]])
+    pg, looks = PatchableGraph(Doubled(), x), Looks()
+    patches = {"doubled": SplicePatch(Careless(), error=False), "doubled|sae.latents": [looks, AddPatch(value=1.0)]}
+    with pg.patch(patches):
+        assert torch.equal(pg(x), (x + 1) * 3 + 8 + 1)
+    assert torch.equal(looks.seen, x)
+    with pg.patch({"doubled": SplicePatch(Careless()), "doubled|sae.latents": AddPatch(value=1.0)}):
+        assert torch.equal(pg(x), x * 2 + 3 + 1)
+
+
+def test_gradients_of_latents_are_those_of_what_is_decoded_from_them(sae: Sae) -> None:
+    """The error term, which is computed from them too, would take these gradients away again."""
+    pg, probe, weights = PatchableGraph(nn.Linear(16, 16), torch.ones(3, 16)), ProbePatch(), torch.arange(16.0)
+    with pg.patch({"output": SplicePatch(sae), "output|sae.latents": probe}):
+        output = pg(torch.ones(3, 16))
+        (gradient,) = torch.autograd.grad((output @ weights).sum(), probe.activation)
+    assert torch.allclose(gradient, (weights @ sae.down.weight).expand(3, -1))

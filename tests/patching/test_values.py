@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import deque
+from collections.abc import Callable
+from operator import attrgetter, itemgetter
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import (
     AddPatch,
@@ -16,13 +21,16 @@ from graphpatch_notebook import (
     FromPatch,
     GraphPatchWarning,
     PatchableGraph,
+    PatchMapError,
     PatchValueError,
     ProbePatch,
     RecordPatch,
     ReplacePatch,
+    SplicePatch,
+    UnknownPathError,
     ZeroPatch,
 )
-from tests.integrations.test_torch_compile import gpt2
+from tests.zoo.awkward_values import Slots
 
 
 class Numbers(nn.Module):
@@ -58,7 +66,7 @@ def test_ints_floats_and_bools_are_patched() -> None:
 @pytest.mark.parametrize(
     ("patch", "parts"),
     [
-        (ReplacePatch(torch.ones(3)), ["ReplacePatch on 'relu' (relu)", "(2, 2)", "(3,)", "must broadcast"]),
+        (ReplacePatch(torch.ones(3)), ["ReplacePatch on 'relu' (relu)", "(2, 2)", "(3,)"]),
         (AddPatch(torch.ones(5, 2)), ["AddPatch on 'relu' (relu)", "(2, 2)", "(5, 2)"]),
         (ZeroPatch(slice=7), ["ZeroPatch on 'relu' (relu)", "slice [7]", "(2, 2)", "out of bounds"]),
         (AddPatch(torch.ones(2, 2, dtype=torch.complex64)), ["relu", "complex64", "float32"]),
@@ -72,34 +80,12 @@ def test_errors_of_the_run_name_path_op_and_both_shapes(patch: Any, parts: list[
     assert all(part in str(caught.value) for part in parts)
 
 
-def test_several_patches_run_in_order_and_contexts_add_up() -> None:
-    pg = PatchableGraph(nn.ReLU(), X)
-    with pg.patch({"relu": [AddPatch(1.0), ReplacePatch(5.0, slice=0)]}):
-        with pg.patch({"relu": CustomPatch(lambda value: value * 2)}):
-            assert torch.equal(pg(X), torch.tensor([[10.0, 10.0], [4.0, 4.0]]))
-        assert torch.equal(pg(X), torch.tensor([[5.0, 5.0], [2.0, 2.0]]))
-    assert torch.equal(pg(X), X)
-
-
 class WritesLater(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         kept = x + 1
         left = kept[:, 0]
         left.fill_(7.0)
         return kept * 1
-
-
-def test_probes_hold_what_came_up_not_what_was_written_later() -> None:
-    pg = PatchableGraph(WritesLater(), X)
-    kept, left = ProbePatch(), ProbePatch()
-    with pg.patch({"kept": kept, "left": left}):
-        pg(X)
-    assert torch.equal(kept.activation, torch.full((2, 2), 2.0))
-    assert torch.equal(left.activation, torch.full((2,), 2.0))
-
-
-def test_what_is_read_is_what_came_up_not_what_was_written_later() -> None:
-    assert torch.equal(patched(PatchableGraph(WritesLater(), X), "mul", FromPatch("kept"), X), torch.full((2, 2), 2.0))
 
 
 def test_a_patched_view_that_is_filled_later_is_warned_of() -> None:
@@ -124,50 +110,210 @@ def test_patches_on_in_place_operations_are_written_back() -> None:
         patched(pg, "y_1", CustomPatch(lambda value: value[0]), X)
 
 
-class Reads(TorchDispatchMode):
-    """Counts what reads values into Python: on a GPU, it would wait for them."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
-        return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-def test_patched_runs_read_no_values_into_python() -> None:
-    model, ids = gpt2()
-    pg, value = PatchableGraph(model, ids), torch.ones(16)
-    everything = {path: ProbePatch() for path, node in pg.nodes.items() if node.shape is not None}
-    added = {"layers[0].resid_post": AddPatch(value=value, positions=[1]), "layers[1].attn.pattern": RecordPatch()}
-    head = {"layers[0].attn.heads[1].z": ZeroPatch(), "layers[1].mlp_out": ReplacePatch(value=value, slice=(0, 2))}
-    weight = {"transformer.h_0.mlp.c_fc.weight": AddPatch(value=1.0, slice=slice(0, 3))}
-    with Reads() as reads:
-        model(ids)
-    own = reads.count  # of a mask
-    for patches in (everything, head | added | weight):
-        with pg.patch(patches), Reads() as reads:
-            pg(ids)
-            pg(ids)
-        assert reads.count == 2 * own
-    with pg.patch({"layers[0].mlp_out": CustomPatch(lambda given: given * given.sum().item())}), Reads() as reads:
-        pg(ids)
-    assert reads.count == own + 1
-
-
-@torch.no_grad()
-def test_patches_on_in_place_operations_of_an_edited_graph_are_written_back() -> None:
-    pg = PatchableGraph(InPlace(), X)
-    edited: Any = pg._graph_module
-    output = next(node for node in edited.graph.nodes if node.op == "output")
-    with edited.graph.inserting_before(output):
-        output.args = (edited.graph.call_function(torch.neg, (output.args[0],)),)
-    edited.recompile()
-    assert torch.equal(patched(pg, "setitem", AddPatch(1.0), X), -torch.tensor([[12.0, 12.0], [6.0, 6.0]]))
-    assert torch.equal(patched(pg, "y_1", ZeroPatch(), X), -torch.tensor([[10.0, 10.0], [0.0, 0.0]]))
-
-
 def test_what_is_a_number_now_and_was_a_tensor_is_an_error() -> None:
     pg = PatchableGraph(Numbers(), X, 2, X)
     with pytest.raises(PatchValueError, match="but is of type float now"):
         patched(pg, "scale", ReplacePatch(X), X, 2, 0.5)
+
+
+class Attrs:
+    """What attrs makes of a class: `__attrs_attrs__`, and its own `__setattr__` if it is frozen."""
+
+    __attrs_attrs__ = (SimpleNamespace(name="a"), SimpleNamespace(name="b"))
+
+    def __init__(self, a: Any, b: Any) -> None:
+        self.__dict__.update(a=a, b=b)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("frozen")
+
+
+class Private:
+    """It holds something of its own, with which a copy of its public fields would not be one."""
+
+    __slots__ = ("_cache", "a", "b")
+
+    def __init__(self, a: Any, b: Any) -> None:
+        self.a, self.b, self._cache = a, b, 1
+
+
+MAKERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any], str]] = {
+    "attrs": (Attrs, attrgetter("a", "b"), "a"),
+    "slots": (Slots, attrgetter("scale", "shift"), "scale"),
+    "namespace": (lambda a, b: SimpleNamespace(a=a, b=b), attrgetter("a", "b"), "a"),
+    "queue": (lambda a, b: deque([a, b], maxlen=2), tuple, "sub_0"),
+    "read-only": (lambda a, b: MappingProxyType({"a": a, "b": b}), itemgetter("a", "b"), "a"),
+    "own": (Private, attrgetter("a", "b"), ""),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_objects_that_say_what_they_hold_are_containers(kind: str) -> None:
+    """Patches on the first part of what goes into a module, and of what comes out, are those of hooks on it."""
+    make, parts, first = MAKERS[kind]
+    seen: list[Any] = []
+
+    class Inner(nn.Module):
+        def forward(self, pair: Any) -> Any:
+            seen.append(pair)
+            a, b = parts(pair)
+            return make(a * 3, b - 1)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            result = self.inner(make(x * 2, x + 1))
+            seen.append(result)
+            a, b = parts(result)
+            return a * 5 + b
+
+    pg = PatchableGraph(model := Outer(), X)
+    if not first:
+        assert not [path for path in pg.nodes if "|" in path]
+        with pytest.raises(PatchMapError), pg.patch({"inner.output|a": ZeroPatch()}):
+            pass
+        return
+    assert torch.equal(patched(pg, f"inner.pair|{first}", AddPatch(1.0), X), model(X) + 15)
+    assert torch.equal(patched(pg, f"inner.output|{first}", AddPatch(1.0), X), model(X) + 5)
+    assert torch.equal(pg.record(f"inner.output|{first}", X)[f"inner.output|{first}"], X * 6)
+    assert {type(value) for value in seen} == {type(make(X, X))}
+    assert {getattr(value, "maxlen", 2) for value in seen} == {2}
+    pg.verify(X)
+
+
+# -- values that are written later, in other ranks, and in other memory layouts ----------------------------------------
+
+
+class WrittenLater(nn.Module):
+    """Each value is written into by the next line, after a copy of it was used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x * 2
+        middle = first[:, :2] + 1
+        first.mul_(10)
+        second = middle.tanh()
+        middle.zero_()
+        target = x[:, :2] * 3
+        second.add_(5)
+        return target + second + first.sum()
+
+
+class HalfSae(nn.Module):
+    def encode(self, value: Tensor) -> Tensor:
+        return value[:, :2] * 0.5
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents * 2 + 1
+
+
+READERS: dict[str, tuple[Callable[[str], Any], Callable[[Tensor, Tensor], Tensor]]] = {
+    "all": (lambda path: FromPatch(path, lambda value: value[:, :2]), lambda value, _: value[:, :2]),
+    "rows": (lambda path: FromPatch(path, lambda v: v[:, :2], rows=[1, 0]), lambda value, _: value[[1, 0], :2]),
+    "slice": (
+        lambda path: FromPatch(path, lambda v: v[:, :1], slice=(slice(None), slice(1, 2))),
+        lambda value, target: torch.cat([target[:, :1], value[:, :1]], 1),
+    ),
+    "splice": (lambda path: SplicePatch(HalfSae(), source=path, error=False), lambda value, _: value[:, :2] + 1),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("path", ["first", "middle", "second"])
+def test_sources_are_read_as_they_were_before_the_model_writes_into_them(path: str, reader: str) -> None:
+    """By plain torch, and so do probes and records; the last line still gets what was written."""
+    make, expected = READERS[reader]
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    came_up = {"first": x * 2, "middle": (x * 2)[:, :2] + 1, "second": ((x * 2)[:, :2] + 1).tanh()}
+    probe, record = ProbePatch(), RecordPatch()
+    pg = PatchableGraph(WrittenLater(), x)
+    with pg.patch({"target": make(path), path: [probe, record]}):
+        found = pg(x)
+    target = expected(came_up[path], x[:, :2] * 3)
+    assert torch.equal(found, target + (came_up["second"] + 5) + (x * 20).sum())
+    assert torch.equal(probe.activation, came_up[path])
+    assert torch.equal(record.activations[0], came_up[path])
+
+
+class OtherRanks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x * 2
+        return hidden.sum()
+
+
+@pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=3)))
+@pytest.mark.parametrize("kinds", [(ProbePatch,) * 3, (ProbePatch, ZeroPatch, RecordPatch)])
+def test_all_patches_on_a_value_of_another_rank_must_say_that_this_is_meant(kinds: Any, flags: Any) -> None:
+    pg, other = PatchableGraph(OtherRanks(), torch.ones(2, 3)), torch.ones(2, 3, 4)
+    patches = [kind(any_shape=flag) for kind, flag in zip(kinds, flags, strict=True)]
+    with pg.patch({"hidden": patches}):
+        if not all(flags):
+            with pytest.raises(PatchValueError, match="'hidden'"):
+                pg(other)
+            return
+        pg(other)
+    changed = any(kind is ZeroPatch for kind in kinds)
+    kept = [value for patch in patches for value in patch.values_kept()]
+    assert [value.shape for value in kept] == [other.shape] * len(kept)
+    assert [bool(value.any()) for value in kept] == [True, not changed, True][: len(kept)]
+
+
+class Transposed(nn.Module):
+    """What it computes last depends on where the entries are in memory, as sums of a kernel may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = (x * 2).transpose(1, 2)
+        return torch.as_strided(turned, (turned.numel(),), (1,))
+
+
+CHANGES: dict[str, tuple[Any, Callable[[Tensor], Any]]] = {
+    "zero": (ZeroPatch(slice=(slice(None), 1)), lambda value: value[:, 1].zero_()),
+    "all": (AddPatch(value=1.0), lambda value: value.add_(1)),
+    "add": (AddPatch(value=1.0, slice=(..., 2)), lambda value: value[..., 2].add_(1)),
+    "replace": (ReplacePatch(value=7.0, slice=0), lambda value: value[0].fill_(7)),
+    "custom": (
+        CustomPatch(custom_op=lambda part: part * 3, slice=(slice(None), slice(0, 2))),
+        lambda value: value[:, :2].mul_(3),
+    ),
+    "rows": (
+        FromPatch("turned", lambda value: value[..., 0], rows=[1, 1], slice=(..., 0)),
+        lambda value: value[0, :, 0].copy_(value[1, :, 0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_patched_value_keeps_its_place_in_memory(change: str) -> None:
+    patch, edit = CHANGES[change]
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    expected = (x * 2).transpose(1, 2)
+    edit(expected)
+    pg = PatchableGraph(Transposed(), x)
+    with pg.patch({"turned": patch}):
+        assert torch.equal(pg(x), torch.as_strided(expected, (24,), (1,)))
+
+
+def test_components_of_a_recording_have_short_names() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=2, n_embd=8, vocab_size=16)).eval()
+    ids = torch.randint(0, 16, (2, 5))
+    pg = PatchableGraph(model, ids)
+    expected = model(ids, output_hidden_states=True).hidden_states
+    recording = pg.record(["layers[*].resid_pre", "layers[*].attn.z", "layers[1:].mlp.post"], ids)
+    assert torch.equal(recording["resid_pre", 2], expected[2])
+    assert torch.equal(recording.stack("resid_pre"), torch.stack(expected[:3]))
+    assert torch.equal(recording["z", 1, 1], recording["layers[1].attn.heads[1].z"])
+    assert torch.equal(recording.stack("z")[2], recording["z", -1])
+    assert torch.equal(recording.stack("post"), torch.stack([recording[f"layers[{n}].mlp.post"] for n in (1, 2)]))
+    for absent in (("post", 0), ("q", 0), ("resid_pre", 7)):
+        with pytest.raises(UnknownPathError, match=absent[0]):
+            recording[absent]
+    with pytest.raises(UnknownPathError, match="pattern"):
+        recording.stack("pattern")
+
+
+def test_a_graph_displays_its_tree() -> None:
+    pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
+    assert pg._repr_html_() == pg.graph._repr_html_()

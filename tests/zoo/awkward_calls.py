@@ -9,6 +9,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from .case import Call, Case, floats, simple_case, tokens
+from .submodules import Submodules
 
 
 class SharedSubmodule(nn.Module):
@@ -33,13 +35,8 @@ class SharedSubmodule(nn.Module):
         return self.child(self.second(torch.relu(self.first(x))))
 
 
-class TiedWeights(nn.Module):
+class TiedWeights(Submodules, emb=partial(nn.Embedding, 99, 8), mix=(8, 8)):
     """The embedding's weight is read as an attribute of the child and used as the output projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(99, 8)
-        self.mix = nn.Linear(8, 8)
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.linear(self.mix(self.emb(ids)), self.emb.weight)
@@ -58,24 +55,15 @@ class TiedParameter(nn.Module):
         return self.outer(torch.tanh(self.inner(x)))
 
 
-class TupleOutputModule(nn.Module):
+class TupleOutputModule(Submodules, linear=(2, 3)):
     """A child called twice, its results returned as a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return (self.linear(x), self.linear(x + 1))
 
 
-class CalledBySteps(nn.Module):
+class CalledBySteps(Submodules, cell=(6, 6), head=(6, 2)):
     """A child called as often as an integer argument says, possibly never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 2)
 
     def forward(self, x: Tensor, steps: int = 3) -> Tensor:
         for _ in range(steps):
@@ -83,12 +71,8 @@ class CalledBySteps(nn.Module):
         return self.head(x)
 
 
-class CalledByLength(nn.Module):
+class CalledByLength(Submodules, cell=partial(nn.GRUCell, 6, 5)):
     """A child called once for each position of the sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         state = x.new_zeros(x.shape[0], 5)
@@ -97,12 +81,8 @@ class CalledByLength(nn.Module):
         return state
 
 
-class Recursion(nn.Module):
+class Recursion(Submodules, linear=(6, 6)):
     """A module that calls itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
         if depth == 0:
@@ -151,12 +131,7 @@ class PlainContainers(nn.Module):
         return self.named["out"](self.known(x))
 
 
-class _Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 4)
-        self.outer = nn.Linear(4, 6)
-
+class _Encoder(Submodules, inner=(6, 4), outer=(4, 6)):
     def encode(self, x: Tensor) -> Tensor:
         return torch.tanh(self.inner(x))
 
@@ -167,46 +142,29 @@ class _Encoder(nn.Module):
         return self.decode(self.encode(x))
 
 
-class ChildForward(nn.Module):
+class ChildForward(Submodules, linear=(6, 6), encoder=_Encoder):
     """Children called through `child.forward(x)`, past their hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.encoder = _Encoder()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder.forward(self.linear.forward(x)) + self.linear(x)
 
 
-class ChildMethod(nn.Module):
+class ChildMethod(Submodules, encoder=_Encoder):
     """Methods of a child other than forward, which call grandchildren."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = _Encoder()
 
     def forward(self, x: Tensor, reconstruct: bool = True) -> Tensor:
         z = self.encoder.encode(x)
         return self.encoder.decode(z) if reconstruct else z
 
 
-class ChildOfChild(nn.Module):
+class ChildOfChild(Submodules, encoder=_Encoder):
     """Calls a grandchild directly, and reads a parameter of another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = _Encoder()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder.outer(self.encoder.inner(x)) @ self.encoder.outer.weight
 
 
-class _Base(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
+class _Base(Submodules, linear=(6, 6)):
     def forward(self, x: Tensor) -> Tensor:
         out = self.linear(x)
         return torch.relu(out)
@@ -229,12 +187,8 @@ def _doubling(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class DecoratedForward(nn.Module):
+class DecoratedForward(Submodules, linear=(6, 6)):
     """A decorator that computes before and after the forward that it wraps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     @_doubling
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
@@ -293,27 +247,19 @@ class _AliasedChild(nn.Module):
     forward = shift
 
 
-class OverriddenCall(nn.Module):
-    """A child whose class overrides __call__ and computes around forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = _Calling()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child(x, 2.0) - x
-
-
-class _Calling(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
+class _Calling(Submodules, linear=(6, 6)):
     def __call__(self, x: Tensor, factor: float) -> Tensor:
         return super().__call__(x * factor) + 1
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
+
+
+class OverriddenCall(Submodules, child=_Calling):
+    """A child whose class overrides __call__ and computes around forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x, 2.0) - x
 
 
 class UserHooks(nn.Module):
@@ -333,11 +279,7 @@ class UserHooks(nn.Module):
         return self.second(self.first(x), scale=x.new_tensor(2.0))
 
 
-class _Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
+class _Scaled(Submodules, linear=(6, 6)):
     def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
         return self.linear(x) * scale
 
@@ -368,14 +310,8 @@ def _double_gradient(module: nn.Module, grad_input: tuple[Tensor | None, ...], g
     return tuple(gradient if gradient is None else gradient * 2 for gradient in grad_input)
 
 
-class UnusedChildren(nn.Module):
+class UnusedChildren(Submodules, always=(6, 6), sometimes=[(6, 6), nn.ReLU], never=(6, 6)):
     """Children that the example does not call, one that no call reaches, and one called only for a flag."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always = nn.Linear(6, 6)
-        self.sometimes = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-        self.never = nn.Linear(6, 6)
 
     def forward(self, x: Tensor, use_more: bool = False) -> Tensor:
         x = self.always(x)
@@ -411,12 +347,8 @@ class _Applier(nn.Module):
         return layer(x) + layer(x + 1)
 
 
-class GeneratorMethod(nn.Module):
+class GeneratorMethod(Submodules, linear=(6, 6)):
     """Operations in a generator that runs while the caller loops over it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def states(self, x: Tensor, count: int) -> Iterator[Tensor]:
         for _ in range(count):
@@ -481,24 +413,15 @@ class Pruned(nn.Module):
         return self.linear(x)
 
 
-class LazyChild(nn.Module):
+class LazyChild(Submodules, lazy=partial(nn.LazyLinear, 5)):
     """A layer without shape until its first run, which also changes its class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lazy = nn.LazyLinear(5)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.lazy(x))
 
 
-class WorkerThread(nn.Module):
+class WorkerThread(Submodules, there=(6, 6), here=(6, 6)):
     """Calls a child in a worker thread, where no mode or context variable of the caller is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.there = nn.Linear(6, 6)
-        self.here = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(1) as pool:
@@ -530,13 +453,8 @@ class Checkpointed(nn.Module):
         return self.after(torch.sin(x)) * factor
 
 
-class FunctionalTransforms(nn.Module):
+class FunctionalTransforms(Submodules, linear=(6, 6), energy=(6, 1)):
     """vmap, grad and functional_call over children: inside, tensors are wrapped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.energy = nn.Linear(6, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mapped = torch.vmap(lambda row: torch.tanh(self.linear(row)) * 2)(x)
@@ -545,12 +463,8 @@ class FunctionalTransforms(nn.Module):
         return mapped, slope, torch.func.functional_call(self.linear, doubled, (x,))
 
 
-class InnerAutograd(nn.Module):
+class InnerAutograd(Submodules, energy=[(6, 8), nn.Softplus, (8, 1)]):
     """Takes a gradient inside of its forward and keeps the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Sequential(nn.Linear(6, 8), nn.Softplus(), nn.Linear(8, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -582,29 +496,26 @@ def _scripted_gate(x: Tensor, limit: float) -> Tensor:
     return torch.where(x > limit, x * gate, gate)
 
 
-class ScriptedFunction(nn.Module):
+class ScriptedFunction(Submodules, linear=(6, 6)):
     """A function compiled by torch.jit.script: what happens inside cannot be seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor, limit: float = 0.1) -> Tensor:
         return _scripted_gate(self.linear(x), limit) + 1
 
 
 class ScriptedChild(nn.Module):
-    """Children that are TorchScript modules, scripted and traced: their forward is not Python."""
+    """Children that are TorchScript modules, scripted, frozen and traced: their forward is not Python."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scripted = _script(nn.Sequential(nn.Linear(6, 6), nn.ReLU()))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
+            self.frozen = torch.jit.freeze(_script(nn.Sequential(nn.Linear(6, 6), nn.ReLU()).eval()))
             self.traced = torch.jit.trace(nn.Linear(6, 6), torch.zeros(2, 6))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.traced(self.scripted(x)) * 2
+        return self.traced(self.frozen(self.scripted(x))) * 2
 
 
 _ROWS = (3, 6)

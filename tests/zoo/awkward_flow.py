@@ -10,6 +10,7 @@ import math
 import operator
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,27 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .case import Call, Case, floats, simple_case
+from .submodules import Submodules, copies
 
 
-class BranchOnSum(nn.Module):
+class BranchOnSum(Submodules, positive=(6, 6), negative=[(6, 6), nn.Tanh]):
     """A branch on the sign of a sum, with other submodules on either side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positive = nn.Linear(6, 6)
-        self.negative = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.positive(x) if x.sum() > 0 else self.negative(x)
         return out + 1
 
 
-class BranchOnValues(nn.Module):
+class BranchOnValues(Submodules, linear=(6, 6)):
     """Branches on .item(), torch.any, torch.equal, a comparison of shapes and a None argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         h = self.linear(x)
@@ -54,13 +47,8 @@ class BranchOnValues(nn.Module):
         return h
 
 
-class LoopsOverValues(nn.Module):
+class LoopsOverValues(Submodules, shared=(6, 6), layers=copies((6, 6), 4)):
     """Loops over what values choose, as often as they say, and until they say so; one over modules besides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(6, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         total = x * float(x.max())
@@ -77,12 +65,8 @@ class LoopsOverValues(nn.Module):
         return total
 
 
-class LoopsOverSizes(nn.Module):
+class LoopsOverSizes(Submodules, linear=(6, 6)):
     """Loops over ranges of sizes, chunks and windows, and lists as long as a size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         total = x.new_zeros(x.shape[0], 6)
@@ -94,13 +78,14 @@ class LoopsOverSizes(nn.Module):
         return total + sum(chunks) + torch.stack(windows).mean(0) * weights.sum()
 
 
-class SizePlumbing(nn.Module):
-    """Sizes that are unpacked, multiplied, compared, square-rooted, passed on and returned."""
+class _Merge(nn.Module):
+    def forward(self, x: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, tuple[int, ...]]:
+        merged = x.transpose(1, 2).reshape(*sizes, -1)
+        return merged, (*sizes, merged.shape[-1])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(12, 36)
-        self.merge = _Merge()
+
+class SizePlumbing(Submodules, qkv=(12, 36), merge=_Merge):
+    """Sizes that are unpacked, multiplied, compared, square-rooted, passed on and returned."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, torch.Size, int, list[int]]:
         batch, length, width = x.shape
@@ -114,12 +99,6 @@ class SizePlumbing(nn.Module):
         out, sizes = self.merge(scores.softmax(-1) @ v, (batch, length))
         out = out[:, -min(length, 4) :] + positions[:, -4:, None]
         return out, x.shape[:-1], x.numel() + len(x) + x.dim(), [int(size) for size in sizes]
-
-
-class _Merge(nn.Module):
-    def forward(self, x: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, tuple[int, ...]]:
-        merged = x.transpose(1, 2).reshape(*sizes, -1)
-        return merged, (*sizes, merged.shape[-1])
 
 
 @functools.lru_cache(maxsize=8)
@@ -170,12 +149,8 @@ def _normalise(x: Tensor, eps: float = 1e-5) -> Tensor:
     return centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps)
 
 
-class HelpersCalledTwice(nn.Module):
+class HelpersCalledTwice(Submodules, linear=(6, 6)):
     """A helper function called on two lines, twice on one line, in a loop and inside of itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor, rounds: int = 2) -> Tensor:
         left = _normalise(x)
@@ -186,12 +161,8 @@ class HelpersCalledTwice(nn.Module):
         return out
 
 
-class Comprehensions(nn.Module):
+class Comprehensions(Submodules, linears=copies((6, 6), 3)):
     """Operations in list, dict, set and generator comprehensions and in nested ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linears = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         listed = [torch.relu(linear(x)) for linear in self.linears]
@@ -202,12 +173,8 @@ class Comprehensions(nn.Module):
         return {"table": table, "total": total, "nested": torch.stack(nested[0]), "sizes": sorted(sizes)}
 
 
-class CalledFromC(nn.Module):
+class CalledFromC(Submodules, linear=(6, 6)):
     """Operations that C code calls for Python: sum, map, max, sorted, reduce, operator and iteration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
@@ -235,13 +202,8 @@ class LookedUp(nn.Module):
         return apply(h, 2) + getattr(h, "tanh")() + torch._C._nn.gelu(h)
 
 
-class Switches(nn.Module):
+class Switches(Submodules, linear=(6, 6), detached=(6, 6)):
     """no_grad, enable_grad and bfloat16 autocast for parts of the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.detached = nn.Linear(6, 6)
 
     def forward(self, x: Tensor, amp: bool = True) -> tuple[Tensor, Tensor, bool]:
         with torch.no_grad():
@@ -258,12 +220,8 @@ class Switches(nn.Module):
         return self.detached(x).exp()
 
 
-class InferenceForward(nn.Module):
+class InferenceForward(Submodules, linear=(6, 6)):
     """A forward decorated with inference_mode, whose outputs know no autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     @torch.inference_mode()
     def forward(self, x: Tensor) -> Tensor:
@@ -345,12 +303,8 @@ def _add_one_(x: Tensor) -> None:
     x.add_(1.0)
 
 
-class CustomOperators(nn.Module):
+class CustomOperators(Submodules, linear=(6, 6)):
     """Operators of one's own, one of which writes in place, and calls of torch.ops.aten."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         h = _scaled_add(self.linear(x), x, 0.5)
@@ -361,26 +315,16 @@ class CustomOperators(nn.Module):
         return torch.ops.aten.mul(h, torch.ops.aten.sigmoid.default(h))
 
 
-class TrainDropout(nn.Module):
+class TrainDropout(Submodules, linear=(6, 6), drop=partial(nn.Dropout, 0.3), alpha=partial(nn.AlphaDropout, 0.2)):
     """Dropout of all kinds in train mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.drop = nn.Dropout(0.3)
-        self.alpha = nn.AlphaDropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(self.linear(x))
         return self.alpha(F.dropout(h, 0.2, self.training)) + F.rrelu(h, training=self.training)
 
 
-class RandomOps(nn.Module):
+class RandomOps(Submodules, layers=copies((6, 6), 4)):
     """Random numbers in the forward, of torch, a generator of its own and Python, and layers skipped by chance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + torch.randn_like(x) * torch.rand(1) + torch.empty_like(x).uniform_()
@@ -391,13 +335,16 @@ class RandomOps(nn.Module):
         return self.layers[0](x)[torch.randperm(x.shape[0])]
 
 
-class SideEffects(nn.Module):
-    """Prints, exceptions raised and caught, else and finally, in forward and through a child."""
+class _Picky(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = x * 2
+        if x.shape[0] > 4:
+            raise ValueError(f"batch of {doubled.shape[0]}")
+        return doubled
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.picky = _Picky()
+
+class SideEffects(Submodules, linear=(6, 6), picky=_Picky):
+    """Prints, exceptions raised and caught, else and finally, in forward and through a child."""
 
     def forward(self, x: Tensor) -> Tensor:
         print(f"mean {x.mean():.2f} of {x.shape}")
@@ -416,20 +363,8 @@ class SideEffects(nn.Module):
         return h
 
 
-class _Picky(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        doubled = x * 2
-        if x.shape[0] > 4:
-            raise ValueError(f"batch of {doubled.shape[0]}")
-        return doubled
-
-
-class Reflected(nn.Module):
+class Reflected(Submodules, linear=(6, 6)):
     """Operators with the tensor on the right, comparisons, unary operators and boolean algebra."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         h = self.linear(x)
@@ -466,12 +401,8 @@ class Einsum(nn.Module):
         return merged - torch.einsum("...d,...d->...", mean, merged)[..., None]
 
 
-class Factories(nn.Module):
+class Factories(Submodules, linear=(6, 6)):
     """Tensors made in forward: from sizes, lists, numbers, like others, and of random seeds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
@@ -482,26 +413,7 @@ class Factories(nn.Module):
         return h * torch.ones(shape) + torch.full(shape, 0.5) * steps + table + torch.eye(6)[0] + grid + h.new_tensor(2)
 
 
-class Signatures(nn.Module):
-    """Positional-only, keyword-only, default and variable arguments, and children called in every form."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = _Variable()
-
-    def forward(
-        self, x: Tensor, /, y: Tensor | None = None, *more: Tensor, scale: float = 2.0, shift: Tensor, **others: Tensor
-    ) -> Tensor:
-        out = self.child(x, *more, bias=shift, **others)
-        out = out + self.child(x) + self.child(*(x, x), **{"bias": shift})
-        return out * scale if y is None else out * y
-
-
-class _Variable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
+class _Variable(Submodules, linear=(6, 6)):
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         total = self.linear(args[0])
         for arg in args[1:]:
@@ -509,6 +421,17 @@ class _Variable(nn.Module):
         for name, value in kwargs.items():
             total = total * value if name.startswith("mul") else total - value
         return total
+
+
+class Signatures(Submodules, child=_Variable):
+    """Positional-only, keyword-only, default and variable arguments, and children called in every form."""
+
+    def forward(
+        self, x: Tensor, /, y: Tensor | None = None, *more: Tensor, scale: float = 2.0, shift: Tensor, **others: Tensor
+    ) -> Tensor:
+        out = self.child(x, *more, bias=shift, **others)
+        out = out + self.child(x) + self.child(*(x, x), **{"bias": shift})
+        return out * scale if y is None else out * y
 
 
 def _rows(**kwargs: Any) -> Callable[[], Call]:

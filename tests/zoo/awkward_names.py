@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .case import Call, Case, floats, simple_case
+from .submodules import Submodules
 
 
 class OwnWords(nn.Module):
@@ -128,12 +129,8 @@ class NestedModules(nn.Module):
         return self.layers(x)
 
 
-class AssignmentForms(nn.Module):
+class AssignmentForms(Submodules, linear=(6, 6)):
     """Results bound by tuples, stars, chains, walruses, subscripts, attributes, augmented operators and loops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor, flag: bool = True) -> dict[str, Tensor]:
         a, b = self.linear(x), x * 2

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .case import Call, Case, floats, simple_case
+from .submodules import Submodules
 
 
 class _Settings:
@@ -96,11 +97,7 @@ class SetsTensors(nn.Module):
         return out
 
 
-class _Sets(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
+class _Sets(Submodules, linear=(6, 6)):
     def forward(self, x: Tensor) -> Tensor:
         self.held = {"weight": self.linear.weight}
         self.last = self.linear(x)

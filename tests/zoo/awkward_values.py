@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from .case import Call, Case, floats, simple_case, tokens
+from .submodules import Runs, Submodules, copies
 
 
 class Moments(NamedTuple):
@@ -47,18 +50,32 @@ class PlainResult:
         self.extra = extra
 
 
+class Slots:
+    """A record that has no `__dict__`."""
+
+    __slots__ = ("scale", "shift")
+
+    def __init__(self, scale: Tensor, shift: Tensor) -> None:
+        self.scale, self.shift = scale, shift
+
+
 class ResultList(list[Any]):
     """A list with an attribute."""
 
     note = "own class"
 
 
-class NestedContainers(nn.Module):
-    """Nested tuples, lists and dicts in and out, with Nones, numbers and strings among the tensors."""
+class _DictChild(Submodules, linear=(6, 6)):
+    def forward(self, values: dict[str, Tensor | None]) -> dict[str, Any]:
+        return {
+            "sum": self.linear(values["x"] + values["y"]),
+            "diff": values["x"] - values["y"],
+            "skip": values["skip"],
+        }
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = _DictChild()
+
+class NestedContainers(Submodules, child=_DictChild):
+    """Nested tuples, lists and dicts in and out, with Nones, numbers and strings among the tensors."""
 
     def forward(self, inputs: dict[str, Any], extra: tuple[Any, ...] = (None, 1)) -> dict[str, Any]:
         x, (y, _) = inputs["x"], inputs["pair"]
@@ -74,25 +91,14 @@ class NestedContainers(nn.Module):
         }
 
 
-class _DictChild(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, values: dict[str, Tensor | None]) -> dict[str, Any]:
-        return {
-            "sum": self.linear(values["x"] + values["y"]),
-            "diff": values["x"] - values["y"],
-            "skip": values["skip"],
-        }
+class _MomentsChild(Submodules, linear=(6, 4)):
+    def forward(self, pair: Pair, with_variance: bool) -> Moments:
+        hidden = self.linear(pair.left + pair.right)
+        return Moments(hidden.mean(0), hidden.var(0) if with_variance else None, pair.left.size(0))
 
 
-class NamedTuples(nn.Module):
+class NamedTuples(Submodules, child=_MomentsChild):
     """Named tuples, of both kinds, in and out of a child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = _MomentsChild()
 
     def forward(self, pair: Pair, with_variance: bool = False) -> tuple[Moments, Pair]:
         moments = self.child(pair, with_variance)
@@ -100,22 +106,35 @@ class NamedTuples(nn.Module):
         return moments, Pair(mean * 2, moments.count)
 
 
-class _MomentsChild(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 4)
-
-    def forward(self, pair: Pair, with_variance: bool) -> Moments:
-        hidden = self.linear(pair.left + pair.right)
-        return Moments(hidden.mean(0), hidden.var(0) if with_variance else None, pair.left.size(0))
+class _RecordChild(Submodules, linear=(6, 6)):
+    def forward(self, state: SimpleNamespace, recent: deque[Tensor]) -> tuple[SimpleNamespace, deque[Tensor]]:
+        hidden = self.linear(state.hidden + recent[0])
+        recent.append(hidden)
+        return SimpleNamespace(hidden=hidden.tanh(), seen=state.seen + 1), recent
 
 
-class Dataclasses(nn.Module):
+class Records(Submodules, steps=copies(_RecordChild, 2)):
+    """Objects with slots, namespaces and queues, in and out of children; the queue drops what is too old."""
+
+    def forward(self, given: Slots) -> tuple[Slots, SimpleNamespace, Tensor]:
+        recent: deque[Tensor] = deque([given.scale, given.shift], maxlen=2)
+        state = SimpleNamespace(hidden=given.scale + given.shift, seen=1)
+        for step in self.steps:
+            state, recent = step(state, recent)
+        first, second = recent
+        return Slots(first, second), state, first * second
+
+
+class _StateChild(Submodules, linear=(6, 6)):
+    def forward(self, state: State) -> State:
+        hidden = self.linear(state.hidden)
+        state.history.append(hidden)
+        masked = hidden if state.mask is None else hidden.masked_fill(state.mask, 0.0)
+        return State(masked, state.history, state.mask, state.step + 1)
+
+
+class Dataclasses(Submodules, steps=copies(_StateChild, 2)):
     """A mutable dataclass that a child fills, a frozen one, a plain object and a list of an own class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = nn.ModuleList([_StateChild(), _StateChild()])
 
     def forward(self, state: State) -> tuple[FrozenResult, PlainResult, ResultList]:
         for step in self.steps:
@@ -124,26 +143,14 @@ class Dataclasses(nn.Module):
         return FrozenResult(logits, state), PlainResult(logits + 1, {"step": state.step}), ResultList([logits, None])
 
 
-class _StateChild(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, state: State) -> State:
-        hidden = self.linear(state.hidden)
-        state.history.append(hidden)
-        masked = hidden if state.mask is None else hidden.masked_fill(state.mask, 0.0)
-        return State(masked, state.history, state.mask, state.step + 1)
-
-
 class Nones(nn.Module):
     """Children that return None, (tensor, None) and {"a": tensor, "b": None}."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nothing = _Returns(lambda x: None)
-        self.pair = _Returns(lambda x: (x + 1, None))
-        self.table = _Returns(lambda x: {"a": x * 2, "b": None})
+        self.nothing = Runs(lambda x: None)
+        self.pair = Runs(lambda x: (x + 1, None))
+        self.table = Runs(lambda x: {"a": x * 2, "b": None})
         self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor | None = None, y: Tensor | None = None) -> tuple[Any, ...]:
@@ -154,21 +161,15 @@ class Nones(nn.Module):
         return first, second, table, self.nothing(table["a"]), (table["b"],)
 
 
-class _Returns(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
+class _ListChild(Submodules, linear=(6, 6)):
+    def forward(self, x: Tensor, collected: list[Tensor]) -> OrderedDict[str, Any]:
+        hidden = self.linear(x)
+        collected.append(hidden)
+        return OrderedDict(value=hidden, list=collected)
 
 
-class ContainerPassedThrough(nn.Module):
+class ContainerPassedThrough(Submodules, child=_ListChild):
     """A parent that adds to, overwrites in and returns the very container that its child returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = _ListChild()
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         out = self.child(x, [])
@@ -177,17 +178,6 @@ class ContainerPassedThrough(nn.Module):
         out["more"] = out
         del out["more"]
         return out
-
-
-class _ListChild(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, collected: list[Tensor]) -> OrderedDict[str, Any]:
-        hidden = self.linear(x)
-        collected.append(hidden)
-        return OrderedDict(value=hidden, list=collected)
 
 
 class FilledArgument(nn.Module):
@@ -217,13 +207,8 @@ class _CachingLayer(nn.Module):
         return x + cache[self.index].mean(1, keepdim=True)
 
 
-class InPlace(nn.Module):
+class InPlace(Submodules, linear=(6, 6), relu=partial(nn.ReLU, inplace=True)):
     """Arithmetic, activations, masks and index assignments in place on values computed before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h = self.linear(x) + 0.1
@@ -261,13 +246,8 @@ class _AddsOne(nn.Module):
         return x.add_(1.0)
 
 
-class ViewsFilledLater(nn.Module):
+class ViewsFilledLater(Submodules, nope=(6, 4), rope=(6, 2)):
     """Uninitialised memory whose views are filled one by one, and a view changed through its base."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nope = nn.Linear(6, 4)
-        self.rope = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         keys = x.new_empty(*x.shape[:-1], 6)
@@ -281,12 +261,8 @@ class ViewsFilledLater(nn.Module):
         return base, row
 
 
-class ScatterInPlace(nn.Module):
+class ScatterInPlace(Submodules, linear=(6, 6)):
     """scatter_, index_add_, index_put_, index_copy_, and a swap of two columns through each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
@@ -299,12 +275,8 @@ class ScatterInPlace(nn.Module):
         return out
 
 
-class DataAccess(nn.Module):
+class DataAccess(Submodules, linear=(6, 6)):
     """Writes through `.data` and `detach()`, which autograd and version counters do not see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
@@ -351,26 +323,18 @@ class BuffersReassigned(nn.Module):
         return h * self.total + self.plain * self.calls
 
 
-class StashedAttribute(nn.Module):
-    """A child leaves a value on itself for the parent to read after the call."""
+class _Stashes(Submodules, inner=(6, 6)):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last_hidden = self.inner(x)
+        return torch.relu(self.last_hidden)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = _Stashes()
+
+class StashedAttribute(Submodules, child=_Stashes):
+    """A child leaves a value on itself for the parent to read after the call."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.child(x)
         return out + self.child.last_hidden * 2
-
-
-class _Stashes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last_hidden = self.inner(x)
-        return torch.relu(self.last_hidden)
 
 
 class SameObject(nn.Module):
@@ -406,12 +370,13 @@ class AliasedOutputs(nn.Module):
         return x, x[0], self.weight, self.offset, y, [y, y]
 
 
-class AliasedInputs(nn.Module):
-    """One tensor as several inputs, one of which is written to: which is which can only be told by name."""
+class _Difference(Submodules, linear=(6, 6)):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.linear(a * 1) - b * 2
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = _Difference()
+
+class AliasedInputs(Submodules, child=_Difference):
+    """One tensor as several inputs, one of which is written to: which is which can only be told by name."""
 
     def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         out = self.child(x, y)
@@ -419,21 +384,8 @@ class AliasedInputs(nn.Module):
         return self.child(out, out) + self.child(y, b=x) + z
 
 
-class _Difference(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.linear(a * 1) - b * 2
-
-
-class MultipleOutputs(nn.Module):
+class MultipleOutputs(Submodules, qkv=(6, 12)):
     """split, chunk, max, topk, unbind, sort and friends: unpacked, indexed, and by field."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(6, 12)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         q, k, v = self.qkv(x).split(4, dim=-1)
@@ -460,20 +412,16 @@ class ScalarOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 1)
-        self.count = _Returns(lambda x: x.shape[0])
-        self.mean = _Returns(lambda x: float(x.mean()))
+        self.count = Runs(lambda x: x.shape[0])
+        self.mean = Runs(lambda x: float(x.mean()))
 
     def forward(self, x: Tensor) -> tuple[Tensor, float, int, bool]:
         loss = self.linear(x).pow(2).mean()
         return loss, self.mean(x) + loss.item(), self.count(x) * 2, bool(loss > 1)
 
 
-class ScalarInputs(nn.Module):
+class ScalarInputs(Submodules, linear=(6, 6)):
     """Integers, floats, booleans, strings, dtypes, slices and zero-dimensional tensors as inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(
         self, x: Tensor, power: int, scale: float, flip: bool, mode: str, dtype: torch.dtype, part: slice, shift: Tensor
@@ -500,12 +448,8 @@ class Dtypes(nn.Module):
         return wide, narrow, spectrum, torch.fft.irfft(spectrum, n=6), (x * 100).int() // 7, x > 0, spectrum.conj().imag
 
 
-class NotANumber(nn.Module):
+class NotANumber(Submodules, linear=(6, 6)):
     """NaNs, infinities and negative zeros on the way and in the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, float]:
         h = self.linear(x)
@@ -530,13 +474,8 @@ class Sparse(nn.Module):
         return torch.sparse.mm(matrix, self.bag(ids) @ self.weight), matrix.coalesce()
 
 
-class PackedLSTM(nn.Module):
+class PackedLSTM(Submodules, lstm=partial(nn.LSTM, 6, 5, batch_first=True), head=(5, 3)):
     """Packed sequences, in and out of an LSTM and of this module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 5, batch_first=True)
-        self.head = nn.Linear(5, 3)
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, PackedSequence]:
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
@@ -545,16 +484,15 @@ class PackedLSTM(nn.Module):
         return self.head(padded), output
 
 
-class Convolutions(nn.Module):
+class Convolutions(
+    Submodules,
+    line=partial(nn.Conv1d, 3, 4, 3, padding="same", padding_mode="circular"),
+    space=partial(nn.Conv3d, 1, 2, 2),
+    norm=partial(nn.InstanceNorm1d, 4, affine=True),
+    pool=partial(nn.MaxPool1d, 2, return_indices=True),
+    unpool=partial(nn.MaxUnpool1d, 2),
+):
     """One- and three-dimensional convolutions, normalisations without batch, padding and folding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Conv1d(3, 4, 3, padding="same", padding_mode="circular")
-        self.space = nn.Conv3d(1, 2, 2)
-        self.norm = nn.InstanceNorm1d(4, affine=True)
-        self.pool = nn.MaxPool1d(2, return_indices=True)
-        self.unpool = nn.MaxUnpool1d(2)
 
     def forward(self, x: Tensor, volume: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         line = self.norm(self.line(F.pad(x, (1, 1), mode="reflect")))
@@ -566,24 +504,16 @@ class TaggedTensor(torch.Tensor):
     """A tensor subclass that survives operations."""
 
 
-class TensorSubclass(nn.Module):
+class TensorSubclass(Submodules, linear=(6, 6)):
     """A tensor subclass comes in, and what is computed of it stays one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         tagged = self.linear(x) + 1
         return tagged, tagged.as_subclass(torch.Tensor).sum(-1)
 
 
-class NumpyRoundtrip(nn.Module):
+class NumpyRoundtrip(Submodules, linear=(6, 6)):
     """Leaves torch for NumPy and Python lists and comes back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
@@ -651,6 +581,12 @@ AWKWARD_VALUES: list[Case] = [
         Dataclasses,
         lambda: Call.of(State(floats(3, 6))),
         {"mask": lambda: Call.of(State(floats(5, 6), [floats(2)], floats(5, 6, seed=1) > 0, step=4))},
+    ),
+    simple_case(
+        "awkward-records",
+        Records,
+        lambda: Call.of(Slots(floats(3, 6), floats(3, 6, seed=1))),
+        {"other_size": lambda: Call.of(given=Slots(floats(5, 6), floats(5, 6, seed=1)))},
     ),
     simple_case(
         "awkward-nones",

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .case import Call, Case, floats, simple_case, tokens
+from .submodules import Submodules
 
 # In eval mode without autograd nn.TransformerEncoderLayer and nn.MultiheadAttention run a fused kernel. It switches
 # itself off while a torch function mode is active, and the slow path rounds differently.
 FAST_PATH_TOLERANCE = 1e-5
 
 
-class MLP(nn.Module):
+class MLP(Submodules, hidden=(6, 10), act=nn.GELU, out=(10, 4)):
     """A plain stack of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(6, 10)
-        self.act = nn.GELU()
-        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.act(self.hidden(x)))
 
 
-class CNN(nn.Module):
+class CNN(
+    Submodules,
+    features=[
+        partial(nn.Conv2d, 3, 6, 3, padding=1),
+        nn.ReLU,
+        partial(nn.MaxPool2d, 2),
+        partial(nn.Conv2d, 6, 8, 3, padding=1, groups=2),
+        partial(nn.GroupNorm, 2, 8),
+        nn.SiLU,
+        partial(nn.AdaptiveAvgPool2d, 2),
+    ],
+    classifier=(32, 5),
+):
     """Convolutions, pooling and a flattening whose width comes from the image size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 6, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(6, 8, 3, padding=1, groups=2),
-            nn.GroupNorm(2, 8),
-            nn.SiLU(),
-            nn.AdaptiveAvgPool2d(2),
-        )
-        self.classifier = nn.Linear(32, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(torch.flatten(self.features(x), 1))
@@ -91,15 +86,14 @@ class ResNet(nn.Module):
         return self.head(x.mean(dim=(-2, -1)))
 
 
-class UNet(nn.Module):
+class UNet(
+    Submodules,
+    down=partial(nn.Conv2d, 3, 6, 3, stride=2, padding=1),
+    middle=partial(nn.Conv2d, 6, 6, 3, padding=1),
+    up=partial(nn.ConvTranspose2d, 6, 3, 2, stride=2),
+    out=partial(nn.Conv2d, 6, 3, 1),
+):
     """Skip connections, a transposed convolution, and sizes cropped to those of the skip."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Conv2d(3, 6, 3, stride=2, padding=1)
-        self.middle = nn.Conv2d(6, 6, 3, padding=1)
-        self.up = nn.ConvTranspose2d(6, 3, 2, stride=2)
-        self.out = nn.Conv2d(6, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         low = F.leaky_relu(self.down(x))
@@ -122,12 +116,8 @@ class Recurrent(nn.Module):
         return self.head(hidden), state
 
 
-class CellLoop(nn.Module):
+class CellLoop(Submodules, cell=partial(nn.LSTMCell, 6, 8)):
     """Calls an LSTM cell once for each position."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(6, 8)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = c = x.new_zeros(x.shape[0], 8)
@@ -158,13 +148,8 @@ class PooledEncoder(nn.Module):
         return torch.where(keep, hidden, 0.0).sum(1) / keep.sum(1)
 
 
-class EmbeddingBagClassifier(nn.Module):
+class EmbeddingBagClassifier(Submodules, bag=partial(nn.EmbeddingBag, 99, 8, mode="mean"), head=(8, 3)):
     """A bag of embeddings whose bags are given by offsets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(99, 8, mode="mean")
-        self.head = nn.Linear(8, 3)
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         return self.head(self.bag(ids, offsets))

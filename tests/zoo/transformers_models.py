@@ -430,6 +430,8 @@ _ARCHITECTURES = [
         variants=_training_variants,
         attentions=("sdpa",),
         training=True,
+        # With gradients there is no cache: without them, there is one by default since transformers 5.24.
+        example=lambda: Call.of(input_ids=tokens(3, 7), use_cache=False),
         prepare=_enable_checkpointing,
         notes="Each layer's forward runs again during the backward pass.",
     ),

@@ -42,6 +42,10 @@ def children_of(value: Any) -> Children | None:
         return entries
     if dataclasses.is_dataclass(value):
         return [(f".{field.name}", _field(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, types.SimpleNamespace):
+        return [(f".{name}", part) for name, part in vars(value).items()]
+    if slots := getattr(type(value), "__slots__", None):
+        return [(f".{name}", getattr(value, name)) for name in slots]
     has_own_equality = type(value).__eq__ is not object.__eq__
     if has_own_equality or isinstance(value, Iterator) or not hasattr(value, "__dict__"):
         return None

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.attribution.gradient_runs import AttributionRuns, Routing, WatchedRuns
+from graphpatch_notebook.experiments.attribution.gradient_runs import (
+    AttributionRuns,
+    Choices,
+    Routing,
+    WatchedRuns,
+)
 from graphpatch_notebook.experiments.attribution.rules import Method, check_method, midpoints, warn_of_loss
 from graphpatch_notebook.experiments.attribution.scored_nodes import (
     KeptDims,
     PositionAxis,
-    ScoredNode,
     Selected,
     all_nodes,
     named_nodes,
@@ -31,13 +35,12 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_metric,
     check_same_input_shapes,
 )
-from graphpatch_notebook.experiments.methods.causal_tracing import Noise
-from graphpatch_notebook.experiments.methods.heads import head_layout
 from graphpatch_notebook.experiments.results import keep_components, metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_map import kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.lazy_names import extra
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
@@ -59,7 +62,6 @@ def attribute(
     paths: Iterable[str | NodePath] | None = None,
     positions: Positions | RowPositions = None,
     position_dim: PositionDim = None,
-    heads: int | None = None,
     max_bytes: int = 2**30,
 ) -> DataArray:
     """Returns a score for each node: an estimate of the effect of restoring its clean value in the corrupted run.
@@ -76,7 +78,6 @@ def attribute(
     - `"integrated"`: the mean of the gradients at `steps` points between the corrupted and the clean run, for which the
       values at which the runs begin to differ (such as the embeddings) are interpolated. It takes `steps` times as
       long.
-    - `"relp"`: the rules of relevance propagation in the corrupted run.
 
     The guide "Which scores can be trusted" compares them. All scores together take one run on the clean inputs, and one
     forward and backward on the corrupted inputs.
@@ -101,16 +102,15 @@ def attribute(
         routing: Whether the model chooses freely in the corrupted run, or `"frozen"`: what it chooses by values in the
             clean run (the experts of a token, by `topk`, `sort`, `argmax` or `max`), it chooses in the corrupted run,
             too. Scores then explain the difference between the clean run and that run, without changes of experts.
-        paths: The nodes to score. By default, all nodes with floating-point tensors.
+        paths: The nodes to score. By default, all nodes with floating-point tensors. Names of heads
+            (`layers[*].attn.heads[*].z`) have a score for each head.
         positions: Returns scores by position in the sequence: `True` for all positions; or a number, several numbers,
             or a slice. Negative numbers count from the end. With two dimensions, `(batch, columns)`, each row of the
             batch has positions of its own, and the result has the numbers of the columns as positions. If `paths` are
             given, each of them must have positions; otherwise a `GraphPatchWarning` names the values without
             positions.
         position_dim: The sequence dimension of the values at `paths`, as for `causal_trace`. Without `paths`, a dict by
-            path; or a number, of a model that does not take tokens: the sequence dimension of its first input.
-        heads: The number of attention heads: returns a score for each head. The heads must be separate in the values at
-            `paths` (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
+            path.
         max_bytes: The memory limit for recorded values and their gradients. If it is exceeded, nodes are scored in
             several groups with runs of their own. The scores do not change. What `"secant"` keeps of the clean run
             counts too, but each group keeps all of that: values may take half of the limit in any case. What a backward
@@ -118,7 +118,7 @@ def attribute(
 
     Returns:
         An array with the dimension `path` (`layer` and `head` for components, such as `layers[*].attn.heads[*].z`), and
-        `head` and `position` if requested. Nodes without a score are NaN: the
+        `position` if requested. Nodes without a score are NaN: the
         attribute `skipped` is a dict from path to reason. Other attributes: `clean` and `corrupted`, the metric of the
         two runs; `method`; `routing`; `steps`; `fallbacks`, why an operation keeps its own derivative, by name; for
         `"secant"`, `conservation`, how far the scores of each cut are from the change of the metric, relative to it;
@@ -148,74 +148,52 @@ def attribute(
         Nanda, Attribution patching (2023); Syed et al., Attribution patching outperforms automated circuit discovery
         (2023). Integrated: Sundararajan et al., Axiomatic attribution for deep networks (2017); Hanna et al., Have
         faith in faithfulness (2024). Secant: Shrikumar et al., Learning important features through propagating
-        activation differences (2017). RelP: Jafari et al., RelP: faithful and efficient circuit discovery via relevance
-        patching (arXiv 2508.21258, 2025).
+        activation differences (2017).
     """
-    check_graph(pg)
+    check_graph(pg, has_gradients=True)
     check_metric(metric)
     check_method(method)
     fractions = midpoints(steps) if method == "integrated" else [0.0]
+    choices = Choices(routing)
     if one_sided and (method != "secant" or paths is None):
         raise ExperimentError('one_sided=True takes two runs for each value: give method="secant" and paths=')
-    given = (inputs_of(clean), inputs_of(corrupted))
-    if isinstance(corrupted, (Noise, type)):
-        raise ExperimentError(f"corrupted is {corrupted!r}; give inputs as for clean (noise is for causal_trace)")
+    given = (inputs_of(pg, clean), inputs_of(pg, corrupted))
     check_same_input_shapes(pg, *given)
     selected = kept_for(pg.nodes, all_nodes) if paths is None else named_nodes(pg, paths)
-    wanted = [node for node in selected.nodes if node.is_wanted]
     check_is_used(position_dim, is_used=positions is not None)
     axis = None if positions is None else PositionAxis(pg, selected, given[1], positions, position_dim)
-    kept = _kept_dims(pg, selected, wanted, axis, paths, heads)
+    kept = {} if axis is None else dict(axis.kept)
+    kept |= {path: replace(kept.get(path, KeptDims()), heads=dim) for path, dim in selected.heads.items()}
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
-    nodes = wanted if one_sided else selected.nodes
+    nodes = [node for node in selected.nodes if node.is_wanted] if one_sided else selected.nodes
     watched = selected.idle.pop() if selected.idle else WatchedRuns(pg, nodes)
-    runs = AttributionRuns(pg, watched, metric, *given, nodes, kept, fractions, max_bytes, method, routing)
+    runs = AttributionRuns(pg, watched, metric, *given, nodes, kept, fractions, max_bytes, method, choices)
     runs.run(is_one_sided=one_sided)
     selected.idle.append(watched)
     runs.problems |= selected.skipped
-    result = _data_array(xarray, selected, runs, axis, heads)
+    result = _data_array(xarray, selected, runs, axis)
     result.attrs |= {"method": method, "routing": routing, **({"steps": steps} if method == "integrated" else {})}
-    result.attrs["same_values"] = dict(selected.same_values)
+    result.attrs |= {"same_values": dict(selected.same_values), **given[0].attrs(pg)}
     if method == "secant":
-        result.attrs["conservation"] = _conservation(pg, runs)
-        _warn_of_losses(pg, result, selected, runs.changes)
-    weights = {node.path for node in wanted if node.is_state}
-    unknown = {} if axis is None else axis.problems
-    _warn_of_missing(result, {path: why for path, why in unknown.items() if path not in weights})
+        result.attrs["conservation"] = losses = _conservation(pg, runs)
+        path = max(losses, key=losses.__getitem__, default="") if runs.changes else "total"
+        names = " and ".join(repr(name) for name, (place, _) in selected.places.items() if place == path)
+        what = f"{names} differ from its effect" if runs.changes else "all roots differ from the change of the metric"
+        is_half = any(parameter.element_size() < 4 for parameter in captured(pg).module.parameters())
+        warn_of_loss(what, losses.get(path, 0.0), runs.fallbacks, is_half=is_half)
+    weights = {node.path for node in nodes if node.is_state}
+    unknown = runs.infinite | (set() if axis is None else axis.problems.keys() - weights)
+    if lost := {path: why for path, why in runs.problems.items() if path in unknown}:
+        message = (
+            f"{len(lost)} values have no scores (NaN), most of them for these reasons (see the attribute 'skipped')"
+        )
+        warn("\n  ".join([f"{message}:", *by_problem(lost)[:3]]), "experiment", level_of_caller())
     return result
 
 
-def _kept_dims(
-    pg: PatchableGraph,
-    selected: Selected,
-    nodes: Sequence[ScoredNode],
-    axis: PositionAxis | None,
-    paths: Any,
-    heads: int | None,
-) -> dict[str, KeptDims]:
-    """Returns the dimensions of positions and heads in values."""
-    kept = {} if axis is None else dict(axis.kept)
-    found = selected.heads
-    if heads is not None:
-        if found or paths is None:
-            raise ExperimentError(
-                "heads= needs paths= of values with separate heads, such as ['h_0.attn.c_proj.x'], and none that names "
-                "a single head"
-            )
-        sequences = {path: dims.position for path, dims in kept.items() if dims.position is not None}
-        shapes = {node.path: tuple(node.spec.shape) for node in nodes}
-        found = {path: (dim, heads) for path, dim in head_layout(pg, shapes, heads, sequences).dims.items()}
-    split = {path: replace(kept.get(path, KeptDims()), heads=dim, count=count) for path, (dim, count) in found.items()}
-    return kept | split
-
-
-def _data_array(
-    xarray: Any, selected: Selected, runs: AttributionRuns, axis: PositionAxis | None, heads: int | None
-) -> DataArray:
+def _data_array(xarray: Any, selected: Selected, runs: AttributionRuns, axis: PositionAxis | None) -> DataArray:
     scores, places = runs.scores, selected.places
     coords: list[tuple[str, tuple[Any, ...]]] = [("path", tuple(places))]
-    if heads is not None:
-        coords.append(("head", tuple(range(heads))))
     if axis is not None:
         labels, scores = axis.chosen(scores)
         coords.append(("position", tuple(labels)))
@@ -223,10 +201,10 @@ def _data_array(
     data = np.full([len(values) for _, values in coords], math.nan)
     for row, (path, head) in enumerate(places.values()):
         if path in scores:
-            each = scores[path]
-            if path in selected.heads and each.ndim > len(coords) - 1:
+            each = scores[path]  # a single zero, if it is equal in both runs
+            if path in selected.heads and each.ndim == len(coords):
                 each = np.asarray(each.sum(0) if head is None else each[head])
-            data[row] = each  # those of values that are equal in both runs are zeros of fewer dimensions
+            data[row] = each
     ordered = (*(path for path, _ in places.values()), *runs.problems)
     attrs = {
         "clean": runs.clean_metric,
@@ -245,50 +223,23 @@ def _data_array(
 
 
 def _conservation(pg: PatchableGraph, runs: AttributionRuns) -> dict[str, float]:
-    """Returns the relative difference between the scores of each cut through the model and the change of the metric."""
-    sums = {path: ([path], change) for path, change in runs.changes.items()}
-    if not sums:
-        cuts = {"total": runs.roots}
+    """Returns the relative difference between the scores of each cut through the model and the change of the metric.
+
+    Of one-sided scores: between those of each value and its effect.
+    """
+    total = runs.clean_metric - runs.corrupted_metric
+    cuts = {path: ([path], change) for path, change in runs.changes.items()}
+    if not cuts:
+        cuts = {"total": (runs.roots, total)}
         if len(pg.components.layers) == 1:  # with several stacks, the residual stream of one is only a part of a cut
-            cuts |= {name: [part.path] for name, part in pg.components.items() if ".resid_" in name and not part.index}
-        sums = {name: (paths, runs.clean_metric - runs.corrupted_metric) for name, paths in cuts.items()}
+            stream = {name: part for name, part in pg.components.items() if ".resid_" in name and not part.index}
+            cuts |= {name: ([part.path], total) for name, part in stream.items()}
     return {
-        name: abs(sum(float(runs.scores[path].sum()) for path in paths) - change) / (abs(change) or 1.0)
-        for name, (paths, change) in sums.items()
-        if all(path in runs.scores for path in paths)
+        name: abs(sum(float(runs.scores[path].sum()) for path in paths) - change)
+        / (max(abs(change), 1e-2 * abs(total)) or 1.0)  # smaller effects are mostly rounding
+        for name, (paths, change) in cuts.items()
+        if runs.scores.keys() >= {*paths}
     }
-
-
-def _warn_of_losses(pg: PatchableGraph, result: DataArray, selected: Selected, changes: Mapping[str, float]) -> None:
-    """Warns if the scores of the secant do not sum to the change of the metric, or one-sided ones to their effect."""
-    losses: dict[str, float] = result.attrs["conservation"]
-    what, loss = "all roots differ from the change of the metric", losses.get("total", 0.0)
-    if changes:
-        least = 1e-2 * abs(result.attrs["clean"] - result.attrs["corrupted"])  # smaller effects are mostly rounding
-        shares = {path: abs(change) / max(abs(change), least) for path, change in changes.items() if change}
-        path = max(losses, key=lambda path: losses[path] * shares.get(path, 1.0))
-        names = " and ".join(repr(name) for name, (place, _) in selected.places.items() if place == path)
-        what, loss = f"{names} differ from its effect", losses[path] * shares.get(path, 1.0)
-    is_half = any(parameter.element_size() < 4 for parameter in captured(pg).module.parameters())
-    warn_of_loss(what, loss, result.attrs["fallbacks"], is_half=is_half)
-
-
-def _warn_of_missing(result: DataArray, without_positions: Mapping[str, str]) -> None:
-    """Warns of scores that are NaN since they are not finite, or their positions are unknown."""
-    infinite = [path for path, why in result.attrs["skipped"].items() if "not finite" in why]
-    if infinite:
-        ends = {name: result.attrs[name] for name in ("clean", "corrupted")}
-        message = (
-            f"{len(infinite)} scores are not finite and left out (NaN), such as {infinite[0]!r}; the metric is {ends}: "
-            "where half precision overflows, try a smaller metric, or the model in bfloat16 or float32"
-        )
-        warn(message, "experiment", level_of_caller())
-    if without_positions:
-        message = (
-            f"{len(without_positions)} values have no scores by position (NaN). The most common reasons (see the "
-            "attribute 'skipped' for all):\n  " + "\n  ".join(by_problem(without_positions)[:3])
-        )
-        warn(message, "experiment", level_of_caller())
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -329,62 +280,43 @@ def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> 
     if "path" in result.dims:
         at = result.dims.index("path")
         labels = [(label[at], *label[:at], *label[at + 1 :]) for label in labels]
-        names = names_in(result.attrs) if distinct else {}
+        names = result.attrs.get("same_values", {}) if distinct else {}
     ranks = ranked(series.to_numpy(), labels, names)[:count]
-    top: Series[float] = series.iloc[[rank.number for rank in ranks]]
+    top: Series[float] = series.iloc[[first for first, *_ in ranks]]
     top.attrs["other_names"] = {
-        labels[rank.number][0]: sorted({labels[other][0] for other in rank.others}) for rank in ranks if rank.others
+        labels[first][0]: sorted({labels[other][0] for other in others}) for first, *others in ranks if others
     }
     return top
 
 
-@dataclass
-class Rank:
-    """The index of a score in the ranking, and the indices of scores of the same value under other names."""
-
-    number: int
-    others: list[int] = field(default_factory=list)
-
-
 def ranked(
-    scores: np.ndarray[Any, Any], labels: Sequence[tuple[Any, ...]], names: Mapping[str, str] | None = None
-) -> list[Rank]:
-    """Returns the finite scores, largest in magnitude first; all names of one value share a rank.
+    scores: np.ndarray[Any, Any], labels: Sequence[tuple[Any, ...]], names: Mapping[str, str]
+) -> list[list[int]]:
+    """Returns the indices of the finite scores, largest in magnitude first; all names of one value share a rank.
 
     Names of one value with different scores (a residual stream, and the input of a norm) have ranks of their own.
 
     The label of a score is a path, then others such as a position. `names` has the name that represents all names of a
-    value, for each of these.
+    value, for each of these; it comes first in its rank.
 
     Example:
         >>> labels = [("a.output",), ("b.input",), ("b.output",)]
         >>> ranked(np.array([1.0, 1.0, -2.0]), labels, dict.fromkeys(["a.output", "b.input"], "a.output"))
-        [Rank(number=2, others=[]), Rank(number=0, others=[1])]
+        [[2], [0, 1]]
     """
-    names = names or {}
     # Scores that are equal up to rounding keep their order, whatever the last digits on a machine are.
     order = sorted(
         np.flatnonzero(np.isfinite(scores)).tolist(), key=lambda number: -float(f"{abs(scores[number]):.6g}")
     )
-    ranks: list[Rank] = []
-    known: dict[tuple[Any, ...], list[Rank]] = {}
+    ranks: list[list[int]] = []
+    known: dict[tuple[Any, ...], list[list[int]]] = {}
     for number in order:
         path, *more = labels[number]
         same = known.setdefault((names.get(path, path), *more), [])
-        rank = next((rank for rank in same if math.isclose(scores[rank.number], scores[number], rel_tol=_CLOSE)), None)
+        rank = next((rank for rank in same if math.isclose(scores[rank[0]], scores[number], rel_tol=_CLOSE)), None)
         if rank is None:
-            rank = Rank(number)
+            rank = []
             ranks.append(rank)
             same.append(rank)
-        elif path == names.get(path):
-            rank.others.append(rank.number)
-            rank.number = number
-        else:
-            rank.others.append(number)
+        rank.insert(0 if path == names.get(path) else len(rank), number)
     return ranks
-
-
-def names_in(attrs: Mapping[Any, Any]) -> Mapping[str, str]:
-    """Returns the attribute `same_values` of a result, or an empty dict."""
-    found = attrs.get("same_values")
-    return found if isinstance(found, Mapping) else {}

@@ -1,6 +1,6 @@
 """Direct logit attribution: what each part of a model adds to a logit, through the final norm and the unembedding only.
 
-One run of the model gives the values and their derivatives, with the scales of norms held (the rules of RelP): these
+One run of the model gives the values and their derivatives, with the scales of norms held: these
 derivatives are linear maps between a part and the logit, or between heads and what they write to the stream.
 """
 
@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.attribution.rules import rules_of
-from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
+from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.experiments.methods.lens import arranged, checked_tokens, component, layer_count, of_rows
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
-from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
+from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import CustomPatch, ProbePatch
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def direct_logit_attribution(
     target: int | Tensor,
     minus: int | Tensor | None = None,
     by: Literal["layer", "head", "neuron"] = "layer",
-    position: int | Sequence[int] | Tensor = -1,
+    position: int | Sequence[int] | Tensor | None = -1,
     stack: str = "",
     **input_kwargs: Any,
 ) -> Dataset:
@@ -56,7 +57,7 @@ def direct_logit_attribution(
         target: The token whose logit is attributed: a number, or a tensor with one for each row.
         minus: A token whose logit is subtracted, likewise; for logit differences.
         by: What layers are divided into: `"head"` for attention, `"neuron"` for MLPs.
-        position: The position of the logit; one for all rows, or one for each row.
+        position: The position of the logit; one for all rows, or one for each row; `None` for all positions.
         stack: The stack of layers, if the model has several.
         **input_kwargs: Inputs of the model, by keyword.
 
@@ -64,7 +65,8 @@ def direct_logit_attribution(
         A dataset of arrays: `embed` (batch), `attn` and `mlp` (layer, batch; and others that layers write, such as
         `mixer`), and `bias` (batch), of the final norm and the unembedding. With `by="head"`, `attn` has the dimension
         `head` too, and `attn_bias` (layer, batch) is the rest; with `by="neuron"`, likewise `mlp` and `mlp_bias`. A
-        layer without such a part has zeros. Its attribute `logit` has the logits.
+        layer without such a part has zeros. With `position=None`, all have the dimension `position`, too. The
+        attributes `logit` and `position` have the logits and their positions.
 
     Raises:
         ExperimentError: The logit is not such a sum in this model; the message says where it is not. Mixtures of
@@ -85,7 +87,7 @@ def direct_logit_attribution(
         Elhage et al., A mathematical framework for transformer circuits (2021); Wang et al., Interpretability in the
         wild (2022).
     """
-    check_graph(pg)
+    check_graph(pg, has_gradients=True)
     check_input_names(pg.nodes.root, input_kwargs, direct_logit_attribution)
     if by not in _DIVIDED:
         raise ExperimentError(f"by must be 'layer', 'head' or 'neuron', not {by!r}")
@@ -95,26 +97,28 @@ def direct_logit_attribution(
         if isinstance(tokens, Sequence):  # for other functions, several tokens for all rows
             raise ExperimentError(f"give one token, or a tensor with one for each row, not {tokens!r}")
     with torch.inference_mode(False), torch.enable_grad():
-        run = _Run(pg, Inputs(inputs, input_kwargs), stack, by)
+        given = inputs_of(pg, inputs, input_kwargs)
+        run = _Run(pg, given, stack, by)
         logit, bias, gradient = run.direction([each for each in (target, minus) if each is not None], position)
-        found: dict[str, tuple[list[str], Tensor]] = {"embed": (["batch"], run.share(run.embed, gradient))}
+        rows = ["batch"] if position is not None else ["batch", "position"]
+        found: dict[str, tuple[list[str], Tensor]] = {"embed": (rows, run.share(run.embed, gradient))}
         for kind in dict.fromkeys(kind for kind, _ in run.writes):
             names = [run.writes.get((kind, layer)) for layer in range(run.layers)]
             whole = torch.stack([logit * 0 if name is None else run.share(name, gradient) for name in names])
-            found[kind] = (["layer", "batch"], whole)
+            found[kind] = (["layer", *rows], whole)
             if kind == _DIVIDED[by][0]:
                 shares = [logit[None] * 0 if name is None else run.inner_shares(name, gradient) for name in names]
                 divided = pad_sequence(shares, batch_first=True)
-                found[kind] = (["layer", by, "batch"], divided)
-                found[f"{kind}_bias"] = (["layer", "batch"], whole - divided.sum(1))
-        found["bias"] = (["batch"], bias)
-    if pg.weights[stack].changes_logits:  # a cap or a scale
+                found[kind] = (["layer", by, *rows], divided)
+                found[f"{kind}_bias"] = (["layer", *rows], whole - divided.sum(1))
+        found["bias"] = (rows, bias)
+    if pg.weights[stack].changes_logits:  # a cap
         message = (
             "the model changes its logits after the unembedding: the contributions add up to the logit before that"
         )
         warn_each_time(message, "experiment")
     arrays = {name: xarray.DataArray(values.cpu().numpy(), dims=dims) for name, (dims, values) in found.items()}
-    attrs = {"logit": logit.tolist(), "position": run.positions.tolist()}
+    attrs = {"logit": logit.tolist(), "position": run.positions.tolist(), **given.attrs(pg)}
     return xarray.Dataset(arrays, {"layer": list(range(run.layers))}, attrs)  # type: ignore[no-any-return]
 
 
@@ -125,10 +129,12 @@ class _Run:
         layers: The number of layers.
         embed: The name of what the first layer reads.
         writes: The names of what layers add to the stream, by kind and layer.
-        positions: The position of each row.
+        positions: The position of each row; all positions, if none was given.
+        at: The index of these in a value, `(batch, position, ...)`.
     """
 
     positions: Tensor
+    at: tuple[Any, ...]
 
     def __init__(self, pg: PatchableGraph, inputs: Inputs, stack: str, by: str) -> None:
         start, self.layers = f"{stack}." if stack else "", layer_count(pg, stack)
@@ -148,10 +154,17 @@ class _Run:
         }
         self._wanted = ["batch", "position", "head", "channel"] if by == "head" else ["batch", "position", "neuron"]
         self._inner = {name: (each.name, each.axes) for name, each in inner.items()}
+        logits, axes = component(pg, "@logits").path, component(pg, "@logits").axes
         unembedding = pg.weights[stack].unembedding
-        names = [self.embed, end.name, unembedding, *self.writes.values(), *(each.name for each in inner.values())]
+        if pg.weights[stack].changes_logits:
+            logits, axes = unembedding, tuple("vocab" if axis == "channel" else axis for axis in end.axes)
+        if {*axes} != {"batch", "position", "vocab"} and axes not in (("batch", "vocab"), ("token", "vocab")):
+            raise ExperimentError(f"the logits have the dimensions {axes}, not batch, position, vocab")
+        names = [self.embed, end.name, logits, *self.writes.values(), *(each.name for each in inner.values())]
         self._values = _values(pg, inputs, self.embed, names)
-        self._last, self._logits = self._values[end.name], self._ordered(self._values[unembedding])
+        self._last, self._logits = self._values[end.name], self._values[logits]
+        if axes[0] == "position":
+            self._logits = self._logits.transpose(0, 1)
         self._end = self._ordered(self._last)
         self._tolerance = _TOLERANCE.get(self._end.dtype, 1e-3)
         total = sum(self._in_stream(name).double() for name in (self.embed, *self.writes.values()))
@@ -168,22 +181,27 @@ class _Run:
     def direction(self, tokens: Sequence[Any], position: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the logit of each row, its bias, and its derivative by the last state, (batch, position, channel)."""
         rows, length = self._end.shape[:2]
-        self.positions = self._for_rows(position, "position", length) % length
+        self.positions, self.at = torch.arange(length), (slice(None),)
+        if position is not None:
+            self.positions = self._for_rows(position, "position", length) % length
+            self.at = (torch.arange(rows, device=self.positions.device), self.positions)
         numbers = torch.stack([self._for_rows(each, "the token", self._logits.shape[-1]) for each in tokens], -1)
         logits = self._logits.reshape(rows, -1, self._logits.shape[-1])
         picked = [of_rows(logits, each) for each in numbers.unbind(-1)]
         logit = picked[0] - picked[1] if len(picked) > 1 else picked[0]
         gradient = self._ordered(_gradient(logit.sum(), self._last))
-        at = torch.arange(rows, device=numbers.device), self.positions
-        here = torch.zeros_like(gradient)
-        here[at] = gradient[at]
-        logit, parts, is_linear = (
-            logit.detach().double(),
-            (self._end.detach().double() * gradient.double()).sum(-1),
-            True,
-        )
+        logit, parts = logit.detach().double(), (self._end.detach().double() * gradient.double()).sum(-1)
+        at: tuple[Any, ...] = self.at
+        is_linear = True
         if logit.shape[1] != length:  # computed for one position only
-            parts, is_linear = parts[at][:, None], bool((here == gradient).all())
+            if position is None:
+                raise ExperimentError(
+                    f"the model computes the logits of {logit.shape[1]} of {length} positions: give one"
+                )
+            parts, at = parts[at][:, None], (slice(None), 0)
+            others = gradient.clone()
+            others[self.at] = 0
+            is_linear = not others.any()
         bias = logit - parts
         for pair in numbers.unique(dim=0):
             same = bias[(numbers == pair).all(-1)]
@@ -194,12 +212,11 @@ class _Run:
                 f"{self.positions.tolist()[0]}: there is something else in between, so the logit is not a sum of "
                 "contributions; or it reads another position (position=0 is that of a class token)"
             )
-        at = at if logit.shape[1] == length else (at[0], 0 * at[0])
-        return logit[at], bias[at], here
+        return logit[at], bias[at], gradient
 
     def share(self, name: str, gradient: Tensor) -> Tensor:
         """Returns what a value of the stream adds to the logit of each row."""
-        return (self._in_stream(name).double() * gradient.double()).sum((1, 2))
+        return (self._in_stream(name).double() * gradient.double()).sum(-1)[self.at]
 
     def _in_stream(self, name: str) -> Tensor:
         """Returns a value with the shape of the stream: some MLPs merge batch and positions."""
@@ -207,7 +224,7 @@ class _Run:
         return value.reshape(self._end.shape) if value.numel() == self._end.numel() else value.expand_as(self._end)
 
     def inner_shares(self, written: str, gradient: Tensor) -> Tensor:
-        """Returns what each head or neuron adds, (heads or neurons, batch); checks that what it writes is a sum."""
+        """Returns what each head or neuron adds, heads or neurons first; checks that what it writes is a sum."""
         name, axes = self._inner[written]
         raw, inner = self._values[written].reshape(self._last.shape), self._values[name]
         value = self._ordered(raw)
@@ -220,7 +237,7 @@ class _Run:
                 f"{written!r} is not the sum over its parts in {name!r}: there is something else in between; use "
                 "by='layer'"
             )
-        return self._products(inner, axes, _gradient(raw, inner, self._ordered(gradient))).sum(1).T
+        return self._products(inner, axes, _gradient(raw, inner, self._ordered(gradient)))[self.at].movedim(-1, 0)
 
     def _products(self, inner: Tensor, axes: Sequence[str | None], gradient: Tensor) -> Tensor:
         """Returns value times derivative, summed over channels: (batch, position, heads or neurons)."""
@@ -246,7 +263,7 @@ def _values(pg: PatchableGraph, inputs: Inputs, first: str, names: Sequence[str]
     """Returns values of a run, with derivatives by all values after `first`."""
     probes: dict[Any, ProbePatch] = {name: ProbePatch() for name in names}
     leaf = CustomPatch(custom_op=lambda value: value.detach().requires_grad_().clone())
-    with rules_of("relp").applied(), pg.patch({first: leaf}), pg.patch(probes, strict=True):
+    with DerivativeRules("held").applied(), pg.patch({first: leaf}), pg.patch(probes, strict=True):
         inputs.run(pg)
     return {name: probe.activation for name, probe in probes.items()}
 

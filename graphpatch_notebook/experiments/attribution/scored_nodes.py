@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node
+from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, once_a_capture
 from graphpatch_notebook.components import operations
-from graphpatch_notebook.components.dimensions import Profile, dimensions_of
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.names import MEMBERS
 from graphpatch_notebook.errors import ExperimentError
@@ -29,7 +28,6 @@ from graphpatch_notebook.experiments.methods.arguments import (
     found_or_problems,
     given_dims,
     input_tensors,
-    rows_of,
     targets,
 )
 from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
@@ -64,11 +62,6 @@ class ScoredNode:
     is_compared: bool = True
 
     @property
-    def target(self) -> Target:
-        """What its path refers to."""
-        return Target(self.path, self.frame, self.node, (), (), self.spec)
-
-    @property
     def is_parameter(self) -> bool:
         """Whether it is a parameter, which is the same in all runs."""
         return self.node.kind == "parameter"
@@ -87,12 +80,13 @@ class ScoredNode:
     def can_be_cut(self) -> bool:
         """Whether another tensor may replace the value in a run.
 
-        It may not for the state of a module, for a view through which the model fills in another tensor, and for a
-        container that a module is given, since the module may write into that.
+        It may not for the state of a module, for a view through which the model fills in another tensor, for a
+        container that a module is given, since the module may write into that, and for the inputs of edited graphs.
         """
         if self.is_state or self.node.is_view_filled_later:
             return False
-        return not (self.is_in_container and self.node.kind == "input" and self.frame.parent is not None)
+        is_edited = self.frame.has_own_graph and not self.frame.capture.is_program
+        return self.node.kind != "input" or not (is_edited or (self.is_in_container and self.frame.parent is not None))
 
     def computed(self, flow: Flow) -> Value | None:
         """Returns the value at the operation that computes it; `None` if it is not a single value."""
@@ -100,6 +94,11 @@ class ScoredNode:
         if node.kind == "output" and frame.opaque_reason is not None and frame.call is not None:
             node = frame.call
         return flow.resolve(node, resolve(flow.root, self.path).dig if self.is_in_container else ())
+
+    def operation(self, flow: Flow) -> Node:
+        """Returns the operation that computes the value."""
+        value = self.computed(flow)
+        return self.node if value is None else value.node
 
     def problem(self, value: Any) -> str | None:
         """Returns why a value of a run cannot have a score, or `None`."""
@@ -115,9 +114,9 @@ class Selected:
     """The nodes of an attribution.
 
     Attributes:
-        targets: The value of each name in the result: of paths, and of names of components.
-        places: The path of each value, and the number of the head that it is of the value there; `None` for all.
-        heads: The dimension of the heads in values at paths of heads, and their number.
+        targets: By name in the result, the value of each path, or name of a component, that was asked for; empty for
+            all values.
+        heads: The dimension of the heads in values at paths of heads.
         nodes: All nodes that hold floating-point tensors, in order of execution.
         skipped: Why a path cannot have a score.
         flow: The flow of values through the capture.
@@ -125,12 +124,22 @@ class Selected:
     """
 
     targets: dict[str, Target]
-    places: dict[str, tuple[str, int | None]]
-    heads: dict[str, tuple[int, int]]
+    heads: dict[str, int]
     nodes: list[ScoredNode]
     skipped: dict[str, str]
     flow: Flow
     idle: list[Any] = field(default_factory=list)
+
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[str, int | None]]:
+        """By name in the result, the path, and the number of the head that it is of the value there; `None` for all."""
+        if not self.targets:
+            return {node.path: (node.path, None) for node in self.nodes if node.is_wanted}
+        heads = {name: self.heads.get(each.path) if each.index else None for name, each in self.targets.items()}
+        return {
+            name: (each.path, None if (dim := heads[name]) is None else each.index[dim])
+            for name, each in self.targets.items()
+        }
 
     @functools.cached_property
     def same_values(self) -> dict[str, str]:
@@ -162,7 +171,7 @@ _SAME = (operations.VIEWS | operations.SAME_VALUES) - _CHOSEN
 
 def all_nodes(nodes: NodeMap) -> Selected:
     """Returns the nodes for scores of all floating-point values."""
-    return _selected(nodes, None)
+    return _selected(nodes, {})
 
 
 def named_nodes(pg: PatchableGraph, paths: Iterable[Any]) -> Selected:
@@ -172,63 +181,51 @@ def named_nodes(pg: PatchableGraph, paths: Iterable[Any]) -> Selected:
         UnknownPathError: A path does not exist, or is not a single value.
         ExperimentError: There are no paths.
     """
-    listed = [paths] if isinstance(paths, (str, bytes)) else paths
-    named = {target.text: target for target in targets(pg, map(str, listed)).values()}
+    named = targets(pg, map(str, [paths] if isinstance(paths, (str, bytes)) else paths))
     if not named:
         raise ExperimentError("paths is empty: give at least one path, or leave it out for all nodes")
-    selected = _selected(pg.nodes, {target.path for target in named.values()})
-    selected.targets.update(named)
-    selected.places.clear()
-    for name, target in named.items():
-        dim = _head_dim(target)
-        selected.places[name] = (target.path, None if dim is None else target.index[dim])
-        if dim is not None and target.component is not None:
-            selected.heads[target.path] = (dim, target.component.shape[dim])
-    return selected
+    return _selected(pg.nodes, {target.text: target for target in named.values()})
 
 
-def _selected(nodes: NodeMap, wanted: Collection[str] | None) -> Selected:
+def _selected(nodes: NodeMap, named: dict[str, Target]) -> Selected:
     found: list[ScoredNode] = []
     skipped: dict[str, str] = {}
+    heads = {target.path: _head_dim(target) for target in named.values() if target.index}
+    wanted = {target.path for target in named.values()}
     root = nodes.root
     sharding, flow = sharding_of(root), flow_of(root)
     refused = {} if sharding is None else sharding.refusals(nodes)
-    rows = NodeRows.of(root, with_sizes=wanted is not None)
+    rows = NodeRows(root, with_sizes=bool(named))
     for path, node, frame, spec in zip(rows.paths, rows.nodes, rows.frames, rows.specs, strict=True):
         is_hidden = node.is_size or node.is_inner  # to watch an inner node would open the fused call
-        is_wanted = not is_hidden if wanted is None else path in wanted
+        is_wanted = path in wanted if named else not is_hidden
         if is_hidden and not is_wanted:
             continue
         if path in refused and is_wanted:
             skipped[path] = f"sharded over processes, and {refused[path]}"
         elif path not in refused and isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
-            is_compared = is_wanted or _is_source(flow, node, frame)
-            found.append(ScoredNode(path, node, frame, spec, is_wanted, is_compared))
-        elif is_wanted and (wanted is not None or (isinstance(spec, TensorSpec) and spec.dtype.is_complex)):
+            found.append(ScoredNode(path, node, frame, spec, is_wanted, is_wanted or _is_source(flow, node, frame)))
+        elif is_wanted and (named or (isinstance(spec, TensorSpec) and spec.dtype.is_complex)):
             skipped[path] = _not_floating(spec.dtype) if isinstance(spec, TensorSpec) else f"not a tensor, but {spec}"
-    return Selected({}, {node.path: (node.path, None) for node in found}, {}, found, skipped, flow)
+    return Selected(named, heads, found, skipped, flow)
 
 
+@once_a_capture
 def flow_of(root: Frame) -> Flow:
     """Returns the flow of values through a capture; each capture is searched once."""
-    findings = root.capture.findings
-    if Flow not in findings:
-        findings[Flow] = Flow(root)
-    return cast("Flow", findings[Flow])
+    return Flow(root)
 
 
-def _head_dim(target: Target) -> int | None:
-    """Returns the dimension of the heads (or experts) of which a target is one; `None` for a whole value."""
+def _head_dim(target: Target) -> int:
+    """Returns the dimension of the heads (or experts) of which a target is one."""
     taken = [dim for dim, part in enumerate(target.index) if part != slice(None)]
-    if target.component is None or not taken:
-        return None
-    dim = taken[0]
-    if len(taken) > 1 or not isinstance(target.index[dim], int) or target.component.axes[dim] not in MEMBERS.values():
+    axes = () if target.component is None else target.component.axes
+    if [axes[dim] in MEMBERS.values() and isinstance(target.index[dim], int) for dim in taken] != [True]:
         raise ExperimentError(
             f"{target.text!r}: there are scores of whole values, of heads and of positions; give a name without a "
             "slice (layers[*].attn.heads[*].z), and positions="
         )
-    return dim
+    return taken[0]
 
 
 def _not_floating(dtype: torch.dtype) -> str:
@@ -246,24 +243,16 @@ def _is_source(flow: Flow, node: Node, frame: Frame) -> bool:
 class KeptDims:
     """The dimensions of a value that scores are not summed over.
 
-    Attributes:
-        position: The sequence dimension.
-        heads: The dimension that is split into equal parts, one for each head.
-        count: The number of heads.
-        row: The dimension of the batch, if each row has positions of its own.
+    `None` for those that it does not have, or that are not asked for: rows are if each has positions of its own.
     """
 
-    position: int | None = None
     heads: int | None = None
-    count: int = 1
     row: int | None = None
+    position: int | None = None
 
     def summed(self, product: Tensor) -> Tensor:
         """Returns the sum of a tensor over all other dimensions: (heads, rows, positions), as far as they are kept."""
         dims = [dim for dim in (self.heads, self.row, self.position) if dim is not None]
-        if self.heads is not None:
-            product = product.unflatten(self.heads, (self.count, -1))
-            dims = [dim + (dim > self.heads) for dim in dims]
         others = [dim for dim in range(product.dim()) if dim not in dims]
         sums = product.sum(others) if others else product
         return sums.permute([sorted(dims).index(dim) for dim in dims])
@@ -286,33 +275,28 @@ class PositionAxis:
         self, pg: PatchableGraph, selected: Selected, inputs: Inputs, positions: Any, position_dim: PositionDim
     ) -> None:
         root = pg.nodes.root
-        self._given, self._has_rows = positions, are_of_rows(positions)
+        self._given, self._has_rows, self._takes_tokens = positions, are_of_rows(positions), takes_tokens(root)
         caches = (each for each in (*inputs.args, *inputs.kwargs.values()) if hasattr(each, "get_seq_length"))
         if any(cache.get_seq_length() for cache in caches):
             raise ExperimentError("positions= are not known with a cache; give the whole sequence")
         if self._has_rows and inputs.rows != len(positions):
             raise ExperimentError(f"positions={positions!r} must have {inputs.rows} rows")
-        targets = {node.path: node.target for node in selected.nodes if node.is_wanted}
-        targets |= {target.path: target for target in selected.targets.values() if target.path in targets}
-        is_of_input = not (selected.targets or position_dim is None or isinstance(position_dim, Mapping))
-        of_input = _sequence_of_input(root, position_dim) if is_of_input else None
-        given = {} if is_of_input else given_dims(pg, selected.targets or targets, position_dim)
+        if isinstance(position_dim, int) and not selected.targets:
+            raise ExperimentError(f"position_dim={position_dim!r} is not that of all values: give paths=, or a dict")
+        nodes = [node for node in selected.nodes if node.is_wanted]
+        asked = {node.path: Target(node.path, node.frame, node.node, (), (), node.spec) for node in nodes}
+        asked |= {target.path: target for target in selected.targets.values() if target.path in asked}
+        given = given_dims(pg, selected.targets or asked, position_dim)
 
         def place(_: str, target: Target) -> KeptDims:
-            dim = sequence_dim(root, target, given.get(target.text), of_input)[0]
-            return KeptDims(dim, row=row_dimension(root, target, dim) if self._has_rows else None)
+            dim = sequence_dim(root, target, given.get(target.text))[0]
+            return KeptDims(row=row_dimension(root, target, dim) if self._has_rows else None, position=dim)
 
-        self.kept, self.problems = found_or_problems(targets, place)
+        self.kept, self.problems = found_or_problems(asked, place)
         if selected.targets or not self.kept:
             check_problems(self.problems)
-        fixed = () if takes_tokens(root) else self.kept
-        self._fixed = {path: cast("TensorSpec", targets[path].whole).shape for path in fixed}
         self._sizes = {size for value in input_tensors(pg, inputs).values() for size in value.shape}
-        self.numbers(max(self._sizes, default=1))  # before anything runs
-
-    def numbers(self, length: int) -> list[Any]:
-        """Returns the chosen positions in a sequence, counted from the start; for each row, if each has its own."""
-        return rows_of(self._given, length) if self._has_rows else counted_positions(self._given, length)
+        counted_positions(positions, max(self._sizes, default=1))  # an error before anything runs
 
     def chosen(self, scores: Mapping[str, Scores]) -> tuple[list[int], dict[str, Scores]]:
         """Returns the labels of the positions, and scores at these; adds to `problems`.
@@ -320,9 +304,9 @@ class PositionAxis:
         The last dimension of the given scores has all positions, and the one before all rows if each has its own.
         """
         lengths = {path: scores[path].shape[-1] for path in self.kept if path in scores and scores[path].ndim}
-        for path, length in lengths.items():
-            if length not in self._sizes and length not in self._fixed.get(path, ()):
-                self.problems[path] = f"the positions of its {length} entries are unknown"
+        if self._takes_tokens:
+            others = {path: length for path, length in lengths.items() if length not in self._sizes}
+            self.problems |= {path: f"the positions of its {n} entries are unknown" for path, n in others.items()}
         known = {length for path, length in lengths.items() if path not in self.problems}
         if len(known) > 1 and (self._has_rows or counts_from_end(self._given)):
             raise ExperimentError(
@@ -330,26 +314,14 @@ class PositionAxis:
                 "from the start, or give paths= of one sequence"
             )
         longest = max(known, default=max(self._sizes, default=1))
-        numbers = np.array(self.numbers(longest))
+        numbers = np.array(counted_positions(self._given, longest))
         found: dict[str, Scores] = {}
         for path in scores.keys() & self.kept.keys() - self.problems.keys():
-            each = scores[path]
-            if not each.ndim:  # equal in both runs
-                found[path] = np.zeros(numbers.shape[-1])
-            elif self._has_rows:
-                found[path] = each[..., np.arange(len(numbers))[:, None], numbers].sum(-2)
-            else:
-                padded = np.full((*each.shape[:-1], longest), np.nan)
-                padded[..., : each.shape[-1]] = each
-                found[path] = padded[..., numbers]
+            found[path] = each = scores[path]
+            if each.ndim:  # else it is equal in both runs
+                padded = np.pad(
+                    each, [*[(0, 0)] * (each.ndim - 1), (0, longest - each.shape[-1])], constant_values=np.nan
+                )
+                every_row = np.arange(len(numbers))[:, None]
+                found[path] = padded[..., every_row, numbers].sum(-2) if self._has_rows else padded[..., numbers]
         return list(range(numbers.shape[-1])) if self._has_rows else numbers.tolist(), found
-
-
-def _sequence_of_input(root: Frame, dim: Any) -> Profile:
-    """Returns the dimension `dim` of the first input that has it, of a model that does not take tokens."""
-    if type(dim) is not int or takes_tokens(root):
-        raise ExperimentError(f"position_dim={dim!r} is not that of all values: give paths=, or a dict by path")
-    for node in root.inputs():
-        if isinstance(node.spec, TensorSpec) and -len(node.spec.shape) <= dim < len(node.spec.shape):
-            return dimensions_of(root).profiles(node.spec)[dim]
-    raise ExperimentError(f"position_dim={dim} is out of range for all inputs of the model")

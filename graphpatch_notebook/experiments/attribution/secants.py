@@ -9,32 +9,24 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
 
+from graphpatch_notebook.capture import decomposition_of
 from graphpatch_notebook.capture.frame_recorder import function_name, raw_name, writes_in_place
 from graphpatch_notebook.capture.records import map_leaves
 from graphpatch_notebook.torch_compat import base_of, is_overload, overload_path
 
 if TYPE_CHECKING:
-    from graphpatch_notebook.experiments.attribution.rules import SecantRules
+    from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
 
 # -- calls -------------------------------------------------------------------------------------------------------------
-
-
-class Held:
-    """A tensor as it is now: the rules copy it before the model writes into it."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
 
 
 class PairedCall:
@@ -51,8 +43,7 @@ class PairedCall:
         corrupted: The inputs in the corrupted run.
         clean: The inputs in the clean run; those of the corrupted run for methods without one.
         differs: Which inputs differ between the runs.
-        surrogate: What is used in place of the rule's.
-        held: The inputs of this call.
+        held: The inputs of this call, as they were when it ran.
         kind: The type of the result, if that is not a tensor.
         counterpart: The same call in the clean run.
     """
@@ -65,18 +56,17 @@ class PairedCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         rule: Rule,
-        rules: SecantRules,
+        rules: DerivativeRules,
     ) -> None:
         self.function, self.rule, self.rules = function, rule, rules
         self.is_in_place = is_in_place(function, args, kwargs)
         self.inputs: list[Tensor] = []
         self._args, self._kwargs = map_leaves((args, dict(kwargs)), self._template)
         self.signature = (family_name(function), *(tuple(x.shape) for x in self.inputs))
-        self.held: list[Held] = []
+        self.held: list[Tensor] = []
         self.corrupted: tuple[Tensor, ...] = ()
         self.clean: tuple[Tensor, ...] = ()
         self.differs: tuple[bool, ...] = ()
-        self.surrogate: Surrogate = rule.surrogate
         self.kind: Any = None
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -288,7 +278,7 @@ def by_steps(steps: Callable[..., Any]) -> Surrogate:
     """Returns the rule that decomposes a function: `steps` has its signature, and each step has its own rule."""
 
     def surrogate(call: PairedCall, *inputs: Tensor) -> Any:
-        rules = type(call.rules)()
+        rules = type(call.rules)(call.rules.method)
         with torch.no_grad(), rules.recording():
             call.take(steps, *call.clean)
         inputs = tuple(x if differs else x.detach() for x, differs in zip(inputs, call.differs, strict=True))
@@ -319,3 +309,114 @@ def _gauss(points: int) -> list[tuple[float, float]]:
 
 def _sum(one: Any, other: Any) -> Any:
     return [a + b for a, b in zip(one, other, strict=True)] if isinstance(one, list) else one + other
+
+
+# -- composite functions in plain torch, with the signatures of torch: each step has a rule of its own -----------------
+
+
+def attention(*args: Any, **kwargs: Any) -> Any:
+    """`scaled_dot_product_attention`."""
+    decomposition = decomposition_of(functional.scaled_dot_product_attention)
+    assert decomposition is not None
+    return decomposition.steps(is_fused=True)(*args, **kwargs)
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def _standardized(x: Tensor, dims: tuple[int, ...], eps: float, *, center: bool = True) -> Tensor:
+    x = x - x.mean(dims, keepdim=True) if center else x
+    return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Tensor:
+    return _scaled(_standardized(x, tuple(range(-len(tuple(normalized_shape)), 0)), eps), weight, bias)
+
+
+def rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return _scaled(_standardized(x, tuple(range(-len(tuple(normalized_shape)), 0)), eps, center=False), weight, None)
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *_: Any
+) -> Tensor:
+    standardized = _standardized(x.reshape(x.shape[0], groups, -1), (-1,), eps).reshape(x.shape)
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    return _scaled(standardized, *(None if each is None else each.reshape(shape) for each in (weight, bias)))
+
+
+def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any) -> Tensor:
+    return x / norm(x, p, dim, keepdim=True).clamp_min(eps)
+
+
+def norm(x: Tensor, _p: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
+    """`torch.norm`, `torch.linalg.vector_norm`, and `torch.linalg.norm` of vectors: the root of the sum of squares."""
+    return x.square().sum(tuple(range(x.dim())) if dim is None else dim, keepdim=keepdim).sqrt()
+
+
+def refused_norm(call: PairedCall) -> bool:
+    """Whether a norm is another one: of a matrix, or not the root of a sum of squares."""
+    order, dim = call.argument(1, "ord", call.argument(1, "p")), call.argument(2, "dim")
+    count = call.inputs[0].dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+    is_matrix = call.signature[0] == "linalg_norm" and count > 1
+    return order not in (None, "fro") and (order != 2 or is_matrix)
+
+
+def std(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.var(*args, **kwargs).sqrt()
+
+
+def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    normed = normed if weight is None else normed * weight
+    return normed if bias is None else normed + bias
+
+
+# -- the largest of several --------------------------------------------------------------------------------------------
+
+
+def _max_or_min(
+    x: Tensor, dim: Any = None, keepdim: bool = False, *, choose: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """`torch.max` and `torch.min` in their three forms."""
+    if isinstance(dim, Tensor):
+        return choose(x, dim)
+    found = _folded(x, () if dim is None else dim, keepdim, choose=choose)
+    return found if dim is None else (found, None)
+
+
+def _folded(x: Tensor, dim: Any = (), keepdim: bool = False, *, choose: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Returns the result of a choice among the entries along dimensions, made pair by pair."""
+    dims = [dim] if isinstance(dim, int) else list(dim) or list(range(x.dim()))
+    for each in dims:
+        while (size := x.shape[each]) > 1:
+            middle = size // 2
+            chosen = choose(x.narrow(each, 0, middle), x.narrow(each, middle, middle))
+            x = chosen if size % 2 == 0 else torch.cat([chosen, x.narrow(each, size - 1, 1)], each)
+    return x if keepdim else x.squeeze(tuple(dims))
+
+
+largest, smallest = partial(_max_or_min, choose=torch.maximum), partial(_max_or_min, choose=torch.minimum)
+amax, amin = partial(_folded, choose=torch.maximum), partial(_folded, choose=torch.minimum)
+
+
+# -- others ------------------------------------------------------------------------------------------------------------
+
+
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    value, gate = x.chunk(2, dim)
+    return value * gate.sigmoid()
+
+
+def cross_entropy(x: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    kwargs.pop("label_smoothing", None)
+    return functional.nll_loss(torch.log_softmax(x, 1 if x.dim() > 1 else 0), target, *args[:5], **kwargs)

@@ -24,6 +24,7 @@ from xml.sax.saxutils import escape
 
 from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.interrupts import whole_file
 
 _FORMAT = "graphpatch circuit 1"
 _LISTED = 10
@@ -94,8 +95,6 @@ class Circuit:
             faithfulness=0.9)`.
         tokens: The text of each position, for pictures of edges with positions; numbers if it is empty.
         missing: Why there are no edges to, or from, whole components: they read what all others write.
-        ahead: The attention that is not causal, `layers[2].attn`: it reads keys and values at later positions, too. It
-            is known for circuits of scores with positions.
 
     Example:
         >>> circuit = Circuit(
@@ -123,7 +122,6 @@ class Circuit:
     faithfulness: float | None = None
     tokens: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
-    ahead: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         more = [f"... and {len(self.edges) - _LISTED} more"] if len(self.edges) > _LISTED else []
@@ -137,8 +135,6 @@ class Circuit:
 
     def strongest(self, count: int | None) -> Circuit:
         """Returns the circuit with only the `edges` with the largest scores; `None` for all."""
-        if count is None or len(self.edges) <= count:
-            return self
         return replace(self, edges=tuple(sorted(self.edges, key=lambda edge: -abs(edge.score))[:count]))
 
     @property
@@ -215,7 +211,7 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
         """Returns a picture of the circuit for papers, and writes it to a file if `file` is given.
 
         Layers go upwards; if edges have positions, tokens go across, with dotted lines from where a component reads
-        keys and values to the later positions at which it writes (to all if it is not causal). The width of an edge is
+        keys and values to the later positions at which it writes (to all if there are none). The width of an edge is
         proportional to the magnitude of its score; negative scores are blue and dashed. Fonts are not embedded.
 
         Args:
@@ -233,7 +229,8 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
         """
         text = _svg_of(self, edges)
         if file is not None:
-            Path(file).write_text(text, encoding="utf8")
+            with whole_file(Path(file)) as written:
+                written.write_text(text, encoding="utf8")
         return text
 
     def _repr_svg_(self) -> str:
@@ -252,98 +249,47 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
                 raise ValueError(f"its format is not {_FORMAT!r}")
             edges = tuple(Edge(str(s), str(r), float(score), *map(int, at)) for s, r, score, *at in given.pop("edges"))
             feeds = {str(name): tuple(map(str, senders)) for name, senders in given.pop("feeds").items()}
-            given |= {name: tuple(map(str, given.get(name, ()))) for name in ("tokens", "ahead")}
-            circuit = cls(edges, feeds, **given)
-            places = [(edge.sender, edge.receiver, edge.position) for edge in edges]
             if unknown := {edge.receiver for edge in edges}.difference(feeds):
                 raise ValueError(f"the receivers {sorted(unknown)} are not among its receivers")
-            if len({edge.position is None for edge in edges}) > 1 or len(set(places)) < len(edges):
-                raise ValueError("it has an edge twice, or some of its edges have positions, and others have none")
+            given.pop("ahead", None)  # of version 0.1
+            return cls(edges, feeds, **given | {"tokens": tuple(map(str, given.get("tokens", ())))})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ExperimentError(f"the text is not a circuit: {error}") from None
-        return circuit
 
 
 def place_of(edge: Edge) -> int | None:
-    """Returns the position of the senders that an edge leads to; `None` for any."""
-    return edge.position if is_local(edge.receiver) else None
+    """Returns the position of the senders that an edge leads to.
 
-
-def is_local(receiver: str) -> bool:
-    """Whether a receiver leads to senders at its own position only; later positions read keys and values, too."""
-    return receiver.rpartition(".")[2] in ("q", "mlp")
+    `None` for any: later positions read what keys and values are computed from, too.
+    """
+    return edge.position if edge.receiver.rpartition(".")[2] in ("q", "mlp") else None
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class PlacedNode:
+class _Node:
     """A node of the picture, or (without a name) the room of an edge that passes through a row.
 
     Attributes:
-        name: The name of the component.
-        label: A short one.
-        width: Its width.
-        row: What determines its row.
-        position: Its position; `None` for all.
         x: Its center, from the left.
-        y: Its center, from the top.
-        ports: Its inputs at which edges end, of `q`, `k` and `v`, and where.
         near: What its edges lead to in other rows.
+        ports: Its inputs at which edges end, of `q`, `k` and `v`.
     """
 
     name: str
     label: str
     width: float
     row: LayoutRow
-    position: int | None = None
+    position: int | None
     x: float = 0.0
-    y: float = 0.0
-    ports: dict[str, float] = field(default_factory=dict)
-    near: list[PlacedNode] = field(default_factory=list)
+    near: list[_Node] = field(default_factory=list)
+    ports: set[str] = field(default_factory=set)
 
-
-@dataclass(frozen=True)
-class PlacedEdge:
-    """An edge of the picture.
-
-    Attributes:
-        edge: The edge.
-        sender: The node where it begins.
-        receivers: The nodes where it ends: several, if heads share the keys or values that it ends at.
-        width: The width of its line, which grows with the magnitude of its score.
-        line: Its line, as the `d` of an SVG path.
-    """
-
-    edge: Edge
-    sender: PlacedNode
-    receivers: tuple[PlacedNode, ...]
-    width: float
-    line: str
-
-
-@dataclass(frozen=True)
-class CircuitPicture:
-    """The picture of a circuit, in pixels.
-
-    Attributes:
-        width: The width.
-        height: The height.
-        nodes: The nodes, from the lowest row to the highest, each row from the left.
-        edges: The edges, the strongest first.
-        bands: The label of each layer, and the top and height of its area.
-        columns: The text of each token, and its center from the left; empty without positions.
-        links: From a component that reads for other positions to where it writes what it read, with the line.
-    """
-
-    width: float
-    height: float
-    nodes: tuple[PlacedNode, ...]
-    edges: tuple[PlacedEdge, ...]
-    bands: tuple[tuple[str, float, float], ...]
-    columns: tuple[tuple[str, float], ...]
-    links: tuple[tuple[PlacedNode, PlacedNode, str], ...]
+    def port(self, name: str) -> float:
+        """Returns where an input is, from the left."""
+        return self.x + ((_PORTS.index(name) - 1) * 0.3 * self.width if name in self.ports else 0.0)
 
 
 def row_and_label(name: str) -> tuple[LayoutRow, str]:
@@ -359,16 +305,18 @@ def row_and_label(name: str) -> tuple[LayoutRow, str]:
     kind = parsed.words[0].removeprefix("@").removesuffix("_out")
     if not isinstance(parsed.layers, int):
         return (parsed.stack, None, kind), kind.replace("_", " ")
-    row = (parsed.stack, parsed.layers, kind)
-    if isinstance(parsed.members, int):
-        prefix = "cross " if kind == "cross_attn" else ""
-        return row, f"{prefix}{parsed.axis} {parsed.layers}.{parsed.members}"
     title = {"attn": "attention", "cross_attn": "cross attention", "mlp": "MLP", "resid_pre": "stream"}.get(kind, kind)
-    return row, f"{title} {parsed.layers}"
+    if isinstance(parsed.members, int):
+        title = f"cross {parsed.axis}" if kind == "cross_attn" else str(parsed.axis)
+    member = f".{parsed.members}" if isinstance(parsed.members, int) else ""
+    return (parsed.stack, parsed.layers, kind), f"{title} {parsed.layers}{member}"
 
 
-def lay_out(circuit: Circuit) -> CircuitPicture:
-    """Returns the picture of a circuit."""
+def lay_out(circuit: Circuit) -> dict[str, Any]:
+    """Returns the picture of a circuit, in pixels, as the front end and the SVG draw it: its `CircuitPicture`.
+
+    The edges are in it with the strongest first, the nodes from the lowest row to the highest, each row from the left.
+    """
     edges = sorted(circuit.edges, key=lambda edge: -abs(edge.score))
     largest = max((abs(edge.score) for edge in edges), default=0.0) or 1.0
     widths = [round(_THINNEST + (_WIDEST - _THINNEST) * abs(edge.score) / largest, 2) for edge in edges]
@@ -378,49 +326,87 @@ def lay_out(circuit: Circuit) -> CircuitPicture:
     nodes = _nodes_of(circuit, ends)
     order = list(dict.fromkeys(node.row for node in nodes.values()))
     rows = {row: [node for node in nodes.values() if node.row == row] for row in order}
-    paths: list[list[list[PlacedNode]]] = []
-    for number, (edge, width) in enumerate(zip(edges, widths, strict=True)):
-        paths.append([])
-        for name in ends[edge.receiver]:
-            first, last = nodes[edge.sender, edge.position], nodes[name, edge.position]
-            # Only strong lines take room in the rows between; others pass behind the nodes there.
-            between = order[order.index(first.row) + 1 : order.index(last.row)] if number < READABLE else ()
-            rooms = [PlacedNode("", "", _EDGE_ROOM + width, row, edge.position) for row in between]
-            for room in rooms:
-                rows[room.row].append(room)
-            paths[-1].append([first, *rooms, last])
-            for one, other in pairwise(paths[-1][-1]):
-                one.near.append(other)
-                other.near.append(one)
-            if (port := edge.receiver.rpartition(".")[2]) in _PORTS:
-                last.ports[port] = 0.0
-    positions = sorted({node.position for node in nodes.values()}, key=lambda position: position or 0)
-    columns = _place(list(rows.values()), positions)
-    height = 2 * _MARGIN + NODE_HEIGHT + _PITCH * max(len(order) - 1, 0)
-    for number, row in enumerate(rows.values()):
-        for node in row:
-            node.y = height - _MARGIN - NODE_HEIGHT / 2 - _PITCH * number
-            node.ports = {
-                name: node.x + (_PORTS.index(name) - 1) * 0.3 * node.width for name in _PORTS if name in node.ports
-            }
-    drawn = [
-        PlacedEdge(edge, own[0][0], tuple(path[-1] for path in own), width, "".join(_curve(edge, path) for path in own))
-        for edge, width, own in zip(edges, widths, paths, strict=True)
+    paths = [
+        _routes(edge, ends[edge.receiver], nodes, rows, width if number < READABLE else None)
+        for number, (edge, width) in enumerate(zip(edges, widths, strict=True))
     ]
+    positions = sorted({node.position for node in nodes.values()}, key=lambda position: position or 0)
+    centers = _place(list(rows.values()), positions)
+    height = 2 * _MARGIN + NODE_HEIGHT + _PITCH * max(len(order) - 1, 0)
+    tops = {row: height - _MARGIN - NODE_HEIGHT / 2 - _PITCH * number for number, row in enumerate(order)}
+    drawn = [node for row in rows.values() for node in sorted(row, key=lambda node: node.x) if node.name]
+    number_of = {node: number for number, node in enumerate(drawn)}
     right = max((node.x + node.width / 2 for row in rows.values() for node in row), default=_MARGIN + _LABELS)
     tokens = {at: circuit.tokens[at] if at < len(circuit.tokens) else str(at) for at in positions if at is not None}
-    return CircuitPicture(
-        round(right + _MARGIN, 1),
-        height + (_TOKENS if tokens else 0),
-        tuple(node for row in rows.values() for node in sorted(row, key=lambda node: node.x) if node.name),
-        tuple(drawn),
-        tuple(_bands(rows)),
-        tuple((tokens[at], x) for at, x in zip(positions, columns, strict=True) if at is not None),
-        tuple(_links(circuit, drawn)) if tokens else (),
-    )
+    routed = list(zip(edges, paths, strict=True))
+    links = _links(routed, tops) if tokens else ()
+    return {
+        "width": round(right + _MARGIN, 1),
+        "height": height + (_TOKENS if tokens else 0),
+        "bands": _bands(tops),
+        "nodes": [_drawn_node(node, tops[node.row]) for node in drawn],
+        "edges": [
+            {
+                "sender": edge.sender,
+                "receiver": edge.receiver,
+                "score": edge.score,
+                "position": edge.position,
+                "from": number_of[own[0][0]],
+                "to": [number_of[path[-1]] for path in own],
+                "thickness": width,
+                "line": "".join(_curve(edge, path, tops) for path in own),
+            }
+            for (edge, own), width in zip(routed, widths, strict=True)
+        ],
+        "columns": [{"label": tokens[at], "x": x} for at, x in zip(positions, centers, strict=True) if at in tokens],
+        "links": [{"ends": [number_of[one], number_of[other]], "line": line} for one, other, line in links],
+    }
 
 
-def _nodes_of(circuit: Circuit, ends: Mapping[str, Sequence[str]]) -> dict[tuple[str, int | None], PlacedNode]:
+def _routes(
+    edge: Edge,
+    ends: Sequence[str],
+    nodes: Mapping[tuple[str, int | None], _Node],
+    rows: Mapping[LayoutRow, list[_Node]],
+    width: float | None,
+) -> list[list[_Node]]:
+    """Returns the nodes that an edge passes, to each of its ends; adds its rooms to the rows between.
+
+    Only strong lines take room, of their `width`; others pass behind the nodes there.
+    """
+    order, found = list(rows), []
+    for name in ends:
+        first, last = nodes[edge.sender, edge.position], nodes[name, edge.position]
+        between = () if width is None else order[order.index(first.row) + 1 : order.index(last.row)]
+        rooms = [_Node("", "", _EDGE_ROOM + (width or 0.0), row, edge.position) for row in between]
+        for room in rooms:
+            rows[room.row].append(room)
+        found.append([first, *rooms, last])
+        for one, other in pairwise(found[-1]):
+            one.near.append(other)
+            other.near.append(one)
+        last.ports |= {_port(edge)} & {*_PORTS}
+    return found
+
+
+def _drawn_node(node: _Node, y: float) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "label": node.label,
+        "x": node.x,
+        "y": y,
+        "width": node.width,
+        "height": NODE_HEIGHT,
+        "ports": [[port, round(node.port(port), 1)] for port in _PORTS if port in node.ports],
+        "position": node.position,
+    }
+
+
+def _port(edge: Edge) -> str:
+    return edge.receiver.rpartition(".")[2]
+
+
+def _nodes_of(circuit: Circuit, ends: Mapping[str, Sequence[str]]) -> dict[tuple[str, int | None], _Node]:
     """Returns the nodes at the ends of edges, in the order of the model."""
     used = {(edge.sender, edge.position) for edge in circuit.edges}
     used |= {(name, edge.position) for edge in circuit.edges for name in ends[edge.receiver]}
@@ -429,11 +415,11 @@ def _nodes_of(circuit: Circuit, ends: Mapping[str, Sequence[str]]) -> dict[tuple
         row, label = row_and_label(name)
         width = max(_LEAST_WIDTH, _LETTER * len(label) + _PADDING)
         for position in sorted((at for one, at in used if one == name), key=lambda position: position or 0):
-            nodes[name, position] = PlacedNode(name, label, width, row, position)
+            nodes[name, position] = _Node(name, label, width, row, position)
     return nodes
 
 
-def _place(rows: list[list[PlacedNode]], positions: Sequence[int | None]) -> list[float]:
+def _place(rows: list[list[_Node]], positions: Sequence[int | None]) -> list[float]:
     """Sorts each row, puts its nodes side by side, and returns the center of each column."""
     for round_ in range(_ROUNDS):
         for row in rows[:: 1 if round_ % 2 == 0 else -1]:
@@ -454,42 +440,42 @@ def _place(rows: list[list[PlacedNode]], positions: Sequence[int | None]) -> lis
     return centers
 
 
-def _curve(edge: Edge, path: Sequence[PlacedNode]) -> str:
+def _curve(edge: Edge, path: Sequence[_Node], tops: Mapping[LayoutRow, float]) -> str:
     """Returns a line that is vertical in each row, as the `d` of an SVG path."""
     first, *between, last = path
-    half, end = NODE_HEIGHT / 2, last.ports.get(edge.receiver.rpartition(".")[2], last.x)
-    points = [(first.x, first.y - half), *((node.x, node.y) for node in between), (end, last.y + half)]
-    line = f"M{first.x:.1f} {first.y - half:.1f}"
-    for (x, y), (to_x, to_y) in pairwise(points):
+    ends = (first.x, tops[first.row] - NODE_HEIGHT / 2), (last.port(_port(edge)), tops[last.row] + NODE_HEIGHT / 2)
+    line = f"M{ends[0][0]:.1f} {ends[0][1]:.1f}"
+    for (x, y), (to_x, to_y) in pairwise([ends[0], *((node.x, tops[node.row]) for node in between), ends[1]]):
         middle = (y + to_y) / 2
         line += f"C{x:.1f} {middle:.1f} {to_x:.1f} {middle:.1f} {to_x:.1f} {to_y:.1f}"
     return line
 
 
-def _bands(rows: dict[LayoutRow, list[PlacedNode]]) -> Iterator[tuple[str, float, float]]:
-    room = NODE_HEIGHT / 2 + _MARGIN
-    for stack, layer in dict.fromkeys(row[:2] for row in rows):
+def _bands(tops: Mapping[LayoutRow, float]) -> list[dict[str, Any]]:
+    """Returns the label of each layer, and the top and height of its area."""
+    room, layers = NODE_HEIGHT / 2 + _MARGIN, dict[str, list[float]]()
+    for (stack, layer, _), y in tops.items():
         if layer is not None:
-            places = [nodes[0].y for row, nodes in rows.items() if row[:2] == (stack, layer)]
-            label = f"{stack} {layer}" if stack else f"layer {layer}"
-            yield label, min(places) - room, max(places) - min(places) + 2 * room
+            layers.setdefault(f"{stack} {layer}" if stack else f"layer {layer}", []).append(y)
+    return [
+        {"label": label, "y": min(ys) - room, "height": max(ys) - min(ys) + 2 * room} for label, ys in layers.items()
+    ]
 
 
-def _links(circuit: Circuit, edges: Sequence[PlacedEdge]) -> Iterator[tuple[PlacedNode, PlacedNode, str]]:
+def _links(
+    edges: Sequence[tuple[Edge, list[list[_Node]]]], tops: Mapping[LayoutRow, float]
+) -> Iterator[tuple[_Node, _Node, str]]:
     """Yields lines from where a component reads for other positions to where it writes what it read."""
-    reading = dict.fromkeys(node for drawn in edges if place_of(drawn.edge) is None for node in drawn.receivers)
-    writing = dict.fromkeys(drawn.sender for drawn in edges)
+    reading = dict.fromkeys(path[-1] for edge, own in edges if place_of(edge) is None for path in own)
+    writing = dict.fromkeys(own[0][0] for _, own in edges)
     for one in reading:
-        same = [other for other in writing if other.name == one.name]
-        later = [other for other in same if (other.position or 0) >= (one.position or 0)]
-        is_ahead = one.name.removesuffix("_out").partition(".heads[")[0] in circuit.ahead
-        for other in same if is_ahead else later or same:
-            if other is not one:
-                half = one.width / 2 if other.x > one.x else -one.width / 2
-                start, stop, top = one.x + half, other.x - half, one.y - NODE_HEIGHT / 2 - 14
-                bend = (stop - start) / 4
-                points = f"{start + bend:.1f} {top:.1f} {stop - bend:.1f} {top:.1f} {stop:.1f} {one.y:.1f}"
-                yield one, other, f"M{start:.1f} {one.y:.1f}C{points}"
+        others = [other for other in writing if other.name == one.name and other is not one]
+        for other in [each for each in others if (each.position or 0) > (one.position or 0)] or others:
+            half = one.width / 2 if other.x > one.x else -one.width / 2
+            start, stop, y = one.x + half, other.x - half, tops[one.row]
+            bend, top = (stop - start) / 4, y - NODE_HEIGHT / 2 - 14
+            points = f"{start + bend:.1f} {top:.1f} {stop - bend:.1f} {top:.1f} {stop:.1f} {y:.1f}"
+            yield one, other, f"M{start:.1f} {y:.1f}C{points}"
 
 
 # -- SVG ---------------------------------------------------------------------------------------------------------------
@@ -499,8 +485,8 @@ def _svg_of(circuit: Circuit, most: int | None = None) -> str:
     """Returns a picture of a circuit, with at most `most` edges, as SVG with a white background."""
     shown = circuit.strongest(most)
     picture = lay_out(shown)
-    width, height = max(picture.width, _LEAST_TOTAL), picture.height + _LEGEND
-    title = f"Circuit of {len(picture.edges)} edges between {len(picture.nodes)} components"
+    width, height, edges = max(picture["width"], _LEAST_TOTAL), picture["height"] + _LEGEND, picture["edges"]
+    title = f"Circuit of {len(edges)} edges between {len(picture['nodes'])} components"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{title}" '
@@ -508,37 +494,36 @@ def _svg_of(circuit: Circuit, most: int | None = None) -> str:
         f"<title>{title}</title>",
         f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
     ]
-    for label, y, tall in picture.bands:
-        parts.append(f'<rect x="0" y="{y:g}" width="{width:g}" height="{tall:g}" fill="#f4f5f7"/>')
-        parts.append(_text(10, y + tall / 2 + 4, label, _GREY))
-    for label, x in picture.columns:
-        parts.append(_text(x, picture.height - 10, label, 'class="token" text-anchor="middle" fill="#57606a"'))
-    parts += [f'<path class="link" d="{line}" {_LINK}/>' for _, _, line in picture.links]
-    for drawn in reversed(picture.edges):  # the strongest on top
-        name = escape(str(drawn.edge).replace("->", "→"))
-        style = f'class="edge" fill="none" {_stroke(drawn.edge.score, drawn.width)}'
-        parts.append(f'<path d="{drawn.line}" {style}><title>{name}</title></path>')
-    parts += [_node(node) for node in picture.nodes]
-    if picture.edges:
-        score, y = picture.edges[0].edge.score, picture.height + 18.0
+    for band in picture["bands"]:
+        parts.append(f'<rect x="0" y="{band["y"]:g}" width="{width:g}" height="{band["height"]:g}" fill="#f4f5f7"/>')
+        parts.append(_text(10, band["y"] + band["height"] / 2 + 4, band["label"], _GREY))
+    for column in picture["columns"]:
+        style = 'class="token" text-anchor="middle" fill="#57606a"'
+        parts.append(_text(column["x"], picture["height"] - 10, column["label"], style))
+    parts += [f'<path class="link" d="{link["line"]}" {_LINK}/>' for link in picture["links"]]
+    strongest = sorted(shown.edges, key=lambda edge: -abs(edge.score))
+    for edge, drawn in [*zip(strongest, edges, strict=True)][::-1]:  # the strongest on top
+        name, style = escape(str(edge).replace("->", "→")), _stroke(edge.score, drawn["thickness"])
+        parts.append(f'<path d="{drawn["line"]}" class="edge" fill="none" {style}><title>{name}</title></path>')
+    parts += map(_node, picture["nodes"])
+    if edges:
+        score, y = edges[0]["score"], picture["height"] + 18.0
+        dotted = "; dotted: attention across positions" if picture["links"] else ""
         parts.append(f'<path d="M14 {y:g}h34" {_stroke(score, _WIDEST)}/>')
-        text = f"score {score:+.3g}; dashed if negative" + (
-            "; dotted: attention across positions" if picture.links else ""
-        )
-        parts.append(_text(56, y + 4, text, 'fill="#24292f"'))
-        parts.append(_text(14, y + 30, summary_of(circuit, len(shown.edges)), _GREY))
+        parts.append(_text(56, y + 4, f"score {score:+.3g}; dashed if negative{dotted}", 'fill="#24292f"'))
+        parts.append(_text(14, y + 30, summary_of(circuit, len(edges)), _GREY))
     return "\n".join([*parts, "</svg>"])
 
 
-def _node(node: PlacedNode) -> str:
-    name = node.name if node.position is None else f"{node.name} at {node.position}"
-    box = f'x="{node.x - node.width / 2:.1f}" y="{node.y - NODE_HEIGHT / 2:.1f}" width="{node.width:.1f}"'
-    middle = 'text-anchor="middle"'
-    label = _text(node.x, node.y + (0 if node.ports else 4), node.label, middle)
-    ports = (_text(x, node.y + 14, port, f'{middle} font-size="10" fill="#57606a"') for port, x in node.ports.items())
+def _node(node: Mapping[str, Any]) -> str:
+    x, y, width, middle = node["x"], node["y"], node["width"], 'text-anchor="middle"'
+    name = escape(node["name"] + ("" if node["position"] is None else f" at {node['position']}"))
+    label = _text(x, y + (0 if node["ports"] else 4), node["label"], middle)
+    ports = (_text(at, y + 14, port, f'{middle} font-size="10" fill="#57606a"') for port, at in node["ports"])
     return (
-        f'<g class="node"><title>{escape(name)}</title><rect {box} height="{NODE_HEIGHT:g}" rx="6" fill="#ffffff" '
-        f'stroke="#57606a"/>{label}{"".join(ports)}</g>'
+        f'<g class="node"><title>{name}</title><rect x="{x - width / 2:.1f}" y="{y - NODE_HEIGHT / 2:.1f}" '
+        f'width="{width:.1f}" height="{NODE_HEIGHT:g}" rx="6" fill="#ffffff" stroke="#57606a"/>{label}'
+        f"{''.join(ports)}</g>"
     )
 
 

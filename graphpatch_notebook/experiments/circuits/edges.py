@@ -36,7 +36,6 @@ from graphpatch_notebook.experiments.attribution.rules import (
     DerivativeRules,
     check_method,
     midpoints,
-    rules_of,
     warn_of_loss,
     widened,
 )
@@ -51,9 +50,10 @@ from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.lazy_names import extra
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
-from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, RecordPatch, ReplacePatch
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.patching.model_state import preserved
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.warning_places import level_of_caller, warn
@@ -73,7 +73,7 @@ def attribute_edges(
     clean: Any,
     corrupted: Any,
     *,
-    method: Literal["gradient", "integrated", "relp", "secant", "exact"] = "gradient",
+    method: Literal["gradient", "integrated", "secant", "exact"] = "gradient",
     steps: int = 5,
     one_sided: bool | RestoredEnd = False,
     routing: Routing = "free",
@@ -140,8 +140,7 @@ def attribute_edges(
         that are computed from it; `skipped`, why components or heads are not nodes (with a warning if whole components
         are missing); `edges`, the number of edges, each position counted; `conservation`, the sum of the scores into
         the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them);
-        `fallbacks`, as for `attribute`; `ahead`, with `positions`, the attention that is not causal; `method`,
-        `one_sided`, `routing`, `metric`, `steps`.
+        `fallbacks`, as for `attribute`; `method`, `one_sided`, `routing`, `metric`, `steps`.
 
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, the inputs differ in
@@ -163,27 +162,14 @@ def attribute_edges(
         Syed et al., Attribution patching outperforms automated circuit discovery (2023). Integrated: Hanna et al., Have
         faith in faithfulness (2024). Edges: Conmy et al., Towards automated circuit discovery (2023).
     """
-    check_graph(pg)
-    check_method(method, (*METHODS, "exact"))
-    if method == "exact" and routing != "free":
-        raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
-    ends = get_args(RestoredEnd) if one_sided is True else () if one_sided is False else (one_sided,)
-    if not set(ends) <= set(get_args(RestoredEnd)) or (ends and method != "secant"):
-        raise ExperimentError(f'one_sided={one_sided!r} must be a bool, "senders" or "receivers", with method="secant"')
+    check_graph(pg, has_gradients=method != "exact")
+    ends = _restored_ends(method, routing, one_sided)
     points = midpoints(steps)
-    Choices(routing)  # checks it
     batches = batches_of(pg, metric, clean, corrupted)
     nodes = nodes_of(pg.nodes.root, heads=heads)
-    if missing := nodes.missing:
-        name, why = next(iter(missing.items()))
-        warn(
-            f"edges of {len(missing)} components cannot be followed, and have no scores: {name}: {why}"
-            f"{', ...' if len(missing) > 1 else ''} (see the attribute 'skipped')",
-            "experiment",
-            stacklevel=level_of_caller(),
-        )
+    _warn_of_missing(nodes)
     columns, rows = _chosen(nodes.senders, senders, "sender"), _chosen(nodes.receivers, receivers, "receiver")
-    xarray = extra("xarray", "an array of scores")
+    extra("xarray", "an array of scores")  # fails before the model runs
     scoring = functools.partial(
         _scores,
         method=method,
@@ -198,31 +184,58 @@ def attribute_edges(
         columns=columns,
     )
     total = _mean(list(map_batches(pg, scoring, batches, executor=executor, recipe=recipe)))
-    coords: dict[str, list[Any]] = {"receiver": nodes.receivers, "sender": nodes.senders}
-    if total.positions is not None:
-        coords["position"] = total.positions
-    array = xarray.DataArray(total.values.reshape(*map(len, coords.values())), coords, list(coords), name="score")
-    change = total.clean - total.corrupted
-    array.attrs = {
-        "clean": total.clean,
-        "corrupted": total.corrupted,
-        "method": method,
-        "one_sided": one_sided,
-        "routing": routing,
-        "metric": metric_name(batches[0].metric),
-        "edges": int(total.edges.sum()),
-        "conservation": float(total.values[-1, total.edges[-1]].sum()) / change if change else float("nan"),
-        "fallbacks": dict(total.fallbacks),
-        "feeds": {receiver: list(fed) for receiver, fed in nodes.feeds.items()},
-        "skipped": dict(nodes.skipped),
-        **({"steps": steps} if method == "integrated" else {}),
-        **({"ahead": _read_ahead(pg, batches[0].clean)} if positions is not None else {}),
-    }
+    array = _array_of(total, nodes)
+    array.attrs |= {"method": method, "one_sided": one_sided, "routing": routing}
+    array.attrs |= {"metric": metric_name(batches[0].metric), **({"steps": steps} if method == "integrated" else {})}
     is_whole = method == "secant" and not nodes.missing and (positions is None or positions is True)
     if is_whole and total.losses and total.fallbacks:  # without fallbacks, the runs differ elsewhere, too
         what = max(total.losses, key=total.losses.__getitem__)
         warn_of_loss(what, total.losses[what], total.fallbacks, is_half=total.is_half)
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
+
+
+def _restored_ends(method: Any, routing: Routing, one_sided: bool | RestoredEnd) -> tuple[RestoredEnd, ...]:
+    """Returns the ends that are restored one by one; raises an `ExperimentError` for options that do not fit."""
+    check_method(method, (*METHODS, "exact"))
+    Choices(routing)  # checks it
+    if method == "exact" and routing != "free":
+        raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
+    every = get_args(RestoredEnd)
+    ends = every if one_sided is True else () if one_sided is False else (one_sided,)
+    if not set(ends) <= set(every) or (ends and method != "secant"):
+        raise ExperimentError(f'one_sided={one_sided!r} must be a bool, "senders" or "receivers", with method="secant"')
+    return ends
+
+
+def _warn_of_missing(nodes: Nodes) -> None:
+    if missing := nodes.missing:
+        name, why = next(iter(missing.items()))
+        warn(
+            f"edges of {len(missing)} components cannot be followed, and have no scores: {name}: {why}"
+            f"{', ...' if len(missing) > 1 else ''} (see the attribute 'skipped')",
+            "experiment",
+            stacklevel=level_of_caller(),
+        )
+
+
+def _array_of(total: EdgeScores, nodes: Nodes) -> DataArray:
+    """Returns the scores of all edges as an array."""
+    from xarray import DataArray
+
+    coords: dict[str, list[Any]] = {"receiver": nodes.receivers, "sender": nodes.senders}
+    if total.positions is not None:
+        coords["position"] = total.positions
+    change = total.clean - total.corrupted
+    attrs = {
+        "clean": total.clean,
+        "corrupted": total.corrupted,
+        "edges": int(total.edges.sum()),
+        "conservation": float(total.values[-1, total.edges[-1]].sum()) / change if change else float("nan"),
+        "fallbacks": dict(total.fallbacks),
+        "feeds": {receiver: list(fed) for receiver, fed in nodes.feeds.items()},
+        "skipped": dict(nodes.skipped),
+    }
+    return DataArray(total.values.reshape(*map(len, coords.values())), coords, list(coords), name="score", attrs=attrs)
 
 
 def _chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) -> list[str]:
@@ -237,29 +250,12 @@ def _chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str)
     found: set[str] = set()
     for pattern in [wanted] if isinstance(wanted, str) else wanted:
         regex = re.compile(re.escape(pattern).replace(r"\*", r"[^\[\]]*"))
-        matching = set(filter(regex.fullmatch, names))
-        if not matching:
-            close = ", ".join(map(repr, nearest(pattern, list(names))))
-            raise UnknownPathError(f"unknown {what} {pattern!r}; nearest: {close}")
+        if not (matching := set(filter(regex.fullmatch, names))):
+            raise UnknownPathError(f"unknown {what} {pattern!r}; nearest: {nearest(pattern, list(names))}")
         found |= matching
     if not found:
         raise ExperimentError(f"{what}s is empty: give at least one name, or leave it out for all")
     return [name for name in names if name in found]
-
-
-def _read_ahead(pg: PatchableGraph, inputs: Inputs) -> list[str]:
-    """Returns the attention whose queries read later keys in a run, such as `layers[2].attn`: it is not causal."""
-    axes = {name: each.axes for name, each in pg.components.items() if name.endswith("attn.pattern")}
-    axes = {name: each for name, each in axes.items() if {"query", "key"} <= {*each}}
-    records: dict[Any, RecordPatch] = {name: RecordPatch() for name in axes}
-    with preserved(captured(pg).module), torch.no_grad(), pg.patch(records).quiet():
-        inputs.run(pg)
-    found = []
-    for name, each in records.items():
-        dims = axes[name].index("query"), axes[name].index("key")
-        is_ahead = any(pattern.movedim(dims, (-2, -1)).triu(1).any() for pattern in each.activations)
-        found += [name.removesuffix(".pattern")] if is_ahead else []
-    return found
 
 
 class EdgeScores:
@@ -294,7 +290,7 @@ class EdgeScores:
         self.columns = {name: column for column, name in enumerate(nodes.senders)}
         for reader in nodes.readers:
             for writer in reader.source.writers.values():
-                there = [0] if positions is None else sorted({*positions.of(writer).tolist()} - {-1})
+                there = [0] if positions is None else sorted({*positions.of[writer.stream].tolist()} - {-1})
                 senders = [self.columns[name] for name in writer.names]
                 self.values[np.ix_([self.rows[name] for name in reader.names], senders, there)] = 0.0
         self.edges = ~np.isnan(self.values)
@@ -405,12 +401,13 @@ class _Runs:
 
         def add(group: Writer | Reader, number: int, place: Any, what: str) -> None:
             """Adds the scores by derivatives between the corrupted run and that with one end restored."""
-            columns = slice(None) if group.projection is None else group.projection.heads[number].tolist()
-            patches: dict[str, Patch[Any]] = {
-                path: ReplacePatch(value=clean[path][..., columns], slice=(..., columns))
-                for path in ((group.path,) if isinstance(group, Writer) else group.paths)
-            }
-            rules = rules_of(self.method)
+            patches: dict[str, Patch[Any]] = {}
+            for path in (group.path,) if isinstance(group, Writer) else group.paths:
+                columns = slice(None) if group.projection is None else group.projection.heads[number]
+                rows = rows_of(corrupted[path], group.projection).clone()
+                rows[:, columns] = rows_of(clean[path], group.projection)[:, columns]
+                patches[path] = ReplacePatch(value=rows.view(clean[path].shape))
+            rules = DerivativeRules(self.method)
             with rules.recording(), torch.no_grad():
                 patched, effect = self._run(self.pair.corrupted, patches)
             end, readers = (patched, self.nodes.readers) if isinstance(group, Writer) else (clean, [group])
@@ -432,7 +429,7 @@ class _Runs:
 
     def scores(self) -> EdgeScores:
         """Returns the scores by derivatives between the two runs."""
-        rules = rules_of(self.method)
+        rules = DerivativeRules(self.method)
         with rules.recording(), torch.no_grad():
             clean, high = self._run(self.pair.clean, {})
         found: EdgeScores | None = None
@@ -491,7 +488,7 @@ class _Runs:
         merged: dict[str | NodePath, list[Patch[Any]]] = {}
         for path, patch in (*patches.items(), *probes.items()):
             merged.setdefault(path, []).append(patch)
-        choices = self._choices.recorded() if inputs is self.pair.clean else self._choices.held()
+        choices = self._choices.in_run(is_clean=inputs is self.pair.clean)
         with self.pg.patch(merged, strict=True), choices:
             output = inputs.run(self.pg)
         return {path: probe.activation for path, probe in probes.items()}, metric_number(self.pair.metric(output))
@@ -538,7 +535,7 @@ class _Runs:
                 if self.positions is None:
                     scores = (one.flatten(1) @ other.flatten(1).T)[..., None]
                 else:
-                    numbers = self.positions.of(writers[0]).to(one.device)  # -1: the last, which is left out
+                    numbers = self.positions.of[writers[0].stream].to(one.device)  # -1: the last, which is left out
                     by_row = torch.einsum("erc,src->esr", one, other)
                     scores = by_row.new_zeros(*by_row.shape[:2], len(self.positions.labels) + 1)
                     scores = scores.index_add(2, numbers % scores.shape[2], by_row)[..., :-1]
@@ -546,7 +543,7 @@ class _Runs:
 
     def _through(self, step: StreamStep, gradient: Tensor, clean: Values, base: Values) -> Tensor:
         """Returns gradients at the input of a step, from those at its result."""
-        rules = rules_of(self.method if step.norm else "gradient")
+        rules = DerivativeRules(self.method if step.norm else "gradient")
         read = gradient.new_zeros(gradient.shape[1:])  # all other steps are linear
         if step.norm:
             read = base[step.norm]
@@ -563,7 +560,8 @@ class _Runs:
 
 def _at_inputs(reader: Reader, gradients: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
     """Yields the gradient at the input of each receiver, `(rows, channels)`."""
-    given = [rows_of(gradient) for path in reader.paths if (gradient := gradients.get(path)) is not None]
+    known = (gradients.get(path) for path in reader.paths)
+    given = [rows_of(gradient, reader.projection) for gradient in known if gradient is not None]
     if not given:
         return
     gradient = torch.stack(given).sum(0) if len(given) > 1 else given[0]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components import Components, NoWeightError, Projection, find, projection
-from graphpatch_notebook.components.chain import Layer, Stack, Trails
+from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.flow import Value, walk
-from graphpatch_notebook.components.proofs import NamedLayer, NamedWrite
+from graphpatch_notebook.components.stacks import Layer, Stack
 from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.circuits.stream import LinearPaths, NoPathError, Sum, Writer, in_order
@@ -124,17 +124,17 @@ class _NodeFinder:
         self._written: dict[str, tuple[str, ...]] = {}
         self.found = Nodes()
         order = self._flow.order
-        stacks = sorted(evidence.stacks, key=lambda each: order[each[0].layers[0].start.value.node])
-        for stack, layers in stacks:
+        stacks = sorted(evidence.stacks, key=lambda each: order[each.first.start.value.node])
+        for stack in stacks:
             self._add_start(stack)
-            for layer in layers:
-                for write in layer.writes:
-                    self._add_writer(stack.prefix, layer, write)
+            for layer in stack.layers.values():
+                for kind, write in layer.writes.items():
+                    self._add_writer(stack.prefix, f"{layer.name}{kind}", write)
         self._paths = LinearPaths(self._trails, self._by_value)
-        for _, layers in stacks:
-            for layer in layers:
-                for write in layer.writes:
-                    self._add_readers(layer, write)
+        for stack in stacks:
+            for layer in stack.layers.values():
+                for kind, write in layer.writes.items():
+                    self._add_readers(layer, f"{layer.name}{kind}", write)
         self._add_end()
         self.found.writers = sorted(self._by_value.values(), key=lambda writer: order[writer.value.node])
         self.found.readers.sort(key=lambda reader: reader.number)
@@ -142,7 +142,7 @@ class _NodeFinder:
     # -- senders -------------------------------------------------------------------------------------------------------
 
     def _add_start(self, stack: Stack) -> None:
-        value, stream = stack.layers[0].start.value, stack.prefix
+        value, stream = stack.first.start.value, stack.prefix
         before = LinearPaths(self._trails, self._by_value)
         if before.depends(value):  # such as the stages of a vision model
             with suppress(NoPathError):
@@ -152,22 +152,21 @@ class _NodeFinder:
         self.found.streams[stream] = self._flow.boundary_path(value)
         self._by_value[value] = Writer((f"{stream}@embed",), value, self.found.streams[stream], stream=stream)
 
-    def _add_writer(self, stream: str, named: NamedLayer, each: NamedWrite) -> None:
-        start, written = f"{named.name}{each.kind}", each.write.value
+    def _add_writer(self, stream: str, start: str, write: Write) -> None:
+        written = write.value
         writer = Writer((f"{start}_out",), written, self._flow.boundary_path(written))
-        if self._has_heads and each.parts is not None and each.parts.output is not None:
+        if self._has_heads and len(write.attentions) == 1:
             try:
-                writer = self._of_heads(start, each.parts.output, written)
+                writer = self._of_heads(start, written)
             except (NoWeightError, ValueError) as problem:
                 self.found.skipped[f"{start}.heads[*].z"] = str(problem)
         self._by_value[writer.value] = replace(writer, stream=stream)
         self._written[start] = writer.names
 
-    def _of_heads(self, start: str, output: Value, written: Value) -> Writer:
+    def _of_heads(self, start: str, written: Value) -> Writer:
         """Returns the writer of attention by heads, if its heads are summed by a linear map."""
         found = projection(self._root, f"{start}.z")
-        if found.linear != output:
-            raise NoWeightError("another linear map reads it")
+        output = found.linear
         found.weight()
         names = tuple(f"{start}.heads[{head}].z" for head in range(len(found.heads)))
         writer = Writer(names, output, self._input_path(output), found)
@@ -189,17 +188,16 @@ class _NodeFinder:
 
     # -- receivers -----------------------------------------------------------------------------------------------------
 
-    def _add_readers(self, named: NamedLayer, each: NamedWrite) -> None:
-        name = f"{named.name}{each.kind}"
-        if each.parts is not None and self._has_heads:
+    def _add_readers(self, layer: Layer, name: str, write: Write) -> None:
+        if len(write.attentions) == 1 and self._has_heads:
             try:
-                self._add_heads(name, each)
+                self._add_heads(name, write)
                 return
             except (NoWeightError, ExperimentError, ValueError) as error:
                 self.found.skipped[f"{name}.heads[*]"] = str(error)
-        self._add_whole(name, named.layer, each.write)
+        self._add_whole(name, layer, write)
 
-    def _add_heads(self, name: str, each: NamedWrite) -> None:
+    def _add_heads(self, name: str, write: Write) -> None:
         """Adds the receivers of queries, keys and values.
 
         Raises:
@@ -208,12 +206,12 @@ class _NodeFinder:
         found: dict[str, Projection] = {letter: projection(self._root, f"{name}.{letter}") for letter in "qkv"}
         for made in found.values():
             made.weight()
-        linears = {made.linear.node for made in found.values()}
-        if other := self._other_read(each.write, lambda node, _: node in linears):
+        linears = {made.linear.node: made.channels for made in found.values()}
+        if other := self._other_read(write, lambda node, _: node in linears):
             raise NoPathError(f"it also reads {self._flow.path(other)} in another way")
-        for node in linears:
+        for node, channels in linears.items():
             numbers = {int(n) for made in found.values() if made.linear.node is node for n in made.heads.reshape(-1)}
-            if len(numbers) != Value(node).shape[-1]:
+            if len(numbers) != channels:
                 raise NoPathError(f"{self._flow.path(Value(node))} has outputs that are not queries, keys or values")
         sources = {letter: self._paths.of(self._flow.moving(made.linear.node)[0]) for letter, made in found.items()}
         for letter, made in found.items():
@@ -302,15 +300,14 @@ class _NodeFinder:
 
     def _add_end(self) -> None:
         """Adds the receiver at the end of the last stack: the logits."""
-        evidence = self._components.evidence
         # If no stack leads to logits, that of other logits comes last.
-        ends = [(stack, end) for (stack, _), (_, end) in zip(reversed(evidence.stacks), evidence.ends, strict=False)]
-        if not ends:
+        stacks = self._components.evidence.stacks[::-1]
+        if not stacks:
             return
-        stack, end = next(((stack, end) for stack, end in ends if end.logits is not None), ends[0])
-        place = self._trails.norms[end.norm].returned if end.norm is not None else stack.layers[-1].end
-        name = "@logits" if end.logits is not None else f"{stack.prefix}@final_norm"
-        if end.logits is None and end.norm is None:
+        stack = next((stack for stack in stacks if stack.logits is not None), stacks[0])
+        place = self._trails.norms[stack.norm].returned if stack.norm is not None else stack.last.end
+        name = "@logits" if stack.logits is not None else f"{stack.prefix}@final_norm"
+        if stack.logits is None and stack.norm is None:
             name = f"{stack.prefix}layers[{len(stack.layers) + len(stack.unlike) - 1}].resid_post"
         try:
             self._add_reader(name, (place.path,), place.value)
@@ -326,6 +323,8 @@ class WrittenPositions:
 
     Attributes:
         labels: The chosen positions, counted from the start.
+        of: By the name of a stream, for each row of what is written to it, the number of its position in `labels`, or
+            -1.
 
     Raises:
         ExperimentError: The positions of a stream are not known, or a position is out of range.
@@ -347,17 +346,13 @@ class WrittenPositions:
                 "the start"
             )
         self.labels = counted_positions(given, max(lengths.values()))
-        self._numbers: dict[str, Tensor] = {}
+        self.of: dict[str, Tensor] = {}
         for stream, shape in shapes.items():
             numbers = torch.full(shape, -1)
             for number, position in enumerate(self.labels):
                 if position < lengths[stream]:
                     numbers.select(dims[stream], position).fill_(number)
-            self._numbers[stream] = numbers.reshape(-1)
-
-    def of(self, writer: Writer) -> Tensor:
-        """Returns for each row of a sender's value the number of its position in `labels`, or -1."""
-        return self._numbers[writer.stream]
+            self.of[stream] = numbers.reshape(-1)
 
 
 def _position_dim(root: Frame, stream: str, dims: int) -> int:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphpatch_notebook.errors import ExperimentError, PatchValueError
-from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge, is_local
+from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, WrittenPositions, nodes_of
 from graphpatch_notebook.experiments.circuits.stream import Writer, index_of, rows_of
 from graphpatch_notebook.experiments.elsewhere import map_batches
@@ -31,22 +30,20 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric, check_same_input_shapes
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.lazy_names import extra
-from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
+from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import AddPatch, Patch
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.texts import is_one_text
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset
 
-SelectionMethod: TypeAlias = Literal["top", "greedy"]
 Kept: TypeAlias = "Mapping[str, Mapping[str, frozenset[int] | None]]"
 """The senders that each receiver reads, and at which positions; `None`: at all."""
 
 _SIZES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_Cell: TypeAlias = "tuple[int, int, int]"
-"""The numbers of a receiver, a sender and a position."""
-
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
@@ -73,7 +70,9 @@ def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> l
     Raises:
         ExperimentError: They do not fit each other.
     """
-    cleans, others = (given if isinstance(given, list) else [given] for given in (clean, corrupted))
+    cleans, others = (
+        given if isinstance(given, list) and not is_one_text(given) else [given] for given in (clean, corrupted)
+    )
     metrics = list(metric) if isinstance(metric, (list, tuple)) else [metric] * len(cleans)
     if not len(metrics) == len(cleans) == len(others) > 0 or isinstance(clean, list) != isinstance(corrupted, list):
         raise ExperimentError(
@@ -83,7 +82,7 @@ def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> l
     found = []
     for each, one, other in zip(metrics, cleans, others, strict=True):
         check_metric(each)
-        found.append(Batch(each, inputs_of(one), inputs_of(other)))
+        found.append(Batch(each, inputs_of(pg, one), inputs_of(pg, other)))
         check_same_input_shapes(pg, found[-1].clean, found[-1].corrupted)
     return found
 
@@ -126,7 +125,7 @@ def circuit_patches(pg: PatchableGraph, circuit: Circuit, corrupted: Any) -> dic
     """
     check_graph(pg)
     nodes = nodes_like(pg, circuit.feeds)
-    return CircuitRuns(pg, nodes, inputs_of(corrupted)).patches(kept_edges(nodes, circuit))
+    return CircuitRuns(pg, nodes, inputs_of(pg, corrupted)).patches(kept_edges(nodes, circuit))
 
 
 def nodes_like(pg: PatchableGraph, feeds: Mapping[str, Sequence[str]]) -> Nodes:
@@ -190,7 +189,7 @@ class KeptEdges:
             for at, chosen in own.items():
                 is_read[at][-1 if chosen is None else [labels.index(each) for each in chosen]] = True
             if own:
-                masks[writer] = is_read[..., -1] if positions is None else is_read[..., positions.of(writer)]
+                masks[writer] = is_read[..., -1] if positions is None else is_read[..., positions.of[writer.stream]]
         return cls(reader, names, masks)
 
     def changes(
@@ -272,9 +271,9 @@ class CircuitRuns:
         kept = {receiver: {sender: None if position is None else frozenset((position,))}}
         edges = KeptEdges.of(reader, kept, None if position is None else positions)
         ((columns, rows),) = edges.changes(changes.__getitem__, self.values)
-        value = rows.reshape(*self.values[reader.paths[0]].shape[:-1], -1)
-        where = columns.tolist() if isinstance(columns, Tensor) else columns
-        return {path: AddPatch(value=value, slice=(..., where)) for path in reader.paths}
+        change = torch.zeros_like(self.values[reader.paths[0]], memory_format=torch.contiguous_format)
+        rows_of(change, reader.projection)[:, columns] = rows
+        return {path: AddPatch(value=change) for path in reader.paths}
 
     def written(self, writer: Writer, now: Mapping[str, Tensor]) -> Tensor:
         """Returns what senders write in a run, minus the same in the corrupted run: computed once for each run."""
@@ -320,7 +319,7 @@ class ReadPatch(Patch[Any]):
             )
         with without_torch_functions():
             value = base.clone()
-            read = rows_of(value)  # a copy, if the channels are not the last in memory
+            read = rows_of(value, self.edges[0].reader.projection)  # a copy, if these are not the last in memory
             for edges in self.edges:
                 changes = edges.changes(lambda writer: self.runs.written(writer, self._read), self.runs.values)
                 for columns, rows in changes:
@@ -338,7 +337,6 @@ def circuit(
     scores: DataArray,
     edges: int = 100,
     *,
-    selection: SelectionMethod = "top",
     absolute: bool = True,
     prune: bool = True,
 ) -> Circuit:
@@ -348,9 +346,6 @@ def circuit(
         pg: The graph.
         scores: The scores, from `attribute_edges`, for all senders and receivers.
         edges: How many edges to choose; all if there are fewer.
-        selection: `"top"`: the edges with the largest scores. `"greedy"`: from the logits on, the edge with the
-            largest score into what is in the circuit already, again and again; then no edge is chosen that leads
-            nowhere.
         absolute: Whether scores count by magnitude; otherwise edges with a negative effect come last.
         prune: Whether edges are removed that change nothing, since they are not on a way from the embeddings to the
             logits. The circuit may have fewer edges then. No edge is removed if there are components whose edges cannot
@@ -371,16 +366,12 @@ def circuit(
         >>> scores = attribute_edges(pg, lambda out: out.logits[0, -1, 3], clean, corrupted)
         >>> len(circuit(pg, scores, edges=5, prune=False).edges)
         5
-
-    Source:
-        Hanna et al., Have faith in faithfulness (2024), for the greedy selection.
     """
     check_graph(pg)
     if type(edges) is not int or edges < 0:
         raise ExperimentError(f"edges must be a number of edges, not {edges!r}")
-    _check_scores(scores)
-    attrs, nodes = scores.attrs, nodes_like(pg, scores.attrs["feeds"])
-    chosen = itertools.islice(_ranked(nodes, scores, selection, absolute=absolute), edges)
+    attrs, nodes = getattr(scores, "attrs", {}), _nodes_of(pg, scores)
+    chosen = itertools.islice(_ranked(nodes, scores, absolute=absolute), edges)
     found = Circuit(
         edges=tuple(sorted(chosen, key=lambda edge: -abs(edge.score))),
         feeds=nodes.feeds,
@@ -389,75 +380,48 @@ def circuit(
         corrupted=float(attrs["corrupted"]),
         method=str(attrs["method"]),
         metric=str(attrs["metric"]),
-        ahead=tuple(attrs.get("ahead", ())),
         missing=nodes.missing,
     )
     pruned = found.without_dead_ends() if prune else found
     if found.edges and not pruned.edges:
         warn(
             f"the circuit is empty: none of the {len(found.edges)} strongest edges is on a way from the embeddings to "
-            'the logits that consists of these edges; take more edges, or selection="greedy"',
+            "the logits that consists of these edges; take more edges",
             "experiment",
             stacklevel=level_of_caller(),
         )
     return pruned
 
 
-def _check_scores(scores: Any) -> None:
-    """Checks that scores are those of edges, with their attributes."""
+def _nodes_of(pg: PatchableGraph, scores: Any) -> Nodes:
+    """Returns the nodes of the model that scores of edges are of; checks that they are such scores."""
     attrs = getattr(scores, "attrs", {})
     if "feeds" not in attrs:
         raise ExperimentError(
             "scores must be those of attribute_edges, with attrs['feeds'] (arithmetic keeps attributes under "
             "xarray.set_options(keep_attrs=True))"
         )
+    return nodes_like(pg, attrs["feeds"])
 
 
-def _ranked(nodes: Nodes, scores: DataArray, selection: SelectionMethod, *, absolute: bool) -> Iterator[Edge]:
+def _ranked(nodes: Nodes, scores: DataArray, *, absolute: bool) -> Iterator[Edge]:
     """Returns the edges of a model in the order in which circuits of growing size take them.
 
     Raises:
         ExperimentError: The scores are not those of the model.
     """
-    if selection not in ("top", "greedy"):
-        raise ExperimentError(f"selection must be 'top' or 'greedy', not {selection!r}")
     receivers, senders = (scores.coords[name].values.tolist() for name in ("receiver", "sender"))
     if (receivers, senders) != (nodes.receivers, nodes.senders):
         raise ExperimentError("the scores lack nodes of the model: compute them without senders= and receivers=")
     positions = scores.coords["position"].values.tolist() if "position" in scores.dims else [None]
     values = scores.transpose("receiver", "sender", ...).values.reshape(len(receivers), len(senders), -1)
-    sizes = np.abs(values) if absolute else values
+    sizes = np.nan_to_num(np.abs(values) if absolute else values, nan=-np.inf)
+    order = np.argsort(-sizes.reshape(-1), kind="stable")[: np.isfinite(sizes).sum()]
+    cells = (index.tolist() for index in np.unravel_index(order, sizes.shape))
     return (
         Edge(senders[column], receivers[row], float(values[row, column, number]), positions[number])
-        for row, column, number in (_greedy(nodes, sizes) if selection == "greedy" else _top(sizes))
+        for row, column, number in zip(*cells, strict=True)
     )
-
-
-def _top(sizes: Any) -> Iterator[_Cell]:
-    order = np.argsort(-np.where(np.isnan(sizes), -np.inf, sizes).reshape(-1), kind="stable")
-    cells = np.unravel_index(order[: int((~np.isnan(sizes)).sum())], sizes.shape)
-    yield from zip(*(index.tolist() for index in cells), strict=True)
-
-
-def _greedy(nodes: Nodes, sizes: Any) -> Iterator[_Cell]:
-    """Yields, from the ends on, the largest edge into what is reached already, again and again."""
-    receivers, senders, everywhere = nodes.receivers, nodes.senders, range(sizes.shape[2])
-    reached = [(row, at) for row, name in enumerate(receivers) if not nodes.feeds[name] for at in everywhere]
-    fed = {sender: [row for row, name in enumerate(receivers) if sender in nodes.feeds[name]] for sender in senders}
-    is_open = np.zeros((len(receivers), len(everywhere)), bool)
-    waiting: list[tuple[float, int, int, int]] = []
-    while reached or waiting:
-        for row, at in reached:
-            if not is_open[row, at]:
-                is_open[row, at] = True
-                for column in np.flatnonzero(~np.isnan(sizes[row, :, at])).tolist():
-                    heapq.heappush(waiting, (-float(sizes[row, column, at]), row, column, at))
-        reached = []
-        if waiting:
-            _, row, column, number = heapq.heappop(waiting)
-            yield row, column, number
-            for own in fed[senders[column]]:
-                reached += [(own, at) for at in ((number,) if is_local(receivers[own]) else everywhere)]
 
 
 @runs_where_the_model_is
@@ -469,7 +433,6 @@ def faithfulness(
     corrupted: Any,
     *,
     sizes: Iterable[int | float] | None = None,
-    selection: SelectionMethod = "top",
     absolute: bool = True,
     random: int | None = 0,
     executor: Any = None,
@@ -490,7 +453,6 @@ def faithfulness(
         corrupted: The corrupted inputs, in the same form.
         sizes: Numbers of edges, or shares of all edges (floats up to 1.0). By default, the ten shares of MIB, from
             0.001 to 1.
-        selection: How circuits are chosen, as for `circuit`.
         absolute: Whether scores count by magnitude, as for `circuit`.
         random: The seed of an additional random ranking with the name `"random"`; `None` for none.
         executor: Runs batches elsewhere, as for `pg.sweep`.
@@ -525,22 +487,21 @@ def faithfulness(
     batches = batches_of(pg, metric, clean, corrupted)
     given: Any = scores  # for a type checker, an array may be a mapping, too
     named: dict[str, DataArray] = dict(given) if isinstance(given, Mapping) else {"scores": given}
-    for each in named.values():
-        _check_scores(each)
     first = next(iter(named.values()))
+    for each in named.values():
+        nodes = _nodes_of(pg, each)
     labels = [{dim: each[dim].values.tolist() for dim in each.dims} for each in named.values()]
     if any(each != labels[0] for each in labels):
         raise ExperimentError(
             "the scores are not those of the same edges: some have positions, or others than the rest"
         )
-    nodes = nodes_like(pg, first.attrs["feeds"])
     candidates = int(np.isfinite(first.values).sum())
     if random is not None and "random" not in named:
         drawn = np.random.default_rng(random).random(first.shape)
         named["random"] = first.copy(data=np.where(np.isnan(first.values), np.nan, drawn))
     counts = _counts(_SIZES if sizes is None else sizes, candidates)
     empty = Circuit((), nodes.feeds, candidates, math.nan, math.nan)
-    rankings = [tuple(_ranked(nodes, each, selection, absolute=absolute)) for each in named.values()]
+    rankings = [tuple(_ranked(nodes, each, absolute=absolute)) for each in named.values()]
     circuits = [kept_edges(nodes, replace(empty, edges=edges[:count])) for edges in rankings for count in counts]
     run = functools.partial(_metrics, nodes.feeds, circuits)
     found = np.mean([*map_batches(pg, run, batches, executor=executor, recipe=recipe)], axis=0)
@@ -558,7 +519,7 @@ def faithfulness(
             "CMD": ("ranking", [area for _, area in areas]),
         },
         {"ranking": list(named), "size": counts, "share": ("size", shares)},
-        {"clean": float(high), "corrupted": float(low), "candidates": candidates, "selection": selection},
+        {"clean": float(high), "corrupted": float(low), "candidates": candidates},
     )
 
 

@@ -82,10 +82,11 @@ class Writer:
 
     def change(self, now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Tensor:
         """Returns the value of each sender in one run, minus its value in another: `(senders, rows, channels)`."""
-        rows = rows_of(now[self.path] - before[self.path])
+        change = now[self.path] - before[self.path]
         if self.projection is None:
-            return rows[None]
-        weight, heads = self.projection.weight(), self.projection.heads.to(rows.device)
+            return rows_of(change)[None]
+        weight, heads = self.projection.weight(), self.projection.heads.to(change.device)
+        rows = rows_of(change, self.projection)
         return torch.stack([rows[:, index_of(numbers)] @ weight[index_of(numbers)] for numbers in heads])
 
 
@@ -256,7 +257,7 @@ class LinearPaths:
         frame = norm.frame
         call = frame.call
         assert call is not None
-        if sum(map(_is_reference, (*call.args, *call.kwargs.values()))) != 1:
+        if sum(isinstance(given, Ref) for given in (*call.args, *call.kwargs.values())) != 1:
             raise NoPathError(f"the norm at {where} takes several arguments")
 
         def function(rows: Tensor) -> Any:
@@ -265,14 +266,10 @@ class LinearPaths:
                     f"edges need the function of the norm at {where}, whose weights are only whole while the model "
                     "runs (FSDP, sequence parallelism): use attribute(), or the model in one process"
                 )
-            args, kwargs = map_leaves((call.args, call.kwargs), lambda given: rows if _is_reference(given) else given)
+            args, kwargs = map_leaves((call.args, call.kwargs), lambda given: rows if isinstance(given, Ref) else given)
             return called(frame, original_forward(frame.module), args, kwargs)
 
         return function
-
-
-def _is_reference(given: Any) -> bool:
-    return isinstance(given, Ref)
 
 
 def in_order(value: Value, source: Value) -> bool:
@@ -280,9 +277,12 @@ def in_order(value: Value, source: Value) -> bool:
     return value.op in _IN_ORDER | _SAME and value.size == source.size and value.shape[-1:] == source.shape[-1:]
 
 
-def rows_of(value: Tensor) -> Tensor:
-    """Returns a value with all dimensions before the last one, the channels, flattened: a view if possible."""
-    return value.reshape(-1, value.shape[-1])
+def rows_of(value: Tensor, projection: Projection | None = None) -> Tensor:
+    """Returns a value with all dimensions before its channels flattened, as a view if possible.
+
+    The channels are the last dimension, or those that belong to a projection.
+    """
+    return value.reshape(-1, value.shape[-1] if projection is None else projection.channels)
 
 
 def index_of(numbers: Tensor) -> slice | Tensor:

@@ -6,6 +6,7 @@ A row of a value belongs to one position of one example, or to one example.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,7 +21,8 @@ from graphpatch_notebook.experiments.elsewhere import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
+from graphpatch_notebook.lazy_names import extra
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection, Selection, selection
 from graphpatch_notebook.patching import (
     DECODER_TOKENS,
@@ -28,27 +30,32 @@ from graphpatch_notebook.patching import (
     row_and_position_dims,
     token_inputs,
 )
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.texts import is_text
 
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset
 
 Examples: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
-"""Inputs of all examples (a tensor, or a dict of tensors), or an iterable of batches of inputs."""
+"""Inputs of all examples (a tensor, a dict of tensors, or a list of texts), or an iterable of batches of inputs."""
 
 
-def batches_of(dataset: Examples, batch_size: int | None) -> Iterator[Inputs]:
+def batches_of(pg: PatchableGraph, dataset: Examples, batch_size: int | None) -> Iterator[Inputs]:
     """Yields the batches of a dataset: those of an iterable, or parts of the inputs of all examples.
 
-    Example:
-        >>> [tuple(batch.args[0].shape) for batch in batches_of(torch.zeros(5, 3), 2)]
-        [(2, 3), (2, 3), (1, 3)]
+    Texts are cut into batches before they become tokens, so that they are padded to the longest of their batch.
     """
+    if isinstance(dataset, (list, tuple)) and is_text(dataset):
+        if batch_size is None:
+            raise ExperimentError("batch_size= says how many of the texts run at once: give it, too")
+        yield from (inputs_of(pg, [*dataset[i : i + batch_size]]) for i in range(0, len(dataset), batch_size))
+        return
     if not isinstance(dataset, (Tensor, Mapping)):
         if batch_size is not None:
             raise ExperimentError(f"each item of this {type(dataset).__name__} is a batch: leave batch_size= out")
-        yield from map(inputs_of, dataset)
+        yield from (inputs_of(pg, batch) for batch in dataset)
         return
-    whole = inputs_of(dataset)
+    whole = inputs_of(pg, dataset)
     if batch_size is None or (count := whole.rows) is None:
         raise ExperimentError("batch_size= cuts tensors with examples along their first dimension: give both")
     for first in range(0, count, batch_size):
@@ -128,15 +135,20 @@ class RowReader:
                 f"{sequences[True]!r} has the positions of the encoder, and {sequences[False]!r} those of the decoder: "
                 "ask for them one after the other"
             )
-        self._token_names = token_inputs(model.root, is_encoder=True in sequences)
+        self._tokens = token_inputs(model.root, is_encoder=True in sequences)
+        if any(each.row for each in self._tokens):
+            raise ExperimentError(
+                f"the examples are not the first dimension of {self._tokens[0].name!r}: wrap the model in one that "
+                "transposes it"
+            )
 
     def rows(self, pg: PatchableGraph, batch: Inputs, first: int) -> ExampleRows:
         """Returns the rows of a batch whose first example has the number `first`."""
         given = bind(signature_of(captured(pg).module.forward), batch.args, batch.kwargs) or {}
-        name = next((name for name in self._token_names if given.get(name) is not None), None)
-        if name is None:
+        found = next((each for each in self._tokens if given.get(each.name) is not None), None)
+        if found is None:
             return ExampleRows.whole(first, batch.rows or 0)
-        tokens = given[name]
+        name, tokens = found.name, given[found.name].movedim(found.positions, 1)
         count, length = tokens.shape[:2]
         mask = given.get("decoder_attention_mask" if name in DECODER_TOKENS else "attention_mask")
         kept = torch.ones(count, length, dtype=torch.bool)
@@ -148,7 +160,8 @@ class RowReader:
             kept &= wanted
         example, position = kept.nonzero(as_tuple=True)
         # The model shifts labels to get its tokens.
-        ids = tokens.cpu() if tokens.ndim == 2 and name != "labels" else torch.full((count, length), -1)
+        has_ids = tokens.ndim == 2 and not tokens.is_floating_point() and name != "labels"
+        ids = tokens.cpu() if has_ids else torch.full((count, length), -1)
         return ExampleRows(example + first, position, kept, ids)
 
     def of_value(self, path: str, value: Tensor, rows: ExampleRows) -> Tensor:
@@ -166,6 +179,13 @@ class RowReader:
                 f"{path!r} has {tuple(value.shape[:2])} examples and positions on a batch of {tuple(rows.kept.shape)}"
             )
         return value[rows.kept.to(value.device)].cpu()
+
+    def broadcastable(self, path: str, row: Tensor) -> Tensor:
+        """Returns one row of a value with dimensions of size 1 for examples and positions, but a vector of channels."""
+        whole = row
+        for dim in sorted({dim for dim in self.by_path[path] if dim is not None}):
+            whole = whole.unsqueeze(dim)
+        return row if row.dim() < 2 and row.numel() == whole.shape[-1] else whole
 
     @property
     def without_positions(self) -> list[str]:
@@ -242,8 +262,9 @@ def mean_values(
         recipe: As for `pg.sweep`.
 
     Returns:
-        By path, a tensor of the shape of one row of the value: (channels), say. Its dtype is that of the value, or
-        torch's default for values that are not floating-point: half of several booleans may be true.
+        By path, a tensor that broadcasts over the batch and the positions of the value: of shape (channels), say, or
+        (1, heads, 1, channels) where positions come after heads. Its dtype is that of the value, or torch's default for
+        values that are not floating-point: half of several booleans may be true.
 
     Raises:
         UnknownPathError: A path does not exist, or a pattern matches nothing; nothing ran.
@@ -260,7 +281,7 @@ def mean_values(
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     dtypes: dict[str, torch.dtype] = {}
-    batches = numbered(batches_of(dataset, batch_size))
+    batches = numbered(batches_of(pg, dataset, batch_size))
     for each in map_batches(pg, functools.partial(_sums, reader), batches, executor=executor, recipe=recipe):
         for path, (total, count, dtype) in each.items():
             if sums.setdefault(path, torch.zeros_like(total)).shape != total.shape:
@@ -272,7 +293,8 @@ def mean_values(
             dtypes[path] = dtype
     if not any(counts.values()):
         raise ExperimentError("the dataset has no examples, or none at these positions")
-    return {path: (total / counts[path]).to(dtypes[path]) for path, total in sums.items()}
+    means = {path: (total / counts[path]).to(dtypes[path]) for path, total in sums.items()}
+    return {path: reader.broadcastable(path, mean) for path, mean in means.items()}
 
 
 def _sums(
@@ -306,21 +328,15 @@ def average(results: Iterable[DataArray]) -> Dataset:
         >>> result["mean"].values.tolist(), result["standard_error"].values.round(3).tolist()
         ([2.0, 0.0], [0.577, 0.0])
     """
-    from xarray import Dataset
-
-    given = list(results)
+    xarray, given = extra("xarray", "a mean of results"), list(results)
     if not given:
         raise ExperimentError("there are no results to average")
-    first = given[0]
-    for result in given:
-        if result.dims != first.dims or any(not result[dim].equals(first[dim]) for dim in first.dims):
-            raise ExperimentError(f"results have different coordinates: {result.coords} and {first.coords}")
-    values = np.stack([result.values.astype(np.float64) for result in given])
-    is_known = ~np.isnan(values)
-    count = is_known.sum(0)
-    with np.errstate(invalid="ignore", divide="ignore"):  # NaN where there are too few
-        mean = np.where(is_known, values, 0.0).sum(0) / count
-        squares = np.where(is_known, values - mean, 0.0) ** 2
-        error = np.sqrt(squares.sum(0) / (count - 1) / count)
-    columns = {"mean": mean, "standard_error": error, "count": count}
-    return Dataset({name: first.copy(data=column) for name, column in columns.items()})
+    try:
+        together = xarray.concat([each.astype(np.float64) for each in given], "result", join="exact")
+    except ValueError as error:
+        raise ExperimentError(f"results have different coordinates: {error}") from error
+    with warnings.catch_warnings(), xarray.set_options(keep_attrs=True):
+        warnings.simplefilter("ignore", RuntimeWarning)  # NaN where there are too few
+        count, deviation = together.count("result"), together.std("result", ddof=1)
+        found = {"mean": together.mean("result"), "standard_error": deviation / count**0.5, "count": count}
+    return xarray.Dataset(found)  # type: ignore[no-any-return]

@@ -4,15 +4,13 @@ A probe needs the sums of products of features with features (the Gram matrix) a
 batch by batch: one set for examples to fit on, and one for examples that are held out to score on. So the score of each
 probe is exact, and no activations are kept.
 
-Sources: Alain and Bengio, "Understanding intermediate layers using linear classifier probes" (2016); baselines as in
-Hewitt and Liang, "Designing and interpreting probes with control tasks" (2019).
+Sources: Alain and Bengio, "Understanding intermediate layers using linear classifier probes" (2016); shuffled labels as
+in Hewitt and Liang, "Designing and interpreting probes with control tasks" (2019).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,17 +27,11 @@ from graphpatch_notebook.experiments.datasets.batches import (
     read_batch,
 )
 from graphpatch_notebook.lazy_names import extra
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
-from graphpatch_notebook.patching.model_state import preserved
-from graphpatch_notebook.patching.sharding import is_distributed
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 
 if TYPE_CHECKING:
     from xarray import Dataset
-
-_BASELINES = ("shuffled_labels", "random_weights", "bag_of_tokens")
-_BAG = 256
-"""The number of random features of a bag of tokens."""
-_SCALE = 1e4
 
 
 @runs_where_the_model_is
@@ -52,9 +44,7 @@ def ridge_probes(
     positions: Sequence[int] | None = None,
     penalty: float = 1e-2,
     held_out: float = 0.25,
-    baselines: Sequence[str] = _BASELINES,
     batch_size: int | None = None,
-    max_bytes: int = 2**31,
     seed: int = 0,
 ) -> Dataset:
     """Returns how well a linear probe of each value predicts labels, on examples that are held out.
@@ -71,69 +61,45 @@ def ridge_probes(
         positions: The positions that have a probe of their own; `None` for one probe over all positions.
         penalty: The penalty on the weights, relative to the mean variance of the features.
         held_out: The part of the examples that is held out.
-        baselines: What to compare with: `"shuffled_labels"`, the same probes on labels of other examples;
-            `"random_weights"`, the same probes of the model with shuffled weights, which runs as well;
-            `"bag_of_tokens"`, a probe of random features of the tokens up to the position, which needs no model.
         batch_size: As of `record_to`.
-        max_bytes: The most memory that sums of products may take.
-        seed: The seed of what is random: held-out examples, shuffled labels and weights, features of tokens.
+        seed: The seed of what is random: held-out examples and shuffled labels.
 
     Returns:
-        A Dataset with `r2` and a variable for each baseline, over `path`, and over `position` if there are several.
-        `result["r2"]` colors the tree in the browser.
+        A Dataset with `r2`, and as a baseline `shuffled_labels`, the same probes on labels of other examples, over
+        `path`, and over `position` if there are several. `result["r2"]` colors the tree in the browser.
 
     Raises:
         UnknownPathError: A path does not exist, or a pattern matches nothing; nothing ran.
-        ExperimentError: A value has no positions but `positions` is given; labels do not fit the dataset; the sums
-            would take more than `max_bytes`; too few examples are held out.
+        ExperimentError: A value has no positions but `positions` is given; labels do not fit the dataset; too few
+            examples are held out.
 
     Example:
         >>> import torch
         >>> from graphpatch_notebook import PatchableGraph
         >>> x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
         >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Softplus()), x[:2])
-        >>> result = ridge_probes(pg, ["input", "sub_0.output"], x, x.sum(1), batch_size=50, baselines=[])
+        >>> result = ridge_probes(pg, ["input", "sub_0.output"], x, x.sum(1), batch_size=50)
         >>> result["r2"].values.round(1).tolist()
         [1.0, 0.8]
     """
-    if unknown := [name for name in baselines if name not in _BASELINES]:
-        raise ExperimentError(f"{unknown[0]!r} is not a baseline; there are {', '.join(_BASELINES)}")
     given: Any = positions
     if given is not None and not isinstance(given, Sequence):
         raise ExperimentError("positions= is a list of the positions that have a probe of their own, such as [0, 5]")
     reader = RowReader(pg, patterns, positions)
     without = reader.without_positions
-    if without and (positions is not None or "bag_of_tokens" in baselines):
-        raise ExperimentError(
-            f"{without[0]!r} has no positions: leave it out, or leave out positions= and the baseline 'bag_of_tokens'"
-        )
-    sums = _AllSums(positions, labels, held_out, max_bytes, seed)
-    models = {"r2": pg}
-    if "random_weights" in baselines:
-        models["random_weights"] = _with_shuffled_weights(pg, seed)
-    count = 0
-    for first, batch in numbered(batches_of(dataset, batch_size)):
-        for name, model in models.items():
-            # The copy draws from the same generators.
-            with nullcontext() if model is pg else preserved(captured(pg).module):
-                rows, values = read_batch(reader, None, model, (first, batch))
-            for path, value in values.items():
-                sums.add((name, path), value, ExampleRows.whole(first, len(value)) if path in without else rows)
-        if "bag_of_tokens" in baselines:
-            sums.add(("bag_of_tokens", ""), _bag_of_tokens(rows, seed), rows)
+    if without and positions is not None:
+        raise ExperimentError(f"{without[0]!r} has no positions: leave it out, or leave out positions=")
+    sums, count = _AllSums(positions, labels, held_out, seed), 0
+    for first, batch in numbered(batches_of(pg, dataset, batch_size)):
+        rows, values = read_batch(reader, None, pg, (first, batch))
+        for path, value in values.items():
+            sums.add(path, value, ExampleRows.whole(first, len(value)) if path in without else rows)
         count = first + len(rows.kept)
     if count != len(sums.numbers):
         raise ExperimentError(f"the dataset has {count} examples, and there are {len(sums.numbers)} labels")
-    dims = ("path",) if positions is None else ("path", "position")
-    found: dict[str, tuple[tuple[str, ...], Any]] = {}
-    for name in ("r2", *(each for each in _BASELINES if each in baselines)):
-        if name == "bag_of_tokens":
-            found[name] = dims[1:], sums.scores(name, [""], penalty)[0]
-        else:
-            found[name] = dims, sums.scores(name, list(reader.by_path), penalty)
-    coords: dict[str, Any] = {"path": list(reader.by_path)} | (
-        {} if positions is None else {"position": sums.positions}
-    )
+    dims, paths = ("path",) if positions is None else ("path", "position"), list(reader.by_path)
+    found = {name: (dims, sums.scores(paths, penalty, own)) for name, own in (("r2", True), ("shuffled_labels", False))}
+    coords = {"path": paths} if positions is None else {"path": paths, "position": sums.positions}
     held = int(sums.is_held_out.sum())
     return extra("xarray", "ridge_probes").Dataset(found, coords, {"held_out": held, "fitted": count - held})  # type: ignore[no-any-return]
 
@@ -194,9 +160,7 @@ class _AllSums:
         is_held_out: By example.
     """
 
-    def __init__(
-        self, positions: Sequence[int] | None, labels: Any, held_out: float, max_bytes: int, seed: int
-    ) -> None:
+    def __init__(self, positions: Sequence[int] | None, labels: Any, held_out: float, seed: int) -> None:
         self.positions = [-1] if positions is None else sorted(set(positions))
         own, random = _numbers_of(labels), torch.Generator().manual_seed(seed)
         count = len(own)
@@ -207,66 +171,29 @@ class _AllSums:
             raise ExperimentError(
                 f"held_out={held_out} of {count} examples leaves too few to fit on, or fewer than 2 to score on"
             )
-        self._sums: dict[tuple[str, str, int], list[_Sums]] = {}
-        self._bytes, self._max_bytes = 0, max_bytes
+        self._sums: dict[tuple[str, int], list[_Sums]] = {}
 
-    def add(self, name: tuple[str, str], value: Tensor, rows: ExampleRows) -> None:
+    def add(self, path: str, value: Tensor, rows: ExampleRows) -> None:
         """Adds the rows of a feature."""
         value = torch.view_as_real(value) if value.is_complex() else value
         known = rows.examples < len(self.numbers)  # otherwise the dataset is too long, which is an error later
         for position in self.positions:
             chosen = known & (rows.positions == position) if position >= 0 else known
             examples, features = rows.examples[chosen], value[chosen].flatten(1)
-            key, width = (*name, position), features.shape[1]
-            if key not in self._sums:
-                self._bytes += 16 * (width + 1) ** 2
-                if self._bytes > self._max_bytes:
-                    raise ExperimentError(
-                        f"the sums of products of features take more than max_bytes={self._max_bytes:,} (values of "
-                        f"{width} numbers need as many squared, for each path and position): ask for fewer paths or "
-                        "positions"
-                    )
-                self._sums[key] = [_Sums(width, self.numbers.shape[1]) for _ in range(2)]
+            if (key := (path, position)) not in self._sums:
+                self._sums[key] = [_Sums(features.shape[1], self.numbers.shape[1]) for _ in range(2)]
             is_held_out = self.is_held_out[examples]
             for sums, part in zip(self._sums[key], (~is_held_out, is_held_out), strict=True):
                 sums.add(features[part], self.numbers[examples[part]])
 
-    def scores(self, name: str, paths: Sequence[str], penalty: float) -> Any:
-        """Returns the scores of probes by path, and by position if there are several."""
-        columns = slice(self._own, None) if name == "shuffled_labels" else slice(self._own)
+    def scores(self, paths: Sequence[str], penalty: float, is_own: bool) -> Any:
+        """Returns the scores of probes by path, and by position if there are several, for own or shuffled labels."""
+        columns = slice(self._own) if is_own else slice(self._own, None)
         found = np.full((len(paths), len(self.positions)), np.nan)
         for row, path in enumerate(paths):
             for column, position in enumerate(self.positions):
-                fitted, held_out = self._sums["r2" if name == "shuffled_labels" else name, path, position]
+                fitted, held_out = self._sums[path, position]
                 if fitted.rows and held_out.rows > 1:
                     unexplained, whole = held_out.r2(fitted.weights(penalty))[:, columns].sum(1)
                     found[row, column] = 1 - unexplained / whole
         return found[:, 0] if self.positions == [-1] else found
-
-
-# -- baselines ---------------------------------------------------------------------------------------------------------
-
-
-def _with_shuffled_weights(pg: PatchableGraph, seed: int) -> PatchableGraph:
-    """Returns a copy in which the entries of each parameter are in another order: the same sizes, nothing learned."""
-    if any(map(is_distributed, pg.parameters())):
-        raise ExperimentError(
-            "the baseline 'random_weights' shuffles the weights of a copy, and the weights of this model are "
-            "distributed over processes: give the other baselines, "
-            "baselines=['shuffled_labels', 'bag_of_tokens']"
-        )
-    result, random = copy.deepcopy(pg), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in result.parameters():
-            order = torch.randperm(parameter.numel(), generator=random).to(parameter.device)
-            parameter.copy_(parameter.flatten()[order].view_as(parameter))
-    return result
-
-
-def _bag_of_tokens(rows: ExampleRows, seed: int) -> Tensor:
-    """Returns random features of the tokens of an example up to a position, without their order: (rows, features)."""
-    if (rows.ids < 0).all():
-        raise ExperimentError("the model does not take tokens: leave out the baseline 'bag_of_tokens'")
-    factors, shifts = torch.rand(2, _BAG, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * _SCALE
-    features = torch.cos(rows.ids[..., None] * factors + shifts).cumsum(1)
-    return (features / torch.arange(1, rows.ids.shape[1] + 1)[:, None])[rows.kept]

@@ -107,7 +107,7 @@ def record_to(
         "patches": digest(active_patches(captured(pg))),
     }
     writer = _Writer(Path(folder), document, shard_bytes, is_writing=processes is None or processes.is_first)
-    batches = numbered(writer.remaining(batches_of(dataset, batch_size)), writer.examples)
+    batches = numbered(writer.remaining(batches_of(pg, dataset, batch_size)), writer.examples)
     read = functools.partial(_read, reader, dtype)
     for tensors, count, name in map_batches(pg, read, batches, executor=executor, recipe=recipe):
         writer.add(tensors, count, name)

@@ -1,7 +1,6 @@
 """Runs the cells of a sweep, so that they share forwards.
 
 `cells` has the cells and their results, and tells which patch maps declare themselves pure. `runner` runs cells: alone,
-or by a `plan`. That begins with a run without patches, on `inputs` that skip outputs. In the plan, each cell has its
-`rows` of one forward, modules before the first patched value return what they returned without patches, and others
-compute only the positions that patches changed (`changed_positions`).
+or by `shared` forwards. In these, each cell has its rows, modules before the first patched value return what they
+returned without patches, and others compute only the positions that patches changed (`frames`).
 """

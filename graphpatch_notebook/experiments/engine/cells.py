@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import math
+import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.held_values import PLAIN_VALUES
+from graphpatch_notebook.capture.held_values import plain_tensors
 from graphpatch_notebook.errors import ExperimentError, add_note
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, declares
+from graphpatch_notebook.patching import Entry
 
 PatchMap: TypeAlias = "Mapping[Any, Patch[Any] | Sequence[Patch[Any]]]"
 
@@ -30,21 +31,13 @@ class Cell:
         number: Its position in the sweep, counted from zero, the last axis fastest.
         labels: The value of each axis.
         patches: Its patch map; empty until it is made.
+        entries: What the patch map means on the graph, if it was looked up.
     """
 
     number: int
     labels: Mapping[str, Any]
     patches: PatchMap
-
-    @property
-    def content(self) -> PatchMap:
-        """The patch map for another process: with paths as text."""
-        return {str(path): patch for path, patch in self.patches.items()}
-
-    @property
-    def name(self) -> str:
-        """The name of its patch map in messages."""
-        return f"the patch map of {self}"
+    entries: list[Entry] | None = None
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.labels.items()) or "the only cell"
@@ -163,24 +156,16 @@ def is_pure(patch_map: PatchMap) -> bool:
         >>> is_pure({"output": ZeroPatch(slice=0)}), is_pure({"output": CustomPatch(custom_op=abs)})
         (True, False)
     """
-    return all(_is_pure(patch) for patch in patches_in(patch_map))
-
-
-def _is_pure(patch: Any) -> bool:
-    if type(patch) is CustomPatch:
-        return patch.by_row
-    return declares(patch, "is_pure") and "op" not in vars(patch)
+    return all(
+        patch.by_row if type(patch) is CustomPatch else declares(patch, "is_pure") and "op" not in vars(patch)
+        for patch in patches_in(patch_map)
+    )
 
 
 class PatchCopies:
-    """Copies patch maps, since people reuse patches, tensors and masks. Equal large tensors are copied once.
+    """Copies patch maps, since people reuse patches, tensors and masks. Equal large tensors are copied once."""
 
-    Args:
-        keeps_gradients: Whether to keep tensors that require gradients, rather than copies, so that they receive them.
-    """
-
-    def __init__(self, *, keeps_gradients: bool = False) -> None:
-        self._keeps_gradients = keeps_gradients
+    def __init__(self) -> None:
         self._known: dict[Hashable, Tensor] = {}
 
     def of(self, cell: Cell) -> Cell:
@@ -194,28 +179,17 @@ class PatchCopies:
             >>> cell.patches["output"].value
             tensor([1., 1.])
         """
-        return replace(cell, patches={str(path): self._copied(patches) for path, patches in cell.patches.items()})
-
-    def _copied(self, value: Any) -> Any:
-        if type(value) in PLAIN_VALUES:
-            return value
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, Patch):
-            if not _is_pure(value):  # such as a probe, which the user reads
-                return value
-            copied = object.__new__(type(value))
-            vars(copied).update({name: self._copied(each) for name, each in vars(value).items()})
-            return copied
-        if type(value) in (list, tuple):
-            return type(value)(map(self._copied, value))
-        if type(value) is slice:
-            return slice(*map(self._copied, (value.start, value.stop, value.step)))
-        return value if callable(value) else copy.deepcopy(value)
+        known: dict[int, Any] = {}  # what is not to be copied, or is copied already, by id
+        for patch in patches_in(cell.patches):
+            inside = [] if is_pure({"": patch}) else [patch]  # such as a probe, which the user reads
+            inside += filter(callable, vars(patch).values())
+            known |= {id(each): each for each in inside}
+            known |= {id(each): self._tensor(each) for each in plain_tensors(vars(patch))}
+        return replace(
+            cell, patches={str(path): copy.deepcopy(patches, known) for path, patches in cell.patches.items()}
+        )
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        if tensor.requires_grad and self._keeps_gradients:
-            return tensor
         with torch.inference_mode(False):
             # The address is only a key: a copy is shared if the contents are equal now.
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
@@ -246,23 +220,24 @@ class Measurement:
         """The shape and the names, which are the same for all measurements of a sweep."""
         return (self.values.shape, self.names)
 
-    def is_close(self, other: Measurement) -> bool:
-        """Whether both are equal up to rounding errors."""
-        if self.form != other.form:
+    def is_close(self, other: Measurement | None, relative: float, absolute: float) -> bool:
+        """Whether both are equal, but for errors relative to their numbers, or absolute."""
+        if other is None or self.form != other.form:
             return False
-        finite = np.abs(other.values[np.isfinite(other.values)])
-        scale = float(finite.max()) if finite.size else 0.0
-        return bool(np.allclose(self.values, other.values, rtol=1e-4, atol=1e-4 * scale, equal_nan=True))
+        if (self.values == other.values).all():  # a faster check for nearly all
+            return True
+        return bool(np.allclose(self.values, other.values, rtol=relative, atol=absolute, equal_nan=True))
 
     def to_json(self) -> Any:
         """Returns JSON data from which `from_json` restores the measurement exactly."""
-        return {"values": _listed(self.values.tolist()), "names": None if self.names is None else list(self.names)}
+        # As text: JSON has neither NaN nor infinity, and NaN does not equal itself.
+        return {"values": json.dumps(self.values.tolist()), "names": None if self.names is None else list(self.names)}
 
     @classmethod
     def from_json(cls, data: Any) -> Measurement:
         """Returns the measurement that `to_json` wrote."""
         names = None if data["names"] is None else tuple(data["names"])
-        return cls(np.array(_unlisted(data["values"]), dtype=np.float64), names)
+        return cls(np.array(json.loads(data["values"]), dtype=np.float64), names)
 
 
 def measurement(value: Any) -> Measurement:
@@ -316,39 +291,15 @@ def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     if isinstance(value, Tensor):
         if value.is_complex():
             raise ExperimentError("a metric gave complex numbers; take .real, .abs() or .angle() of them")
-        if value.dim() == 0:
-            return np.array(value.item(), dtype=np.float64)
         return np.array(value.detach().to("cpu").double().numpy())
-    if _has_none(value):  # numpy would convert it to NaN
-        raise ExperimentError(
-            "the metric returned None: is a return statement missing?"
-            if value is None
-            else f"the metric returned {value!r}, which contains None"
-        )
     try:
-        if not isinstance(value, (str, bytes)):
-            return np.array(value, dtype=np.float64)
-        raise TypeError
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        found = np.array(value, dtype=np.float64)
     except (TypeError, ValueError):
         raise ExperimentError(
             f"a metric must give a number, a tensor or a dict of numbers by name, not {type(value).__name__}"
         ) from None
-
-
-def _has_none(value: Any) -> bool:
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        value = value.tolist()
-    return value is None or (isinstance(value, (list, tuple)) and any(map(_has_none, value)))
-
-
-def _listed(value: Any) -> Any:
-    # JSON has neither NaN nor infinity.
-    if isinstance(value, list):
-        return [_listed(item) for item in value]
-    return value if math.isfinite(value) else str(value)
-
-
-def _unlisted(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_unlisted(item) for item in value]
-    return float(value)
+    if any(each is None for each in np.array(value, dtype=object).flat):  # numpy converts it to NaN
+        raise ExperimentError(f"the metric returned {value!r}, which has a None: is a return statement missing?")
+    return found

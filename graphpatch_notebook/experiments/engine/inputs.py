@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching.model_state import copied
+from graphpatch_notebook.texts import token_text
 
 
 @dataclass(frozen=True)
@@ -37,35 +40,31 @@ class Inputs:
         """Yields the arguments that are tensors."""
         return (value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor))
 
+    def attrs(self, pg: PatchableGraph) -> dict[str, list[str]]:
+        """Returns what results say of the inputs: `tokens`, the texts of the only row, if there is a tokenizer."""
+        first = next(self.tensors(), None)
+        is_tokens = first is not None and first.ndim == 2 and len(first) == 1 and first.dtype == torch.int64
+        if pg.tokenizer is None or first is None or not is_tokens or "decoder_input_ids" in pg.nodes:
+            return {}
+        return {"tokens": [token_text(pg.tokenizer, number) for number in first[0].tolist()]}
+
     @property
     def rows(self) -> int | None:
         """The batch size: the size of the first dimension of the first tensor."""
         return next((len(tensor) for tensor in self.tensors() if tensor.ndim), None)
 
 
-class SameInputs(Inputs):
-    """Inputs for one run, which the model receives without a copy."""
+def inputs_of(pg: PatchableGraph, given: Any, kwargs: Mapping[str, Any] | None = None) -> Inputs:
+    """Converts a tuple of arguments, a dict of keyword arguments, or a single value to `Inputs`; texts to tokens.
 
-    @classmethod
-    def of(cls, inputs: Inputs) -> SameInputs:
-        """Returns the same inputs, which must be copies already."""
-        return cls(inputs.args, inputs.kwargs)
-
-    def fresh(self) -> Inputs:
-        return self
-
-
-def inputs_of(given: Any) -> Inputs:
-    """Converts a tuple of arguments, a dict of keyword arguments, or a single value to `Inputs`.
-
-    Example:
-        >>> inputs_of((1, 2)).args, inputs_of({"a": 1}).kwargs, inputs_of(3).args
-        ((1, 2), {'a': 1}, (3,))
+    Args:
+        pg: The graph.
+        given: The value.
+        kwargs: Keyword arguments, if it is a tuple of arguments.
     """
     if isinstance(given, Inputs):
         return given
-    if isinstance(given, tuple):
-        return Inputs(given)
     if isinstance(given, Mapping):  # the `BatchEncoding` of a tokenizer among them
         return Inputs(kwargs={str(name): value for name, value in given.items()})
-    return Inputs((given,))
+    args = given if isinstance(given, tuple) else (given,)
+    return Inputs(*captured(pg).tokenized(args, dict(kwargs or {})))

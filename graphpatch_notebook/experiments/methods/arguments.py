@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.components.names import is_component_name
@@ -21,15 +22,26 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.patching import row_dimension, sequence_dim
 from graphpatch_notebook.paths import is_pattern
-from graphpatch_notebook.values import readable_children
+from graphpatch_notebook.values import children
 
 Paths: TypeAlias = "str | Iterable[str | NodePath]"
 
 
-def check_graph(pg: Any) -> None:
-    """Raises a `TypeError` if an experiment is given something else than a `PatchableGraph`, such as a model."""
+def check_graph(pg: Any, *, has_gradients: bool = False) -> None:
+    """Checks what an experiment is given as the graph, and, if it needs gradients, that the model can have some.
+
+    Raises:
+        TypeError: It is something else than a `PatchableGraph`, such as a model.
+        ExperimentError: The model was made in inference mode.
+    """
     if not isinstance(pg, PatchableGraph):
         raise TypeError(f"give a PatchableGraph, not a {type(pg).__name__}: PatchableGraph(model, *example_inputs)")
+    held = {**dict(pg.named_parameters()), **dict(pg.named_buffers())} if has_gradients else {}
+    if made := next((name for name, value in held.items() if not is_lazy(value) and value.is_inference()), None):
+        raise ExperimentError(
+            f"gradients do not flow past {made!r}, which was made in torch.inference_mode(): make or load the model "
+            "outside of it, or use method='exact' or a sweep"
+        )
 
 
 def check_metric(metric: Any) -> None:
@@ -45,16 +57,27 @@ def check_metric(metric: Any) -> None:
         )
 
 
+def check_ablation(method: str, reference: Any, mean_over: str, methods: Sequence[str]) -> None:
+    """Checks by what an ablation replaces values; raises an `ExperimentError`."""
+    if method not in methods or mean_over not in ("batch", "batch and positions"):
+        raise ExperimentError(
+            f"method must be one of {', '.join(map(repr, methods))}, not {method!r}; mean_over 'batch' or 'batch and "
+            f"positions', not {mean_over!r}"
+        )
+    if (method == "zero") is not (reference is None):
+        raise ExperimentError("method='mean' and 'resample' need reference inputs, reference=...; 'zero' takes none")
+
+
 def several_paths(pg: PatchableGraph, given: Any, what: str = "paths") -> list[str]:
     """Returns the given paths as text. Component names and patterns that mean several values become several.
 
     Raises:
         UnknownPathError, PatchMapError: Some paths cannot be patched. The message names all of them.
-        ExperimentError: The paths are not in a list, the list is empty, or a path is repeated.
+        ExperimentError: There is no path, or one is repeated.
     """
-    if isinstance(given, str) and (is_component_name(given) or is_pattern(given)):
+    if isinstance(given, (str, NodePath)):
         given = [given]
-    if isinstance(given, (str, NodePath, Tensor)) or not isinstance(given, Iterable):
+    if isinstance(given, Tensor) or not isinstance(given, Iterable):
         raise ExperimentError(f"{what} must be a list of paths, not {given!r}")
     paths = [str(path) for path in given]
     if not paths or len(set(paths)) < len(paths):
@@ -108,7 +131,7 @@ def input_tensors(pg: PatchableGraph, inputs: Inputs) -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             found[name] = value
         elif isinstance(value, (list, tuple, dict)):
-            waiting += [(f"{name}|{key}", child) for key, child in readable_children(value) or ()]
+            waiting += [(f"{name}|{key}", child) for key, child in children(value) or ()]
     return found
 
 
@@ -216,16 +239,23 @@ def by_problem(problems: Mapping[str, str]) -> list[str]:
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 
-def counted_positions(given: Positions | RowPositions, length: int, whose: str = "the sequence") -> list[int]:
+def counted_positions(given: Positions | RowPositions, length: int, whose: str = "the sequence") -> list[Any]:
     """Returns the given positions in the given order, counted from the start of a sequence of some length.
 
-    `True` and `None` are all positions. `whose` says what has that length, for the message.
+    `True` and `None` are all positions. Positions of each row are as many lists. `whose` says what has that length, for
+    the message.
 
     Example:
         >>> counted_positions([2, -1], 7), counted_positions(slice(-2, None), 7)
         ([2, 6], [5, 6])
     """
     every = np.arange(length)
+    if are_of_rows(given):
+        given_rows: Any = given
+        rows = [counted_positions(row, length, whose) for row in given_rows]
+        if len({len(row) for row in rows}) > 1:
+            raise ExperimentError(f"positions must have as many numbers for each row of the batch, not {given!r}")
+        return rows
     if given is None or given is True:
         return list(range(length))
     index: Any = given
@@ -258,14 +288,6 @@ def are_of_rows(given: Any) -> bool:
     return isinstance(given, (list, tuple)) and any(
         isinstance(row, (list, tuple)) or len(getattr(row, "shape", ())) for row in given
     )
-
-
-def rows_of(given: Any, length: int, whose: str = "the sequence") -> list[list[int]]:
-    """Returns the positions of each row of the batch, counted from the start."""
-    rows = [counted_positions(row, length, whose) for row in given]
-    if len({len(row) for row in rows}) > 1:
-        raise ExperimentError(f"positions must have as many numbers for each row of the batch, not {given!r}")
-    return rows
 
 
 def counts_from_end(given: Any) -> bool:
@@ -310,12 +332,47 @@ def position_cells(
     if len(set(lengths.values())) > 1:
         raise ExperimentError(f"give paths of one sequence at a time; these have different lengths: {lengths}")
     first, length = next(iter(lengths.items()))
+    rows = counted_positions(given, length, repr(first))
     if not are_of_rows(given):
-        return PositionCells(counted_positions(given, length, repr(first)), dims)
-    rows, batch_dims = rows_of(given, length, repr(first)), row_dims(pg, dims, dims)
+        return PositionCells(rows, dims)
+    batch_dims = row_dims(pg, dims, dims)
     for path, dim in batch_dims.items():
         shape = tuple(values[path].shape)
         if shape[dim] != len(rows):
             raise ExperimentError(f"positions has {len(rows)} rows, but {path!r} has {shape[dim]}, shape {shape}")
+    if len(rows) == 1:
+        return PositionCells(rows[0], dims)
     columns = list(zip(*rows, strict=True))
     return PositionCells(list(range(len(columns))), dims, columns, batch_dims)
+
+
+class ValueParts:
+    """The parts of values that the cells of a sweep are about: a position of a value, or all of it.
+
+    `positions` may be `None`, for whole values; `sequences` has the sequence dimension by path, if there are positions.
+
+    Attributes:
+        axes: The axes of the sweep: `path`, and `position` for parts of values.
+        has_rows: Whether each row of the batch has positions of its own.
+    """
+
+    def __init__(
+        self,
+        pg: PatchableGraph,
+        values: Mapping[str, Tensor],
+        positions: Positions | RowPositions,
+        sequences: Mapping[str, int],
+    ) -> None:
+        self._values = values
+        self._positions = None if positions is None else position_cells(pg, positions, values, sequences)
+        self.axes: dict[str, Any] = {"path": list(values)}
+        if self._positions is not None:
+            self.axes["position"] = self._positions.labels
+        self.has_rows = self._positions is not None and bool(self._positions.columns)
+
+    def index(self, path: str, cell: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Returns the index of the part of a value that a cell is about, from the labels of the cell."""
+        index: list[Any] = [slice(None)] * self._values[path].ndim
+        if self._positions is not None:
+            self._positions.place(index, path, cell["position"])
+        return tuple(index)

@@ -19,6 +19,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     PositionDim,
     Positions,
     RowPositions,
+    ValueParts,
     check_graph,
     check_is_used,
     check_metric,
@@ -27,12 +28,12 @@ from graphpatch_notebook.experiments.methods.arguments import (
     position_dims,
     several_paths,
 )
-from graphpatch_notebook.experiments.methods.heads import ValueParts
 from graphpatch_notebook.experiments.methods.reference_runs import MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
+from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import AddPatch, Patch, ReplacePatch
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -103,7 +104,6 @@ def causal_trace(
     metric: Callable[[Any], Any],
     *,
     window: int = 1,
-    heads: int | None = None,
     normalize: bool = False,
     position_dim: PositionDim = None,
     **options: Any,
@@ -118,7 +118,7 @@ def causal_trace(
         clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value.
         corrupted: Other inputs of the same shapes, such as with some tokens changed; or `Noise`, for the clean inputs
             with noise added to a value.
-        paths: The paths to restore, such as the outputs of all layers, in order.
+        paths: The paths to restore, such as the outputs of all layers, in order; or heads: `layers[*].attn.heads[*].z`.
         positions: The positions to restore: a number or several; `None` (or `True`) for each position; `False` to
             restore all positions at once. Negative numbers count from the end. With two dimensions, `(batch, columns)`,
             they are those of each row of the batch: `[[3], [5], [2]]` restores another position in each row. `Noise`
@@ -126,8 +126,6 @@ def causal_trace(
         metric: Maps the output of the model to a number (see `LogitDifference` and others), or to a dict of numbers.
         window: The number of adjacent paths of the list that are restored at once, centered at the path of the cell.
             ROME uses 10 for the outputs of MLPs and attention. At the ends of the list, the window is smaller.
-        heads: The number of attention heads: restores each head separately. The heads must be separate in the values at
-            `paths` (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
         normalize: Returns (value - corrupted) / (clean - corrupted): 0 if nothing is restored, 1 if everything is.
         position_dim: The sequence dimension of the values: one number for all paths, or a dict by path. Only needed for
             models without `input_ids` or `inputs_embeds`, and where it is ambiguous (an error says so).
@@ -135,14 +133,14 @@ def causal_trace(
             `executor`, `recipe`.
 
     Returns:
-        An array with the dimensions `path` (`layer` and `head` for components), `head` (with `heads`) and `position`
+        An array with the dimensions `path` (`layer` and `head` for components) and `position`
             (counted from the start; the number of the column for positions by row). Its `attrs` contain `corrupted`,
             the metric with nothing restored (for `Noise`, the mean over samples), and `clean`, the metric on the clean
             inputs.
 
     Raises:
         ExperimentError: Before the sweep: values differ in shape between clean and corrupted inputs, positions are out
-            of range, the heads of a value are mixed, or the metric cannot be normalized.
+            of range, or the metric cannot be normalized.
         UnknownPathError: A path does not exist. The message names the nearest ones.
 
     Example:
@@ -161,7 +159,7 @@ def causal_trace(
     if type(window) is not int or window < 1:
         raise ExperimentError(f"window must be a positive number of paths, not {window!r}")
     names = several_paths(pg, paths)
-    inputs = inputs_of(clean)
+    inputs = inputs_of(pg, clean)
     noise = corrupted if isinstance(corrupted, Noise) else None
     chosen = None if positions is False else True if positions is None else positions
     noisy_paths = [] if noise is None else [str(noise.path)]
@@ -171,10 +169,10 @@ def causal_trace(
     run = record(pg, inputs, [*names, *noisy_paths], metric)
     run.warn_if_random()
     values = {name: run.values[name] for name in names}
-    parts = ValueParts(pg, values, heads, chosen, {path: dims[path] for path in values if path in dims})
+    parts = ValueParts(pg, values, chosen, {path: dims[path] for path in values if path in dims})
     axes, corruptions = parts.axes, []
     if noise is None:
-        inputs = inputs_of(corrupted)
+        inputs = inputs_of(pg, corrupted)
         other = record(pg, inputs, names, metric)
         check_same_shapes(values, other.values)
         reference = other.measurement.values
@@ -186,7 +184,8 @@ def causal_trace(
     restoring = _Restoring(list(axes), values, window, parts, corruptions)
     comparison = MetricRange(run.measurement.values, reference, normalize)
     return comparison.result_of(
-        lambda: run_sweep(pg, axes, restoring, inputs, metric=metric, **options), _mean_of_samples
+        lambda: run_sweep(pg, axes, restoring, inputs, metric=metric, **options),
+        lambda swept: _mean_of_samples(swept).assign_attrs(inputs_of(pg, clean).attrs(pg)),
     )
 
 

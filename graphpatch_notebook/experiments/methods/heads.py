@@ -1,201 +1,48 @@
-"""The heads of an attention in values: equal parts of the last dimension, or a dimension of their own.
-
-    q_proj -> q -> attention product -> z -> (reshaped, gated, normed, ...) -> output projection -> (added, ...)
-    separate heads ........................................................    mixed heads ...............
-
-A value has separate heads if nothing but elementwise operations and views lie between it and a component with heads.
-"""
+"""Scores of attention heads, and the model with only some of them."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import CallNode
-from graphpatch_notebook.components import Component, Weights, operations
 from graphpatch_notebook.components.ends import table_of
-from graphpatch_notebook.components.flow import Value, walk
-from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError, add_note
+from graphpatch_notebook.components.flow import Value, factored, walk
+from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import (
-    PositionCells,
-    Positions,
-    RowPositions,
+    check_ablation,
     check_graph,
-    check_problems,
-    found_or_problems,
-    position_cells,
-    targets,
+    input_tensors,
+    position_dims,
 )
 from graphpatch_notebook.experiments.methods.lens import arranged, component, layer_count
 from graphpatch_notebook.experiments.methods.reference_runs import record
-from graphpatch_notebook.inspection.resolution import Target, axes_of
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch, ZeroPatch
-from graphpatch_notebook.patching import sequence_dim
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.values import TensorSpec
 
 if TYPE_CHECKING:
     from xarray import DataArray
 
 
-Shape: TypeAlias = "tuple[int, ...]"
-
-_MIXING = operations.LINEAR_MAPS | operations.PRODUCTS | operations.MIXING
-_ATTENTIONS = {"scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"}
-
-
-@dataclass(frozen=True)
-class HeadLayout:
-    """Where heads are in values, by path: their dimension, and how many entries of it belong to one head."""
-
-    dims: Mapping[str, int]
-    sizes: Mapping[str, int]
-
-    def part(self, path: str, head: int) -> slice:
-        """Returns the entries of a head in dimension `dims[path]`."""
-        size = self.sizes[path]
-        return slice(size * head, size * (head + 1))
-
-
-def head_layout(
-    pg: PatchableGraph,
-    shapes: Mapping[str, Shape],
-    count: Any,
-    sequences: Mapping[str, int] = MappingProxyType({}),
-) -> HeadLayout:
-    """Returns the positions of `count` heads in values.
-
-    The shapes of values are given by path, and their sequence dimensions if the user chose positions.
-
-    Raises:
-        ExperimentError: A value does not have this number of separate heads, or it is not known where they are.
-    """
-    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-        raise ExperimentError(f"heads must be the number of heads, a positive integer, not {count!r}")
-    dims, problems = found_or_problems(
-        targets(pg, shapes), lambda path, target: _head_dim(pg, target, shapes[path], int(count), sequences.get(path))
-    )
-    check_problems(problems, f"heads={count} needs values with {count} separate heads:")
-    return HeadLayout(dims, {path: shapes[path][dim] // int(count) for path, dim in dims.items()})
-
-
-def _head_dim(pg: PatchableGraph, target: Target, shape: Shape, count: int, sequence: int | None) -> int:
-    """Returns the dimension of the heads in a value; raises a `ValueError`."""
-    if count == 1:
-        return len(shape) - 1
-    names = axes_of(pg.nodes.root, target)
-    own = [dim for dim, whole in enumerate(target.kept_dims) if names[whole : whole + 1] == ("head",)]
-    if own and shape[own[0]] == count:
-        return own[0]
-    name, component = _component_near(pg, target)
-    heads = component.shape[component.axes.index("head")]
-    if heads != count:
-        raise ValueError(f"this attention has {heads} heads ({name})")
-    channels = component.shape[-1] if component.axes[-1] == "channel" else 0
-    if shape[-1] == heads * channels:
-        return len(shape) - 1
-    if sequence is None:
-        with suppress(ValueError):
-            sequence = target.kept_dims.index(sequence_dim(pg.nodes.root, target)[0])
-    own = [dim for dim in range(1, len(shape) - 1) if shape[dim] == heads and dim != sequence]
-    if len(own) != 1:
-        raise ValueError("it is not known which dimension has them; give inputs of another length")
-    return own[0]
-
-
-def _component_near(pg: PatchableGraph, target: Target) -> tuple[str, Component]:
-    """Returns the component with heads that a value is computed from, or the other way round, without mixing heads."""
-    components = pg.components
-    evidence = components.evidence
-    flow, node = evidence.trails.flow, target.node
-    if node.kind == "output" and target.frame.opaque_reason is not None and target.frame.call is not None:
-        node = target.frame.call
-    start = flow.resolve(node, target.dig)
-    headed = {evidence.values[name]: name for name, each in components.items() if "head" in each.axes}
-
-    def before(value: Value) -> list[Value]:
-        is_mixing = isinstance(value.node, CallNode) or value.node.whole.op in _MIXING | _ATTENTIONS
-        moving = [] if is_mixing else flow.moving(value.node)
-        return [each for each in moving if math.prod(each.shape) == math.prod(value.shape)]
-
-    near: list[Value] = [] if start is None else [start]
-    name = next((headed[value] for value in walk(near, before) if value in headed), None)
-    if name is None:
-        name = next(
-            (name for value, name in headed.items() if any(each in near for each in walk([value], before))), None
-        )
-    if name is None:
-        z = (
-            f"layers[*].attn.z: {components['layers[0].attn.z'].path!r}, ..."
-            if "layers[0].attn.z" in components
-            else ""
-        )
-        raise ValueError(f"not a value with separate heads, such as the input of an output projection, or {z or 'z'}")
-    return name, components[name]
-
-
-class ValueParts:
-    """The parts of values that the cells of a sweep are about: a head of a value, a position, both, or all of it.
-
-    Without a number of heads, all heads are one part; without positions, all positions are. `sequences` has the
-    sequence dimension by path, if there are positions.
-
-    Attributes:
-        axes: The axes of the sweep: `path`, and `head` and `position` for parts of values.
-        has_rows: Whether each row of the batch has positions of its own.
-    """
-
-    def __init__(
-        self,
-        pg: PatchableGraph,
-        values: Mapping[str, Tensor],
-        heads: int | None,
-        positions: Positions | RowPositions,
-        sequences: Mapping[str, int],
-    ) -> None:
-        self._values = values
-        self._heads: HeadLayout | None = None
-        self._positions: PositionCells | None = None
-        self.axes: dict[str, Any] = {"path": list(values)}
-        if heads is not None:
-            shapes = {path: tuple(value.shape) for path, value in values.items()}
-            self._heads = head_layout(pg, shapes, heads, sequences)
-            self.axes["head"] = range(heads)
-        if positions is not None:
-            self._positions = position_cells(pg, positions, values, sequences)
-            self.axes["position"] = self._positions.labels
-        self.has_rows = self._positions is not None and bool(self._positions.columns)
-
-    def index(self, path: str, cell: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Returns the index of the part of a value that a cell is about, from the labels of the cell."""
-        index: list[Any] = [slice(None)] * self._values[path].ndim
-        if self._positions is not None:
-            self._positions.place(index, path, cell["position"])
-        if self._heads is not None:
-            index[self._heads.dims[path]] = self._heads.part(path, cell["head"])
-        return tuple(index)
-
-
-# -- scores of heads ---------------------------------------------------------------------------------------------------
-
 _SCORES = ("induction", "previous token", "duplicate token")
+_LENGTHS = (32, 16, 8, 4)
 
 
 @runs_where_the_model_is
 def head_scores(
     pg: PatchableGraph,
     *inputs: Any,
-    length: int = 32,
+    length: int | None = None,
     rows: int = 4,
     seed: int = 0,
     stack: str = "",
@@ -211,7 +58,8 @@ def head_scores(
         pg: The graph.
         *inputs: Inputs of the model, positional. By default, random tokens that are repeated once: then induction and
             duplicate-token heads have something to find.
-        length: How many random tokens there are, before they are repeated.
+        length: How many random tokens there are, before they are repeated; by default 32, or fewer if the model raises
+            an error for so many.
         rows: How many sequences of random tokens there are.
         seed: The seed of the random tokens.
         stack: The stack of layers, if the model has several.
@@ -221,7 +69,8 @@ def head_scores(
         An array with the dimensions `score`, `layer` and `head`; NaN where a layer has no attention pattern.
 
     Raises:
-        ExperimentError: No layer has an attention pattern, or no input is a tensor of tokens.
+        ExperimentError: No layer has an attention pattern, no input is a tensor of tokens, or the model does not take
+            so many random tokens.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -243,26 +92,34 @@ def head_scores(
     found = {layer: name for layer, name in names.items() if name in pg.components}
     if not found:
         component(pg, names[0])  # raises the reason
-    given = Inputs(inputs, input_kwargs)
-    if not inputs and not input_kwargs:
-        given = Inputs((_repeated_tokens(pg.weights[stack], length, rows, seed),))
     embedded = _embedded(pg, prefix)
-    tokens = _tokens(given) if embedded is None else None
-    try:
-        values = record(pg, given, [*found.values(), *([] if embedded is None else [embedded])]).values
-    except Exception as error:
-        if isinstance(error, PatchNotFiredError) and embedded in error.paths:
-            raise ExperimentError("no input is a tensor of tokens, of shape (batch, position)") from error
-        if not inputs and not input_kwargs:
-            add_note(error, f"head_scores gave the model {2 * length} tokens: if it takes fewer, give length=")
-        raise
-    if embedded is not None:
-        tokens = values[embedded]
-    assert tokens is not None
-    masks = [mask.to(tokens.device) for mask in _masks(tokens)]
+    tried = [inputs_of(pg, inputs, input_kwargs)]
+    if not inputs and not input_kwargs:
+        lengths = _LENGTHS if length is None else [length]
+        tried = [_repeated_tokens(pg, embedded, each, rows, seed) for each in lengths]
+    path, position = embedded.place if embedded is not None else _tokens(pg, tried[0])
+    values: Mapping[str, Tensor] = {}
+    for given in tried:
+        try:
+            values = record(pg, given, [*found.values(), path]).values
+            break
+        except Exception as error:
+            if isinstance(error, PatchNotFiredError) and path in error.paths:
+                raise ExperimentError("no input is a tensor of tokens, of shape (batch, position)") from error
+            if inputs or input_kwargs:
+                raise
+            failed = error
+    else:
+        raise ExperimentError(
+            f"the model fails on {2 * lengths[-1]} random tokens ({failed}): give length=, half of what it takes"
+        ) from failed
+    tokens = values[path].movedim(position, 1)
+    masks = _masks(tokens)
     scores: dict[int, list[Tensor]] = {}
     for layer, name in found.items():
-        pattern = arranged(values[name], pg.components[name].axes, ["batch", "head", "position", "key"])
+        pattern, axes = factored(values[name], pg.components[name].axes, {"batch": len(tokens)})
+        pattern = arranged(pattern, axes, ["batch", *["head"] * ("head" in axes), "position", "key"])
+        pattern = pattern if "head" in axes else pattern[:, None]
         if pattern.shape[-2:] != (tokens.shape[1],) * 2:
             raise ExperimentError(
                 f"{name!r} has shape {tuple(pattern.shape)}, and there are {tokens.shape[1]} tokens: the positions of "
@@ -278,41 +135,59 @@ def head_scores(
     return xarray.DataArray(array, coordinates, list(coordinates), name="attention")  # type: ignore[no-any-return]
 
 
-def _repeated_tokens(weights: Weights, length: int, rows: int, seed: int) -> Tensor:
-    table: Tensor = weights.W_E
-    generator = torch.Generator().manual_seed(seed)
-    once = torch.randint(len(table), (rows, length), generator=generator)
-    return torch.cat([once, once], 1).to(table.device)
+@dataclass(frozen=True)
+class _Embedded:
+    """The tokens whose embeddings a stack begins with: their value, its dimension of positions, and their number."""
+
+    index: Value
+    place: tuple[str, int]
+    vocabulary: int
 
 
-def _embedded(pg: PatchableGraph, prefix: str) -> str | None:
-    """Returns the path of the tokens, `(batch, position)`, whose embeddings a stack begins with; `None` if unknown."""
+def _embedded(pg: PatchableGraph, prefix: str) -> _Embedded | None:
+    """Returns the tokens of a stack; `None` if they are unknown."""
     components = pg.components
-    flow = components.evidence.trails.flow
-    tables = [
-        (table.shape[0], index)
-        for start, found in components.evidence.starts
-        for value in found.tokens
-        if start == prefix and (table := table_of(flow, value)) is not None
+    flow, axes = (
+        components.evidence.trails.flow,
+        components[f"{prefix}@embed"].axes if f"{prefix}@embed" in components else (),
+    )
+    of_tokens = [axis for axis in axes if axis != "channel"]
+    found = [
+        _Embedded(index, (flow.path(index), of_tokens.index("position")), table.shape[0])
+        for stack in components.evidence.stacks
+        for value in stack.tokens
+        if stack.prefix == prefix and (table := table_of(flow, value)) is not None
         for index in flow.moving(value.node)
-        if value.shape[:2] == index.shape and components[f"{prefix}@embed"].axes[:2] == ("batch", "position")
+        if sorted(map(str, of_tokens)) == ["batch", "position"] and axes[-1] == "channel"
+        if value.shape[:-1] == index.shape
     ]
-    if tables:  # there are fewer kinds of tokens than tokens
-        return flow.path(max(tables, key=lambda each: each[0])[1])
-    if len(components.layers) > 1:
+    if not found and len(components.layers) > 1:
         raise ExperimentError(f"{prefix}layers[0] does not read embeddings of tokens, of shape (batch, position)")
-    return None
+    return max(found, key=lambda each: each.vocabulary, default=None)  # there are fewer kinds of tokens than tokens
 
 
-def _tokens(inputs: Inputs) -> Tensor:
-    found = [each for each in inputs.tensors() if each.ndim == 2 and not each.is_floating_point()]
-    found = [each for each in found if each.dtype != torch.bool]
+def _repeated_tokens(pg: PatchableGraph, embedded: _Embedded | None, length: int, rows: int, seed: int) -> Inputs:
+    flow = pg.components.evidence.trails.flow
+    before = walk([embedded.index] if embedded else [], lambda value: flow.moving(value.node) if value.op else ())
+    given = next((value for value in before if value.node.kind == "input"), None)
+    if embedded is None or given is None:
+        raise ExperimentError("it is not known which input has tokens, and how many there are: give inputs")
+    once = torch.randint(embedded.vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.cat([once, once], 1).movedim(1, position_dims(pg, [flow.path(given)], None)[flow.path(given)])
+    assert isinstance(given.spec, TensorSpec)
+    return Inputs(kwargs={str(given.node.target): tokens.to(given.spec.device)})
+
+
+def _tokens(pg: PatchableGraph, inputs: Inputs) -> tuple[str, int]:
+    """Returns the path of the only tokens among the inputs, and their dimension of positions."""
+    integers = {path: each for path, each in input_tensors(pg, inputs).items() if not each.is_floating_point()}
+    found = [path for path, each in integers.items() if each.ndim == 2 and each.dtype != torch.bool]
     if len(found) != 1:
         count = "no input is a tensor" if not found else f"{len(found)} inputs are tensors"
         raise ExperimentError(
             f"{count} of tokens, of shape (batch, position), and the model does not embed one of them"
         )
-    return found[0]
+    return found[0], position_dims(pg, found, None)[found[0]]
 
 
 def _masks(tokens: Tensor) -> list[Tensor]:
@@ -370,45 +245,32 @@ def composition_scores(pg: PatchableGraph, kind: Literal["Q", "K", "V"], *, stac
         raise ExperimentError(f"kind must be 'Q', 'K' or 'V', not {kind!r}")
     captured(pg).check_weights()
     xarray = extra("xarray", "an array of scores")
-    layers, weights = layer_count(pg, stack), pg.weights[stack]
+    layers, weights, start = layer_count(pg, stack), pg.weights[stack], f"{stack}." if stack else ""
+    writers, readers = [], []  # (head, size, channels) and (head, channels, size), for each layer
     with torch.no_grad():
-        circuits = [
-            [_Circuits(pg, stack, layer, head) for head in range(weights.W_O.heads(layer))] for layer in range(layers)
-        ]
-        heads = max(map(len, circuits))
+        for layer in range(layers):
+            count = weights.W_O.heads(layer)
+            q, k, v, o = (getattr(weights, f"W_{letter}")[layer].double() for letter in "QKVO")
+            k, v = (
+                each[
+                    [pg.components[f"{start}layers[{layer}].attn.{part}"].head_of(head, count) for head in range(count)]
+                ]
+                for part, each in (("k", k), ("v", v))
+            )
+            first, second = {"Q": (q, k.mT), "K": (k, q.mT), "V": (v, o)}[kind]
+            # The norm of a product is that of smaller ones, without orthogonal factors at its ends.
+            writers.append(torch.linalg.qr(v).R @ o)
+            readers.append(first @ torch.linalg.qr(second.mT).R.mT)
+        heads = max(map(len, writers))
         array = np.full((layers, heads, layers, heads), np.nan)
-        for layer, writers in enumerate(circuits):
-            for to_layer in range(layer + 1, layers):
-                for head, writer in enumerate(writers):
-                    for to_head, reader in enumerate(circuits[to_layer]):
-                        array[layer, head, to_layer, to_head] = _composition(writer, reader, kind)
+        for layer, to_layer in itertools.combinations(range(layers), 2):
+            one, other = writers[layer], readers[to_layer]
+            products = torch.einsum("wcd,rde->wrce", one, other).norm(dim=(2, 3))
+            scores = products / one.norm(dim=(1, 2))[:, None] / other.norm(dim=(1, 2))
+            array[layer, : len(one), to_layer, : len(other)] = scores.cpu().numpy()
     names = {"layer": layers, "head": heads, "to_layer": layers, "to_head": heads}
     coordinates = {name: list(range(size)) for name, size in names.items()}
     return xarray.DataArray(array, coordinates, list(names), name=f"{kind}-composition")  # type: ignore[no-any-return]
-
-
-class _Circuits:
-    """The two matrices of a head, each as a product of narrow ones: `x W_V W_O`, and `x W_Q W_K^T y`."""
-
-    def __init__(self, pg: PatchableGraph, stack: str, layer: int, head: int) -> None:
-        weights, start = pg.weights[stack], f"{stack}." if stack else ""
-        heads = weights.W_O.heads(layer)
-        k, v = (pg.components[f"{start}layers[{layer}].attn.{part}"].head_of(head, heads) for part in "kv")
-        self.q, self.o = weights.W_Q[layer, head].double(), weights.W_O[layer, head].double()
-        self.k, self.v = weights.W_K[layer, k].double(), weights.W_V[layer, v].double()
-
-
-def _composition(writer: _Circuits, reader: _Circuits, kind: str) -> float:
-    first, second = {"Q": (reader.q, reader.k.T), "K": (reader.k, reader.q.T), "V": (reader.v, reader.o)}[kind]
-    product = _norm(writer.v, writer.o @ first, second)
-    narrow = torch.eye(len(writer.o), dtype=writer.o.dtype, device=writer.o.device)
-    wide = torch.eye(len(second), dtype=second.dtype, device=second.device)
-    return product / (_norm(writer.v, narrow, writer.o) * _norm(first, wide, second))
-
-
-def _norm(left: Tensor, middle: Tensor, right: Tensor) -> float:
-    """Returns the Frobenius norm of `left @ middle @ right`, without the large product."""
-    return float((torch.linalg.qr(left).R @ middle @ torch.linalg.qr(right.T).R.T).norm())
 
 
 def keep_heads(
@@ -450,18 +312,12 @@ def keep_heads(
         Wang et al., Interpretability in the wild (2022).
     """
     check_graph(pg)
-    if method not in ("mean", "zero") or mean_over not in ("batch", "batch and positions"):
-        raise ExperimentError(
-            f"method must be 'mean' or 'zero', and mean_over 'batch' or 'batch and positions', not {method!r} and "
-            f"{mean_over!r}"
-        )
-    if (method == "mean") is (reference is None):
-        raise ExperimentError("method='mean' needs reference inputs: reference=..., and method='zero' takes none")
+    check_ablation(method, reference, mean_over, ("mean", "zero"))
     layers, prefix = layer_count(pg, stack), f"{stack}." if stack else ""
     found = [component(pg, f"{prefix}layers[{layer}].attn.z") for layer in range(layers)]
     counts = [each.shape[_axis_of_heads(each.name, each.axes)] for each in found]
     kept = _checked_heads(heads, counts)
-    values = {} if method == "zero" else record(pg, inputs_of(reference), [each.path for each in found]).values
+    values = {} if method == "zero" else record(pg, inputs_of(pg, reference), [each.path for each in found]).values
     patches: dict[str, Patch[Any]] = {}
     for layer, each in enumerate(found):
         others = [head for head in range(counts[layer]) if (layer, head) not in kept]
@@ -469,13 +325,10 @@ def keep_heads(
             continue
         dim = _axis_of_heads(each.name, each.axes)
         index: Any = (*[slice(None)] * dim, others)
-        if method == "zero":
-            patches[each.path] = ZeroPatch(slice=index)
-            continue
-        pooled = [number for number, axis in enumerate(each.axes) if axis == "batch"]
-        if mean_over != "batch":
-            pooled += [number for number, axis in enumerate(each.axes) if axis in ("position", "query")]
-        patches[each.path] = ReplacePatch(values[each.path].mean(pooled, keepdim=True)[index], slice=index)
+        pooled = {"batch"} if mean_over == "batch" else {"batch", "position", "query"}
+        dims = [number for number, axis in enumerate(each.axes) if axis in pooled]
+        mean = values[each.path].mean(dims, keepdim=True)[index] if values else None
+        patches[each.path] = ZeroPatch(slice=index) if mean is None else ReplacePatch(mean, slice=index)
     return patches
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,18 @@ from torch import Tensor
 
 from graphpatch_notebook.components import Component
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.elsewhere import RemoteGraph
 from graphpatch_notebook.experiments.engine.cells import PatchMap
-from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import Paths, check_graph, several_paths
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.metrics import Tokens
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.options import check_input_names
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 from graphpatch_notebook.values import Key, take
 from graphpatch_notebook.warning_places import collected_warnings
 
@@ -107,7 +110,7 @@ def logit_lens(
     logits = component(pg, "@logits")
     states = [component(pg, name).name for name in stream_states(start, count)]
     names = states if streams is None else several_paths(pg, streams, "streams")
-    given = Inputs(inputs, input_kwargs)
+    given = inputs_of(pg, inputs, input_kwargs)
     values = record(pg, given, [*names, last.name]).values
     check_states(values, names, last.name)
     axes: dict[str, list[Any]] = {"layer": list(range(len(names)))} if streams is None else {"stream": names}
@@ -125,7 +128,7 @@ def logit_lens(
     result.name = "logit lens"
     if isinstance(target, (list, tuple)):
         result = result.assign_coords(token=list(target))
-    result.attrs = {"remarks": result.attrs["remarks"]}
+    result.attrs = {name: value for name, value in result.attrs.items() if name in ("remarks", "tokens")}
     return result  # type: ignore[no-any-return]
 
 
@@ -275,6 +278,7 @@ class Readouts:
     ) -> None:
         check_graph(pg)
         self._pg, self._inputs = pg, inputs
+        self._options = {"top": top, "row": row, "stack": stack}
         self._start, self._count = f"{stack}." if stack else "", layer_count(pg, stack)
         self._last = component(pg, f"{self._start}layers[{self._count - 1}].resid_post")
         logits = component(pg, "@logits")
@@ -314,22 +318,27 @@ class Readouts:
         if stream not in _PARTS:
             raise ExperimentError(f"stream must be one of {', '.join(map(repr, STREAMS))}, not {stream!r}")
         names = {layer: f"{self._start}layers[{layer}].{_PARTS[stream]}" for layer in layers}
-        if not self.has(stream):
-            component(self._pg, names[0])  # raises an error with the reason
         found = {layer: name for layer, name in names.items() if name in self._pg.components}
+        if not found:
+            component(self._pg, names[0])  # raises an error with the reason
         return list(found.values()), list(found)
 
     def has(self, stream: str) -> bool:
         """Whether the model has a stream: some layers may lack it."""
-        parts = (f"{self._start}layers[{layer}].{_PARTS.get(stream)}" for layer in range(self._count))
-        return stream == "residual" or any(part in self._pg.components for part in parts)
+        with suppress(ExperimentError):
+            return bool(self.names(stream)[0])
+        return False
 
     def read(self, stream: str, patches: Mapping[str, Sequence[Patch[Any]]] | None = None) -> ReadStates:
         """Returns what the states of a stream say, without or with patches, which act on each readout.
 
+        The states of a model in other processes stay there.
+
         Raises:
             ExperimentError: A state has another shape than the residual stream, or its logits cannot be computed.
         """
+        if isinstance(self._pg, RemoteGraph):
+            return _read_there(self._pg, self._inputs, self._options | {"target": self.target}, stream, patches)
         names, layers = self.names(stream)
         with collected_warnings() as remarks:
             given: PatchMap = patches or {}
@@ -337,12 +346,14 @@ class Readouts:
                 states = record(self._pg, self._inputs, dict.fromkeys([*names, self._last.name])).values
             check_states(states, names, self._last.name)
             found = self._read([states[name] for name in names], patches or {})
-        return ReadStates(names, layers, [states[name] for name in names], found, remarks)
+        return ReadStates(names, layers, [states[name] for name in names], found, list(remarks))
 
     def _read(self, states: Sequence[Tensor], patches: Mapping[str, Sequence[Patch[Any]]]) -> list[Readout]:
         """Returns what states say, if they are the last state of the stream: patches behind it act on each of them."""
         order = {path: number for number, path in enumerate(self._pg.nodes)}
-        places = {entry.target.path: path for entry, path in zip(self._entries(patches), patches, strict=True)}
+        places = {
+            entry.target.path: path for entry, path in zip(captured(self._pg).entries_of(patches), patches, strict=True)
+        }
         later = {path: patches[path] for place, path in places.items() if order[place] > order[self._last.path]}
 
         def replaced(state: int) -> PatchMap:
@@ -353,21 +364,6 @@ class Readouts:
         if result.attrs.get("errors"):
             raise ExperimentError(f"the logits of a state cannot be computed: {result.attrs['errors'][0]}")
         return [Readout.of(values) for values in result.values]
-
-    def _entries(self, patches: PatchMap) -> Sequence[Any]:
-        return captured(self._pg).entries_of(patches)
-
-
-class RemoteReadouts(Readouts):
-    """Reads the states of a model in other processes; the states stay there."""
-
-    def __init__(self, pg: PatchableGraph, inputs: Inputs, **options: Any) -> None:
-        self._options = options
-        super().__init__(pg, inputs, **options)
-
-    def read(self, stream: str, patches: Mapping[str, Sequence[Patch[Any]]] | None = None) -> ReadStates:
-        """Returns what the states of a stream say, without the states: see `Readouts.read`."""
-        return _read_there(self._pg, self._inputs, self._options | {"target": self.target}, stream, patches)
 
 
 @runs_where_the_model_is

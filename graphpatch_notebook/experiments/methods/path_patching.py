@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import plain_tensors
 from graphpatch_notebook.capture.records import HELD_KINDS, Node
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.flow import Flow
@@ -23,16 +24,16 @@ from graphpatch_notebook.experiments.methods.arguments import (
     several_paths,
     targets,
 )
-from graphpatch_notebook.experiments.methods.heads import head_layout
 from graphpatch_notebook.experiments.methods.reference_runs import MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results import component_grid
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
+from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.patches.slices import index_text
-from graphpatch_notebook.values import TensorSpec, readable_children
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ def path_patch(
     metric: Callable[[Any], Any],
     *,
     components: Paths | None = None,
-    heads: int | None = None,
     together: bool = False,
     normalize: bool = False,
     **options: Any,
@@ -73,8 +73,8 @@ def path_patch(
 
     Args:
         pg: The graph.
-        sender: A path, such as `h_0.attn.output|sub_0`; or a path and an index, for one head
-            (`("h_0.attn.c_proj.x", (..., slice(0, 64)))`); or a list of these.
+        sender: A path, such as `h_0.attn.output|sub_0`; names of heads (`layers[*].attn.heads[*].z`); a path and an
+            index, for another part (`("h_0.attn.c_proj.x", (..., slice(0, 64)))`); or a list of these.
         receiver: In the same form: the output of a component, an input (`h_3.attn.hidden_states`), or a value in it
             (`h_3.attn.query_states`); `None` (also in a list) for the output of the model.
         clean: The inputs that the senders' values are from (`x_new`): a tuple of arguments, a dict of keyword
@@ -83,9 +83,6 @@ def path_patch(
         metric: Maps the output of the model to a number (see `LogitDifference` and others), or to a dict of numbers.
         components: The paths that are held. By default, what attentions, MLPs and other parts of the layers add to the
             residual stream, if this can be found: the values that `pg.components` calls `attn_out`, `mlp_out`, ...
-        heads: The number of attention heads: each head of the senders is a sender of its own. The heads must be
-            separate in the values of the senders (`h_0.attn.c_proj.x`, the input of the output projection), as for
-            `ablate`.
         together: Replaces all receivers at once, such as the queries of all heads of one kind: the edges of a sender
             to each of them are one cell, and the result has no dimension `receiver`.
         normalize: Return (value - corrupted) / (clean - corrupted).
@@ -93,11 +90,10 @@ def path_patch(
             `executor`, `recipe`.
 
     Returns:
-        An array with the dimensions `sender` (for a list), `head` (with `heads`) and `receiver` (for a list, unless
-        `together`). Senders that are components have the dimensions `layer` and `head` in place of `sender`. Its
-        `attrs` contain the metric without patches, `clean` and `corrupted`, and the `components`. If a receiver runs
-        before a sender, there is no edge and the metric is the corrupted one. A `GraphPatchWarning` names senders that
-        do not reach any receiver.
+        An array with the dimensions `sender` (for a list) and `receiver` (for a list, unless `together`). Senders that
+        are components have the dimensions `layer` and `head` in place of `sender`. Its `attrs` contain the metric
+        without patches, `clean` and `corrupted`, and the `components`. If a receiver runs before a sender, there is no
+        edge and the metric is the corrupted one. A `GraphPatchWarning` names senders that do not reach any receiver.
 
     Raises:
         ExperimentError: Before the sweep: components cannot be found, values differ in shape between clean and
@@ -127,19 +123,19 @@ def path_patch(
     if together and not all(end.path for end in receivers.values()):
         raise ExperimentError("together=True is for receivers in the model, but one of them is its output (None)")
     held = default_components(pg) if components is None else several_paths(pg, components, "components")
-    run = record(pg, inputs_of(clean), dict.fromkeys(end.path for end in senders.values()), metric)
+    run = record(pg, inputs_of(pg, clean), dict.fromkeys(end.path for end in senders.values()), metric)
     run.warn_if_random()
-    parts = {(start,): end for start, end in senders.items()}
-    if heads is not None:
-        parts = head_ends(pg, senders, run.values, heads)
-    edges = _Edges(pg, {end.label: end for end in parts.values()}, receivers, held)
-    inputs = inputs_of(corrupted)
+    edges = _Edges(pg, senders, receivers, held)
+    inputs = inputs_of(pg, corrupted)
     ends = [end.path for end in (*senders.values(), *receivers.values()) if end.path]
     other = record(pg, inputs, dict.fromkeys([*ends, *edges.held]), metric)
     check_same_shapes(run.values, other.values)
     comparison = MetricRange(run.measurement.values, other.measurement.values, normalize)
     unreached = edges.record(inputs, run.values, other.values)
-    remarks = edges.remarks()
+    remarks, count = [], len(senders) * len(receivers)
+    if missing := count - len(edges.pairs):
+        why = "the receiver does not run after the sender, and the metric is the corrupted one"
+        remarks.append(f"in {missing} of {count} pairs, {why}")
     if unreached:
         remarks.append(
             f"the senders {unreached} do not reach any receiver directly, so the metric is the corrupted one: a held "
@@ -157,14 +153,10 @@ def path_patch(
         result.attrs |= {"components": held, "remarks": [*result.attrs["remarks"], *remarks]}
         return result
 
-    axes: dict[str, Any] = {"sender": list(senders), **({} if heads is None else {"head": range(heads)})}
-    if not together:
-        axes["receiver"] = list(receivers)
+    axes = {"sender": list(senders)} | ({} if together else {"receiver": list(receivers)})
 
-    def patches(*labels: Any) -> PatchMap:
-        if together:
-            return edges(parts[labels].label, *receivers)
-        return edges(parts[labels[:-1]].label, labels[-1])
+    def patches(start: str, *ends: str) -> PatchMap:
+        return edges(start, *(ends or receivers))
 
     return comparison.result_of(lambda: run_sweep(pg, axes, patches, inputs, metric=metric, **options), formed)
 
@@ -176,6 +168,7 @@ class _Edges:
 
     Attributes:
         held: The paths of the components, in the package's spelling.
+        pairs: The labels of a sender and a receiver that have an edge.
     """
 
     def __init__(
@@ -187,13 +180,13 @@ class _Edges:
     ) -> None:
         self._pg, self._senders, self._receivers = pg, senders, receivers
         order = {path: number for number, path in enumerate(pg.nodes)}
-        self._pairs = {
+        self.pairs = {
             (start, end)
             for start, sender in senders.items()
             for end, receiver in receivers.items()
             if not receiver.path or order[sender.path] < order[receiver.path]
         }
-        if not self._pairs:
+        if not self.pairs:
             raise ExperimentError(
                 f"no receiver runs after a sender, so there is no edge from {list(senders)} to {list(receivers)}; are "
                 "they swapped?"
@@ -225,12 +218,14 @@ class _Edges:
             value = sender.part(clean[sender.path])
             patches = {path: ReplacePatch(value=corrupted[path]) for path in components}
             self._through[start] = {**patches, sender.path: sender.replaced(value)}
-            ends = [receiver for end, receiver in self._receivers.items() if (start, end) in self._pairs]
+            ends = [receiver for end, receiver in self._receivers.items() if (start, end) in self.pairs]
             probes: dict[Any, ProbePatch] = {end.path: ProbePatch() for end in ends if end.path}
             # Probes come first: they read what a held receiver computes.
             with torch.no_grad(), self._pg.patch(probes), self._pg.patch(self._through[start]):
                 output = inputs.run(self._pg)
-            is_changed = len(ends) > len(probes) and not _is_same(output, before)
+            is_changed = len(ends) > len(probes) and not all(
+                map(torch.equal, plain_tensors(output), plain_tensors(before))
+            )
             for end in ends:
                 if end.path:
                     part = end.part(probes[end.path].activation.detach())
@@ -254,28 +249,13 @@ class _Edges:
     def __call__(self, start: str, *ends: str) -> PatchMap:
         patches: dict[str, list[Patch[Any]]] = {}
         for end in ends:
-            if (start, end) not in self._pairs:
+            if (start, end) not in self.pairs:
                 continue
             receiver = self._receivers[end]
             if not receiver.path:
                 return self._through[start]
             patches.setdefault(receiver.path, []).append(receiver.replaced(self._received[start, end]))
         return patches
-
-    def remarks(self) -> list[str]:
-        """Returns a remark about pairs without an edge."""
-        count = len(self._senders) * len(self._receivers)
-        missing = count - len(self._pairs)
-        why = "the receiver does not run after the sender, and the metric is the corrupted one"
-        return [f"in {missing} of {count} pairs, {why}"] if missing else []
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether all tensors of two values are equal."""
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return torch.equal(value, other)
-    parts, others = readable_children(value) or [], readable_children(other) or []
-    return len(parts) == len(others) and all(_is_same(a, b) for (_, a), (_, b) in zip(parts, others, strict=True))
 
 
 def _insides(pg: PatchableGraph) -> tuple[Flow, dict[str, frozenset[Node]]]:
@@ -286,13 +266,12 @@ def _insides(pg: PatchableGraph) -> tuple[Flow, dict[str, frozenset[Node]]]:
     found = find(pg.nodes.root)
     flow = found.evidence.trails.flow
     insides = {}
-    for layer in (layer for _, layers in found.evidence.stacks for layer in layers):
-        for named in layer.writes:
-            write = named.write
+    for layer in (layer for stack in found.evidence.stacks for layer in stack.layers.values()):
+        for kind, write in layer.writes.items():
             begin = -1 if write.norm is None else flow.order[write.norm.returned.value.node]
             nodes = [node for node in write.inside if flow.order[node] > begin]
             steps = frozenset(step for node in nodes for step in (node, *node.inner))
-            insides[found[f"{layer.name}{named.kind}_out"].path] = steps
+            insides[found[f"{layer.name}{kind}_out"].path] = steps
     return flow, insides
 
 
@@ -354,24 +333,6 @@ def edge_ends(pg: PatchableGraph, given: Any, what: str) -> dict[str, EdgeEnd]:
     return found
 
 
-def head_ends(
-    pg: PatchableGraph, senders: Mapping[str, EdgeEnd], values: Mapping[str, Tensor], heads: int
-) -> dict[tuple[Any, ...], EdgeEnd]:
-    """Returns the heads of senders, by label and number."""
-    if any(end.index is not None for end in senders.values()):
-        raise ExperimentError(
-            f"heads= splits senders, but one of {list(senders)} is a part already; give one of the two"
-        )
-    layout = head_layout(pg, {path: tuple(value.shape) for path, value in values.items()}, heads)
-    return {
-        (start, head): replace(
-            end, index=(*(slice(None),) * layout.dims[end.path], layout.part(end.path, head), ...), name=""
-        )
-        for start, end in senders.items()
-        for head in range(heads)
-    }
-
-
 def _ends(pg: PatchableGraph, item: Any, what: str) -> list[EdgeEnd]:
     """Returns what an item of the senders or receivers means: several ends for `layers[*].attn_out`."""
     if item is None and what == "receiver":
@@ -391,8 +352,8 @@ def _ends(pg: PatchableGraph, item: Any, what: str) -> list[EdgeEnd]:
         first = index[0] if isinstance(index, tuple) and index else index
         if isinstance(first, int) and len(target.spec.shape) > 1 and target.node.kind not in HELD_KINDS:
             raise ExperimentError(
-                f"{target.text!r}: {index!r} selects a row of the batch. For a head, give heads=..., or index its "
-                "dimension, (..., slice(0, size)) or (slice(None), head); for a row, give a slice"
+                f"{target.text!r}: {index!r} selects a row of the batch; give a slice. For a head, name it "
+                "(layers[0].attn.heads[1].z), or index its dimension: (..., slice(0, size)), (slice(None), head)"
             )
         name = "" if target.component is None or index is not None else target.text
         ends.append(EdgeEnd(replace(target, component=None), target.index or index, name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,17 @@ from graphpatch_notebook.experiments.engine.cells import (
     CellResult,
     Cells,
     Measurement,
+    PatchCopies,
     PatchMap,
     axes_of,
     is_pure,
     patches_in,
 )
-from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.runner import Baseline, CellRunner, Request, made_before
+from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.runner import Baseline, CellRunner, Request, with_entries
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric
 from graphpatch_notebook.experiments.results import data_array, metric_dims, metric_name, plain_label
+from graphpatch_notebook.inspection.meanings import Meanings, meanings
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -64,6 +66,7 @@ def run_sweep(
     check_graph(pg)
     check_metric(metric)
     check_input_names(pg.nodes.root, inputs.kwargs, PatchableGraph.sweep)
+    inputs = inputs_of(pg, inputs.args, inputs.kwargs)
     extra("xarray", "the result of a sweep")
     _check_options(batch, backward, checkpoint, checkpoint_key, executor)
     if executor is not None:
@@ -71,15 +74,17 @@ def run_sweep(
     values = axes_of(axes)
     cells = Cells(values, make_patches)
     request = Request(inputs, metric, None if batch == 1 else batch, backward)
+    names: Meanings = {}
     made: Sequence[Cell] = cells  # each is made just before it runs, unless all must be known before
     if checkpoint is not None or executor is not None:
-        made = made_before(pg, cells)
+        made = with_entries(pg, cells, PatchCopies())
+        names = meanings(pg.nodes, [entry.target for cell in made for entry in cell.entries or ()])
     runner = CellRunner(pg, request, made if executor is None else [])
     baseline = runner.baseline.measurement
     metric_dims(baseline, values)  # checks the names of axes before anything runs
     ledger = _Ledger(baseline)
     if checkpoint is not None:
-        own = _identity(values, checkpoint_key, metric, baseline, inputs, pg, made)
+        own = _identity(values, checkpoint_key, metric, baseline, inputs, pg, made) | {"names": names}
         ledger = _Ledger(baseline, *_opened(checkpoint, own, pg))
     if ledger.results:
         made = [cell for cell in made if cell.number not in ledger.results]
@@ -88,19 +93,25 @@ def run_sweep(
 
     def run() -> None:
         if executor is None:
+            runner.keep = ledger.keep
             for results in runner.run():
                 ledger.baseline = runner.baseline.measurement
                 ledger.keep(results)
         elif made:
-            workers = Workers(executor, recipe, pg, functools.partial(_CellTask.of, request, baseline))
+            workers = Workers(executor, recipe, pg, functools.partial(_CellTask.of, request, baseline), names)
             _run_elsewhere(workers, list(_chunks(made, request)), ledger, remarks)
 
-    with _shown_progress(len(cells), len(ledger.results), progress) as ledger.progress:
+    shown: Any = nullcontext()
+    if progress:  # a widget in a notebook, a line on stderr elsewhere
+        tqdm = extra("tqdm.auto", "the progress of a sweep", ", or say progress=False").tqdm
+        shown = tqdm(total=len(cells), initial=len(ledger.results), desc="sweep", unit="cell")
+    with shown as ledger.progress:
         is_whole = _runs_through(run)
     told = [*remarks, *runner.remarks]
     if not is_whole:
         told.append(f"interrupted: {len(cells) - len(ledger.results)} of {len(cells)} cells did not run and are NaN")
     result = data_array(values, cells.unmade, ledger.results, ledger.baseline, metric, list(dict.fromkeys(told)))
+    result.attrs |= inputs.attrs(pg)
     if not is_whole:
         raise SweepInterrupted(_stopped(len(ledger.results), len(cells), checkpoint), result)
     return result
@@ -141,17 +152,6 @@ class _Ledger:
         return CellResult(result.number, None, f"the metric gave numbers of shape and names {shapes}")
 
 
-@contextmanager
-def _shown_progress(total: int, done: int, is_wanted: bool) -> Iterator[Any]:
-    """Shows a progress bar during the block, if it is wanted: a widget in a notebook, a line on stderr elsewhere."""
-    if not is_wanted:
-        yield None
-        return
-    tqdm = extra("tqdm.auto", "the progress of a sweep", ", or say progress=False").tqdm
-    with tqdm(total=total, initial=done, desc="sweep", unit="cell") as bar:
-        yield bar
-
-
 @dataclass(frozen=True)
 class _CellTask:
     """Runs cells in a worker: given by number and patch map. Returns their results, and remarks."""
@@ -162,7 +162,7 @@ class _CellTask:
     @classmethod
     def of(cls, request: Request, baseline: Measurement, pg: PatchableGraph) -> _CellTask:
         """Returns it for a graph, whose metric without patches must be `baseline`, up to other kernels and devices."""
-        found = Baseline.of(pg, request, {})
+        found = Baseline.of(pg, request)
         mine, size = found.measurement.values, np.abs(baseline.values).max(initial=1e-6)
         is_low = any(parameter.dtype.itemsize < 4 for parameter in pg.parameters())
         tolerance = _OTHER_DEVICE_LOW if is_low else _OTHER_DEVICE
@@ -190,13 +190,30 @@ def _chunks(cells: Sequence[Cell], request: Request) -> Iterator[list[Cell]]:
 
 
 def _run_elsewhere(workers: Workers, chunks: Sequence[list[Cell]], ledger: _Ledger, remarks: dict[str, None]) -> None:
-    contents = ([(cell.number, cell.content) for cell in chunk] for chunk in chunks)
-    for number, found in workers.results(contents, _AHEAD):
-        if isinstance(found, Lost):
-            ledger.keep([CellResult(cell.number, None, found.reason) for cell in chunks[number]])
-        else:
+    """Runs chunks of cells by an executor. The cells of a lost chunk run one by one: one may be the cause."""
+    lost: list[list[Cell]] = []
+
+    def take(number: int, found: Any) -> None:
+        if not isinstance(found, Lost):
             ledger.keep(found[0])
-            remarks |= dict.fromkeys(found[1])
+            remarks.update(dict.fromkeys(found[1]))
+        elif len(chunks[number]) > 1:
+            lost.extend([cell] for cell in chunks[number])
+        else:
+            ledger.keep([CellResult(cell.number, None, found.reason) for cell in chunks[number]])
+
+    results = workers.results(([(cell.number, cell.patches) for cell in chunk] for chunk in chunks), _AHEAD)
+    try:
+        for each in results:
+            take(*each)
+    except KeyboardInterrupt as interrupt:
+        with suppress(KeyboardInterrupt):
+            take(*results.throw(interrupt))
+            for each in results:
+                take(*each)
+        raise
+    if lost:
+        _run_elsewhere(workers, lost, ledger, remarks)
 
 
 def _identity(

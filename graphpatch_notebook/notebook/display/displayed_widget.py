@@ -19,7 +19,6 @@ import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -122,7 +121,8 @@ class DisplayedWidget(anywidget.AnyWidget):
     front_end = traitlets.Bytes(packed(), read_only=True).tag(sync=True, echo_update=False)
 
     def __init__(self, **traits: Any) -> None:
-        self._display = HtmlDisplay(self._marked_html)
+        self._display_id: str | None = None
+        self._shown_html: str | None = None
         super().__init__(model_id=self._own_id, **traits)
 
     @functools.cached_property
@@ -150,7 +150,8 @@ class DisplayedWidget(anywidget.AnyWidget):
         except msgspec.ValidationError as error:
             raise traitlets.TraitError(f"{name}={value!r:.80} is not valid: {error}") from None
 
-    def _checked(self, proposal: Any) -> Any:
+    def checked(self, proposal: Any) -> Any:
+        """Returns the value of a proposal of traitlets, if it is valid: for `traitlets.validate`."""
         self._check(proposal["trait"].name, proposal["value"])
         return proposal["value"]
 
@@ -170,8 +171,7 @@ class DisplayedWidget(anywidget.AnyWidget):
 
     def close(self) -> None:
         """Removes the widget from the notebook. The displayed HTML remains."""
-        if "_display" in self.__dict__:  # otherwise the widget was not created
-            self._display.stop()
+        self._display_id = None
         super().close()
 
     def save_html(self, file: str | os.PathLike[str]) -> None:
@@ -204,7 +204,7 @@ class DisplayedWidget(anywidget.AnyWidget):
             title=escaped(Path(file).stem),
             state=_in_script(saved["manager_state"]),
             view=_in_script(saved["view_specs"][0]),
-            html=self._display.current() or "",
+            html=self._marked_html() or "",
             script=_file("saved_page.js").read_text("utf8"),
         )
         with whole_file(Path(file)) as written:
@@ -214,68 +214,41 @@ class DisplayedWidget(anywidget.AnyWidget):
         if self.comm is None or not has_front_end():
             raise NotImplementedError  # for all other objects
         bundle: Any = super()._repr_mimebundle_()
-        self._display.show(*bundle)
+        _display(bundle[0], metadata=bundle[1], raw=True)
+        self._shown_html = self._marked_html()
+        if self._shown_html is None:
+            return
+        if self._display_id is None:
+            self._display_id = uuid.uuid4().hex
+            _after_cells(weakref.WeakMethod(self.renew_html))
+        _display({"text/html": self._shown_html}, raw=True, display_id=self._display_id)
+
+    def renew_html(self) -> None:
+        """Updates the displayed HTML, everywhere that the widget is displayed, if it has changed."""
+        html = self._marked_html() if self._display_id is not None else None
+        if html is not None and html != self._shown_html:
+            self._shown_html = html
+            _update_display({"text/html": html}, raw=True, display_id=self._display_id)
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         # In a terminal, texts have colors, which a MIME bundle would not have.
         return None if is_terminal() else super()._repr_mimebundle_(**options)
 
 
-class HtmlDisplay:
-    """The HTML of one widget, everywhere that the widget is displayed. It does not keep the widget alive."""
-
-    def __init__(self, html: Callable[[], str | None]) -> None:
-        self._html = weakref.WeakMethod(html)
-        self._id: str | None = None
-        self._shown: str | None = None
-        self._stop_listening: Callable[[], None] = lambda: None
-
-    def show(self, bundle: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Displays the widget and its HTML."""
-        _display(bundle, metadata=metadata, raw=True)
-        self._shown = self.current()
-        if self._shown is None:
-            return
-        if self._id is None:
-            self._id = uuid.uuid4().hex
-            self._stop_listening = _after_cells(weakref.WeakMethod(self.renew))
-        _display({"text/html": self._shown}, raw=True, display_id=self._id)
-
-    def renew(self) -> None:
-        """Updates the displayed HTML if it has changed."""
-        html = self.current() if self._id is not None else None
-        if html is not None and html != self._shown:
-            self._shown = html
-            _update_display({"text/html": html}, raw=True, display_id=self._id)
-
-    def stop(self) -> None:
-        """Stops updates of the displayed HTML."""
-        self._stop_listening()
-        self._id = None
-
-    def current(self) -> str | None:
-        """Returns the HTML; `None` if there is none any more."""
-        html = self._html()
-        return html() if html is not None else None
-
-
 def _in_script(value: Any) -> str:
     return json.dumps(value).replace("<", "\\u003c")
 
 
-def _after_cells(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    """Calls a method after each cell, as long as its object lives. Returns a function that stops the calls."""
+def _after_cells(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Calls a method after each cell, as long as its object lives."""
     events = getattr(get_ipython(), "events", None)
     if events is None:
-        return lambda: None
+        return
 
     def renew() -> None:
-        function = method()
-        (stop if function is None else function)()
-
-    def stop() -> None:
-        with suppress(ValueError):  # the calls were stopped before
+        if (function := method()) is not None:
+            function()
+        else:
             events.unregister("post_execute", renew)
 
     events.register("post_execute", renew)
-    return stop

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -38,59 +37,31 @@ def capture_progress(model: nn.Module, delay: float = DELAY) -> Iterator[None]:
         >>> with capture_progress(model):
         ...     pg = PatchableGraph(model, torch.ones(2))
     """
-    count = FrameCount()
+    count, started, states = FrameCount(), time.monotonic(), ["running"]
     expected = sum(not isinstance(module, _NEVER_CALLED) for module in model.modules())
-    operation = _Operation(f"Capturing {type(model).__name__}", count, expected)
-    with holding(frame_count, count), _watched(operation, delay):
-        yield
 
+    def line() -> str:
+        about = f" of about {expected:,}" if states == ["running"] and count.frames <= expected else ""
+        parts = [*states, f"{count.frames:,}{about} module calls", f"{time.monotonic() - started:.1f} s"]
+        return f"Capturing {type(model).__name__}: {', '.join(parts)}"
 
-@contextmanager
-def busy(doing: str, delay: float = DELAY) -> Iterator[None]:
-    """Displays that the block is running, if it takes longer than `delay` seconds."""
-    with _watched(_Operation(doing), delay):
-        yield
-
-
-@dataclass
-class _Operation:
-    """The state of an operation, which a line shows."""
-
-    doing: str
-    count: FrameCount | None = None
-    expected: int = 0
-    started: float = field(default_factory=time.monotonic)
-    state: str = ""
-
-    def __str__(self) -> str:
-        parts = [self.state] * bool(self.state)
-        if self.count is not None:
-            about = (
-                f" of about {self.expected:,}" if self.state == "running" and self.count.frames <= self.expected else ""
-            )
-            parts.append(f"{self.count.frames:,}{about} module calls")
-        return f"{self.doing}: {', '.join([*parts, f'{time.monotonic() - self.started:.1f} s'])}"
-
-
-@contextmanager
-def _watched(operation: _Operation, delay: float) -> Iterator[None]:
     is_done = threading.Event()
     # The kernel uses context variables to assign output to cells.
-    thread = threading.Thread(target=copy_context().run, args=(_watch, operation, is_done, delay), daemon=True)
-    operation.state = "running"
+    thread = threading.Thread(target=copy_context().run, args=(_watch, line, is_done, delay), daemon=True)
     thread.start()
     try:
-        yield
-        operation.state = ""
+        with holding(frame_count, count):
+            yield
+        states.clear()
     except BaseException:
-        operation.state = "stopped"
+        states[:] = ["stopped"]
         raise
     finally:
         is_done.set()
         thread.join()
 
 
-def _watch(operation: _Operation, is_done: threading.Event, delay: float) -> None:
+def _watch(line: Callable[[], str], is_done: threading.Event, delay: float) -> None:
     # Two lines would overwrite each other, so only the first is shown.
     if is_done.wait(delay) or not _is_showing.acquire(blocking=False):
         return
@@ -98,10 +69,10 @@ def _watch(operation: _Operation, is_done: threading.Event, delay: float) -> Non
         show = _line_in_cell() if _is_in_kernel() else _line_in_terminal()
         if show is None or is_done.is_set():
             return
-        show(str(operation), False)
+        show(line(), False)
         while not is_done.wait(_INTERVAL):
-            show(str(operation), False)
-        show(str(operation), True)
+            show(line(), False)
+        show(line(), True)
     finally:
         _is_showing.release()
 

@@ -59,14 +59,15 @@ class Table(Sequence[Item]):
         cells: Callable[[Item], Sequence[str]],
         *,
         title: str = "",
-        notes: Sequence[str] | Callable[[], Iterable[str]] = (),
+        notes: Iterable[str] = (),
         empty: str = "nothing",
         how_to_narrow: str = "",
         max_rows: int = MAX_ROWS,
     ) -> None:
         self.columns = tuple(columns)
+        self._titles = [column.title for column in columns]
         self.title = visible(title)
-        self._notes = notes
+        self.notes = tuple(map(visible, notes))
         self._items = items
         self._cells = cells
         self._empty = visible(empty)
@@ -80,11 +81,6 @@ class Table(Sequence[Item]):
 
     def __len__(self) -> int:
         return len(self._items)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The lines below the table."""
-        return tuple(map(visible, self._notes() if callable(self._notes) else self._notes))
 
     # --- display ----------------------------------------------------------------------------------------------------
 
@@ -115,7 +111,7 @@ class Table(Sequence[Item]):
         if self.title:
             yield [(self.title, "name")]
         if rows:
-            widths = [max(map(_width, column)) for column in zip(*rows, self._titles(), strict=True)]
+            widths = [max(map(_width, column)) for column in zip(*rows, self._titles, strict=True)]
             excess = 0 if width is None else sum(widths) + _GAP * (len(widths) - 1) - width
             for at in reversed([at for at, column in enumerate(self.columns) if column.is_cut]):
                 given = max(0, min(excess, widths[at] - _NARROWEST))
@@ -123,7 +119,7 @@ class Table(Sequence[Item]):
                 excess -= given
             notes: list[Style] = ["note"] * len(widths)
             styles = [column.style for column in self.columns]
-            for row, of in [(self._titles(), notes), *((row, styles) for row in rows)]:
+            for row, of in [(self._titles, notes), *((row, styles) for row in rows)]:
                 *cells, last = map(_padded, row, widths)
                 yield [*zip([*cells, last.rstrip()], of, strict=True)]
         for line in self._footer():
@@ -131,7 +127,7 @@ class Table(Sequence[Item]):
 
     def _repr_html_(self) -> str:
         rows = self._shown_rows()
-        head = "".join(_html_cell("th", title, "opacity:.7;font-weight:600") for title in self._titles())
+        head = "".join(_html_cell("th", title, "opacity:.7;font-weight:600") for title in self._titles)
         styles = [CSS_STYLES[column.style] + (_CSS_WRAPPED if column.is_cut else "") for column in self.columns]
         body = "\n".join(
             "<tr>" + "".join(_html_cell("td", *cell) for cell in zip(row, styles, strict=True)) + "</tr>"
@@ -142,9 +138,6 @@ class Table(Sequence[Item]):
         title = f'<div style="font-weight:600">{html_module.escape(self.title)}</div>' if self.title else ""
         footer = "".join(f'<div style="opacity:.7">{html_module.escape(line)}</div>' for line in self._footer())
         return f'<div style="overflow-x:auto">{title}{table}{footer}</div>'
-
-    def _titles(self) -> list[str]:
-        return [column.title for column in self.columns]
 
     def _shown_rows(self) -> list[list[str]]:
         return [[visible(cell) for cell in self._cells(self._items[i])] for i in range(min(len(self), self._max_rows))]
@@ -232,11 +225,6 @@ def value_label(shape: Sequence[int] | None, dtype: torch.dtype | None, words: s
         return words
     name = words.partition("(")[0]
     return f"{'' if name == 'Tensor' else f'{name} '}{list(shape)} {dtype_label(dtype)}"
-
-
-def op_label(kind: str, op: str) -> str:
-    """Returns the name of the torch function of an op, or the kind of another node."""
-    return op if kind == "op" else kind
 
 
 def source_label(lines: Sequence[SourceLine], owner: str) -> str:

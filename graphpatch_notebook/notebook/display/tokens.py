@@ -15,7 +15,8 @@ from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.messages import NextTokens, Token
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching import TokenDims, token_dims
-from graphpatch_notebook.values import readable_children
+from graphpatch_notebook.texts import token_text
+from graphpatch_notebook.values import children
 
 _MOST_TOKENS = 10
 _DECODER = "decoder_input_ids"
@@ -26,16 +27,12 @@ class TokenInputs:
     """The token ids of the inputs of a model.
 
     Attributes:
-        ids: The ids of the first row; `None` if the inputs have no token ids.
+        batch: The ids of all rows; empty if the inputs have no token ids.
         mask: The attention mask of the first row; `None` without one.
-        rows: The number of rows.
-        batch: The ids of all rows; `None` without.
     """
 
-    ids: list[int] | None
-    mask: list[int] | None
-    rows: int
-    batch: list[list[int]] | None = None
+    batch: list[list[int]]
+    mask: list[int] | None = None
 
     @classmethod
     def of(cls, graph: PatchableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenInputs:
@@ -46,23 +43,18 @@ class TokenInputs:
         bound = {**(more if isinstance(more, dict) else {}), **bound}
         has_decoder = _DECODER in bound or _DECODER in signature.parameters
         prefix = "decoder_" if has_decoder else ""
-        ids, mask = bound.get(f"{prefix}input_ids"), bound.get(f"{prefix}attention_mask")
-        found = _row(ids)
-        if found is None or ids is None:
-            return cls(None, None, 0)
-        return cls(found, _row(mask), len(ids), ids.tolist())
+        mask = _rows(bound.get(f"{prefix}attention_mask"))
+        return cls(_rows(bound.get(f"{prefix}input_ids")), mask[0] if mask else None)
 
     def last_position(self, length: int) -> int:
         """Returns the last position of logits of this length that is not padding."""
-        if self.mask is None or self.ids is None:
-            return length - 1
-        mask = self.mask[-length:]  # the mask also covers cached positions
-        is_whole = len(mask) == length
-        return max((i for i, is_token in enumerate(mask) if is_token), default=length - 1) if is_whole else length - 1
+        mask = (self.mask or ())[-length:]  # the mask also covers cached positions
+        tokens = [at for at, is_token in enumerate(mask) if is_token]
+        return max(tokens, default=length - 1) if len(mask) == length else length - 1
 
     def labels(self, tokenizer: Any, root: Frame, path: str) -> TokenLabels | None:
         """Returns the texts of the tokens along the value at a path; `None` if it has none, or without a tokenizer."""
-        if tokenizer is None or self.batch is None:
+        if tokenizer is None or not self.batch:
             return None
         try:
             dims = token_dims(root, resolve(root, path))
@@ -113,39 +105,19 @@ def _coordinates(value: Tensor, dim: int, index: Any) -> Tensor:
     return torch.arange(value.shape[dim]).view(shape).expand(value.shape)[index]
 
 
-def _row(value: Any) -> list[int] | None:
-    """Returns the first row of an integer tensor of shape (batch, seq), or `None` for other values."""
+def _rows(value: Any) -> list[list[int]]:
+    """Returns the rows of an integer tensor of shape (batch, seq); none for other values."""
     if not isinstance(value, Tensor) or value.dim() != 2 or value.numel() == 0 or value.device.type == "meta":
-        return None
-    return None if value.is_floating_point() or value.is_complex() else [int(i) for i in value[0].tolist()]
-
-
-def token_text(tokenizer: Any, number: int) -> str:
-    """Returns the text of a token; its number without a tokenizer, or `#` and the number if it does not know the token.
-
-    Args:
-        tokenizer: An object with `decode` or `convert_ids_to_tokens`, which take a list of ids; `None` for none.
-        number: The id of the token.
-    """
-    if tokenizer is None:
-        return str(number)
-    for method, pick in (("decode", None), ("convert_ids_to_tokens", 0)):
-        try:
-            text = getattr(tokenizer, method)([number])
-            text = text if pick is None else text[pick]
-        except Exception:  # a tokenizer can raise any error for an id outside its vocabulary
-            continue
-        if isinstance(text, str):
-            return text
-    return f"#{number}"
+        return []
+    return [] if value.is_floating_point() or value.is_complex() else [list(map(int, row)) for row in value.tolist()]
 
 
 def logits_of(output: Any) -> Tensor | None:
     """Returns the logits of shape (batch, seq, vocabulary) in the output of a language model, or `None`."""
     found = output
     if not isinstance(output, Tensor):
-        children = readable_children(output) or []
-        found = next((child for key, child in children if key == "logits"), None)
+        parts = children(output) or []
+        found = next((child for key, child in parts if key == "logits"), None)
         if found is None and type(output) is tuple and output:
             found = output[0]
     if not isinstance(found, Tensor) or found.dim() != 3 or found.numel() == 0 or not found.is_floating_point():
@@ -159,7 +131,7 @@ def next_tokens(before: Any, after: Any, tokenizer: Any, inputs: TokenInputs) ->
     Uses the first row, at the last position that is not padding.
     """
     logits = logits_of(before), logits_of(after)
-    if tokenizer is None or logits[0] is None or logits[1] is None or inputs.ids is None:
+    if tokenizer is None or logits[0] is None or logits[1] is None or not inputs.batch:
         return None
     if logits[0].shape != logits[1].shape or not _fits(logits[0], tokenizer):
         return None

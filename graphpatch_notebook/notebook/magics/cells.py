@@ -144,8 +144,7 @@ def begin_cell(workspace: Workspace, line: str, is_silent: bool) -> PatchContext
 
 def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatches]:
     """Returns the graph and the patches that the first line of a cell selects: `[NAME] [--only SPEC ...]`."""
-    from graphpatch_notebook.notebook.magics.actions import numbers_of
-    from graphpatch_notebook.notebook.magics.commands import CELL, commands
+    from graphpatch_notebook.notebook.magics.commands import CELL, commands, numbers_of
 
     name = line.split(maxsplit=1)[0] if line.split() else ""
     if name in commands() and name not in workspace.graphs():
@@ -175,21 +174,12 @@ class CellResults:
         resolved: ResolvedPatches,
         is_silent: bool,
     ) -> None:
-        from graphpatch_notebook.notebook.session.chosen_patch import names_used
-
-        self._is_silent = is_silent
-        self._results = workspace.results
-        self._namespace = workspace.namespace
-        self._active = active
-        self._patches = chosen.enabled
+        self._is_silent, self._active, self._patches = is_silent, active, chosen.enabled
+        self._results, self._namespace = workspace.results, workspace.namespace
         # Variables in slices keep the value that they had when the cell began, as in all other patches.
         names = {name for one, _ in resolved.observing if one.index for name in one.index.names}
         in_slices = {name: self._namespace[name] for name in names}
         self._observed = [_Observed(one, patch, in_slices) for one, patch in resolved.observing]
-        self._names_used = names_used(self._patches)
-        fixed = [one for one in self._patches if not one.is_function or str(one.value).isidentifier()]
-        used = names_used(fixed) - {one.name for one in self._observed}
-        self._used = {name: self._namespace[name] for name in sorted(used) if name in self._namespace}
         self._has_results = False
         self._lock = threading.Lock()
 
@@ -207,8 +197,11 @@ class CellResults:
             sys.displayhook(value)
 
     def __enter__(self) -> None:
+        from graphpatch_notebook.notebook.session.chosen_patch import names_used
+
         # Only now that the patches are active, so that a failed start loses no results of an earlier run.
-        self._results.remove([one.name for one in self._observed if one.name not in self._names_used])
+        used = names_used(self._patches)
+        self._results.remove([one.name for one in self._observed if one.name not in used])
         self.is_running = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
@@ -253,23 +246,15 @@ class CellResults:
     def _report(self) -> None:
         name = self._active.name
         context = innermost(captured(self._active.graph))
-        is_called = self._has_results or (context is not None and context.is_used)
-        if self._patches and not is_called:
+        if self._patches and not self._has_results and (context is None or not context.is_used):
             why = "calls of the original model, of other graphs and in other threads are not patched"
             if self._namespace.get(name) is not self._active.graph:
                 why = f"the variable {name} no longer holds that graph; {why}"
             print(f"no patch was applied, because this cell did not call {name} under the patches ({why})")
-        changed = [used for used, value in self._used.items() if self._namespace.get(used, value) is not value]
-        if changed and is_called:
-            print(
-                f"{', '.join(changed)} changed in this cell, but the patches use the value from the start of the cell; "
-                f"to patch with several values, write `with {name}.patch(...)` in a loop (see %graphpatch export)"
-            )
         for one in self._observed:
-            if one.is_filled or one.problem is not None or one.name not in self._namespace:
-                continue
-            what = "the result of an earlier run" if self._results.is_own(one.name) else "not the result of a patch"
-            print(f"no call in this cell filled {one.name} for {one.title}: the variable holds {what}")
+            if not (one.is_filled or one.problem) and one.name in self._namespace:
+                what = "the result of an earlier run" if self._results.is_own(one.name) else "not the result of a patch"
+                print(f"no call in this cell filled {one.name} for {one.title}: the variable holds {what}")
 
 
 class _Observed:
@@ -284,15 +269,10 @@ class _Observed:
 
     def __init__(self, chosen: ChosenPatch, patch: Patch[Any], names: dict[str, Any]) -> None:
         self._chosen, self._patch, self._names = chosen, patch, names
-        self.name = str(chosen.name)
+        self.name, self.title = str(chosen.name), f"#{chosen.number} ({chosen})"
         self.is_filled = False
         self.problem: str | None = None
         self.value: Any = [] if isinstance(patch, RecordPatch) else None
-
-    @property
-    def title(self) -> str:
-        """The patch, with its number."""
-        return f"#{self._chosen.number} ({self._chosen})"
 
     def take(self) -> None:
         """Takes the new values, or sets the problem with them."""

@@ -112,8 +112,8 @@ class CommandParser(argparse.ArgumentParser):
         self.options: dict[str, str | None] = {}
         self.is_repeated = False
 
-    def add(self, *names: str, completes: str | None = None, **settings: Any) -> CommandParser:
-        """Adds an argument, and returns the parser."""
+    def add(self, *names: str, completes: str | None = None, **settings: Any) -> None:
+        """Adds an argument."""
         if "action" not in settings:
             settings.setdefault("type", str.strip)
         self.add_argument(*names, **settings)
@@ -122,7 +122,6 @@ class CommandParser(argparse.ArgumentParser):
         else:
             self.positional.append(completes or "text")
             self.is_repeated = settings.get("nargs") in ("*", "+") and completes != "name"
-        return self
 
     def completes(self, words: Sequence[str]) -> str | None:
         """Returns what Tab completes after these words; `None` if only options can follow."""

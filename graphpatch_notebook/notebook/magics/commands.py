@@ -1,45 +1,111 @@
-"""The commands of `%graphpatch`: the parser of each, which is also its help, and the function that runs it."""
+"""The commands of `%graphpatch`: each with its parser, which is also its help, and the function that runs it.
+
+The functions take the workspace and the parsed arguments. Those that change something print what they changed; those
+that show something return it.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
 import shutil
+import time
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.notebook.display.progress import busy
-from graphpatch_notebook.notebook.magics import actions
-from graphpatch_notebook.notebook.magics.command_line import CommandParser, Variables, expanded, unquoted
-from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, PatchKind
-from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.paths import nearest
+from torch.nn import Module
+
+from graphpatch_notebook.components.names import is_component_name, parse_name
+from graphpatch_notebook.errors import (
+    CaptureError,
+    ChosenPatchError,
+    ExperimentError,
+    GraphError,
+    SessionError,
+    UnknownPathError,
+    cut,
+)
+from graphpatch_notebook.inspection.node_path import CodeText, NodePath, location_of
+from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
+from graphpatch_notebook.notebook.display.progress import capture_progress
+from graphpatch_notebook.notebook.display.tables import Column, Table, visible
+from graphpatch_notebook.notebook.magics.command_line import (
+    CommandParser,
+    TypedPath,
+    Variables,
+    expanded,
+    one_line,
+    unquoted,
+)
+from graphpatch_notebook.notebook.session import session_file
+from graphpatch_notebook.notebook.session.chosen_patch import (
+    FLAGS,
+    PATCH_KINDS,
+    ChosenPatch,
+    ChosenPatches,
+    PatchKind,
+    unknown_names,
+)
+from graphpatch_notebook.notebook.session.expressions import Origin, evaluate, evaluated_call, undefined, variable_name
+from graphpatch_notebook.notebook.session.session import session_of
+from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace, counted, is_a, transfer
+from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.paths import nearest, parse_path
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.notebook.export import SourceCode
+    from graphpatch_notebook.notebook.search import FoundNodes
+
+Action: TypeAlias = Callable[[Workspace, Namespace], Any]
+"""Runs a command. Returns the value to display, or `None`."""
+Argument: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
+
+_commands: dict[str, tuple[CommandParser, Action]] = {}
 
 
-@dataclass(frozen=True)
-class Command:
-    """One command.
+def argument(*names: str, **settings: Any) -> Argument:
+    """Returns an argument of a command, as `CommandParser.add` takes it.
 
-    Attributes:
-        parser: Its arguments and its help. What Tab completes is one of: `node` (a value that can be patched), `place`
-            (any path), `chosen` (a chosen patch), `graph`, `model`, `value` (Python), `query`, `steps`, `file`,
-            `command`, `name` (of a new variable), `text` (nothing).
-        run: Runs the command. Returns the value to display, or `None`.
-        doing: The text of the progress line during a long command; empty if the command shows its own progress.
+    What Tab completes is one of: `node` (a value that can be patched), `place` (any path), `chosen` (a chosen patch),
+    `graph`, `model`, `value` (Python), `query`, `steps`, `file`, `command`, `name` (of a new variable), `text`
+    (nothing).
     """
-
-    parser: CommandParser
-    run: Callable[[Workspace, Namespace], Any]
-    doing: str = ""
+    return names, settings
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The commands, with their help
+def parser_of(
+    name: str, usage: str, summary: str, *arguments: Argument, notes: str = "", examples: Sequence[str] = ()
+) -> CommandParser:
+    """Returns the parser of a command."""
+    shown = "\n".join(["examples:", *(f"  %graphpatch {example}" for example in examples)]) if examples else ""
+    parser = CommandParser(f"%graphpatch {name}", usage, summary, f"{notes.strip()}\n\n{shown}".strip())
+    for names, settings in arguments:
+        parser.add(*names, **settings)
+    return parser
 
 
+def command(name: str, *parts: Any, **more: Any) -> Callable[[Action], Action]:
+    """Makes a function a command: `parser_of` has the other arguments."""
+
+    def add(run: Action) -> Action:
+        _commands[name] = parser_of(name, *parts, **more), run
+        return run
+
+    return add
+
+
+def commands() -> dict[str, tuple[CommandParser, Action]]:
+    """Returns all commands by name, in the order of the help. Each kind of patch is a command."""
+    kinds = {name: _choosing(kind) for name, kind in PATCH_KINDS.items()}
+    return {**{name: _commands[name] for name in _BEFORE_KINDS}, **kinds, **_commands}
+
+
+_BEFORE_KINDS = ("wrap", "use", "show", "attention", "lens", "generation", "find", "code", "shape")
 _PATH = """
 PATH is the path of a node: h_0.mlp.output, or the name of a component:
 layers[0].attn.heads[5].z, @embed. A bar selects a value inside a container:
@@ -63,176 +129,580 @@ QUERY is a list of terms. A node is found if it matches all of them:
 CELL = CommandParser("%%graphpatch", "[NAME] [--only PATH|#n ...]", "runs the cell under the chosen patches")
 CELL.add("name", metavar="NAME", nargs="?", completes="graph", help="the variable of the graph, if there are several")
 CELL.add("--only", metavar="PATH|#n", nargs="+", completes="chosen", help=_WHICH)
+_SPECS = argument("specs", metavar="PATH|#n", nargs="+", completes="chosen", help=_WHICH)
+_AT = argument("path", metavar="PATH", nargs="?", completes="place", help=_PLACE)
+_FILE = argument("file", metavar="FILE", type=unquoted, completes="file", help="its name; in quotes if it has spaces")
+_TOKENIZER = argument(
+    "--tokenizer", metavar="NAME", completes="value", help="the variable of a tokenizer: tokens are texts"
+)
+_INPUTS = argument(
+    "--inputs",
+    metavar="ARGS",
+    type=unquoted,
+    completes="value",
+    help='the inputs, as in a call: "ids, attention_mask=mask"',
+)
 
 
-def _parser(name: str, usage: str, summary: str, notes: str = "", examples: tuple[str, ...] = ()) -> CommandParser:
-    shown = "\n".join(["examples:", *(f"  %graphpatch {example}" for example in examples)]) if examples else ""
-    return CommandParser(f"%graphpatch {name}", usage, summary, f"{notes.strip()}\n\n{shown}".strip())
+# --------------------------------------------------------------------------------------------------------------------
+# Graphs
 
 
-def _view(parser: CommandParser, inputs: str) -> CommandParser:
-    parser.add("--tokenizer", metavar="NAME", completes="value", help="the variable of a tokenizer: tokens are texts")
-    return parser.add("--inputs", metavar="ARGS", type=unquoted, completes="value", help=inputs)
+@command(
+    "wrap",
+    "NAME = MODEL(ARGS)",
+    "captures a model on example inputs",
+    argument("text", nargs="*", completes="model"),
+    notes="""
+MODEL(ARGS) is a call of the model on example inputs. The model runs once and
+is captured. NAME is the variable that receives the PatchableGraph. If NAME
+holds a graph already, its chosen patches are carried over.
+""",
+    examples=("wrap pg = model(input_ids)", "wrap pg = model(**tokens)"),
+)
+def wrap(workspace: Workspace, args: Namespace) -> None:
+    """Assigns a new `PatchableGraph` to a variable. Patches that were chosen for the graph before are carried over."""
+    __tracebackhide__ = True
+    name, call = parsed_assignment(" ".join(args.text))
+    namespace, model = workspace.namespace, ast.unparse(call.func)
+    start = time.perf_counter()
+    module = evaluate(model, namespace, "%graphpatch wrap")
+    if isinstance(module, PatchableGraph) or not isinstance(module, Module):
+        kind = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+        raise SessionError(f"{model!r} must be a torch.nn.Module, but is {kind}")
+    inputs, keywords = evaluated_call(call, namespace, "%graphpatch wrap")
+    try:
+        with capture_progress(module):
+            graph = PatchableGraph(module, *inputs, **keywords)
+    except CaptureError as error:
+        raise SessionError(str(error)) from None
+    seconds = time.perf_counter() - start
+    texts = [ast.unparse(argument) for argument in (*call.args, *call.keywords)]
+    if inputs and isinstance(inputs[0], ExtractionOptions):  # they are not an input
+        texts = [*texts[1:], f"extraction_options={texts[0]}"]
+    before, session = namespace.get(name), session_of(graph)
+    session.origin = Origin(name, model, ", ".join(texts))
+    namespace[name] = graph
+    print(f"{workspace.use(name).title} ({seconds:.1f} s)")
+    if is_a(before, PatchableGraph):
+        transfer(session_of(before).chosen.patches, session)
 
 
-def _chosen(parser: CommandParser) -> CommandParser:
-    return parser.add("specs", metavar="PATH|#n", nargs="+", completes="chosen", help=_WHICH)
+def parsed_assignment(text: str) -> tuple[str, ast.Call]:
+    """Returns the name and the call in `NAME = MODEL(ARGS)`."""
+    text, usage = text.strip(), "NAME = MODEL(EXAMPLE INPUTS)"
+    reason = ""
+    try:
+        for statement in ast.parse(text).body[:1]:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+                usage = f"pg = {text}"
+            if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
+                (target,) = statement.targets
+                name = variable_name(ast.unparse(target))
+                if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement.value)):
+                    raise ValueError(f"{name!r} is used to make the graph: choose another name")
+                return name, statement.value
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = f" ({error.msg if isinstance(error, SyntaxError) else error})"
+    raise SessionError(f"{text!r} does not assign a call of a model{reason}; write %graphpatch wrap {usage}")
 
 
-def _place(parser: CommandParser, nargs: str | None = "?") -> CommandParser:
-    return parser.add("path", metavar="PATH", nargs=nargs, completes="place", help=_PLACE)
+@command(
+    "use",
+    "NAME",
+    "selects the graph that commands apply to",
+    argument("name", metavar="NAME", completes="graph", help="the variable of a PatchableGraph"),
+    examples=("use pg",),
+)
+def use(workspace: Workspace, args: Namespace) -> None:
+    """Selects the graph that commands apply to."""
+    active = workspace.use(args.name)
+    print(f"{active.title}, {counted(len(active.session.chosen.patches))} chosen")
 
 
-def _file(parser: CommandParser, flag: str, does: str) -> CommandParser:
-    parser.add("file", metavar="FILE", type=unquoted, completes="file", help="its name; in quotes if it has spaces")
-    return parser.add(flag, action="store_true", help=does)
+# --------------------------------------------------------------------------------------------------------------------
+# Choosing patches
+
+
+def choose(workspace: Workspace, kind: PatchKind, args: Namespace) -> None:
+    """Adds a patch to the chosen ones, unless the same patch is there: a cell can run again."""
+    session = workspace.current().session
+    root = captured(session.graph).root
+    place = TypedPath.parse(args.path, root)
+    if "*" in place.path.partition('"')[0]:
+        pattern = place.path.replace("*", "{i}") if place.path.count("*") == 1 else "{path}"
+        raise SessionError(
+            f"{place.path!r} is a pattern for several nodes, but a patch has one node: choose them in a loop, "
+            f"with %graphpatch {kind.name} {pattern} in its body"
+        )
+    # The path first: with a wrong path, the messages about the other arguments would be misleading. Any value can be
+    # set to zero; a call is replaced only where a module is called.
+    asked = kind.name if kind.patch.replaces_call and kind.value is None else "zero"
+    path = session.check(ChosenPatch(place.path, asked, any_shape=True)).patch.path
+    options = ("steps", "positions", "position_dim", *FLAGS)
+    fields: dict[str, Any] = {"slice": place.slice, **{name: getattr(args, name) for name in options if name in args}}
+    variable = None
+    if kind.keeps is not None:
+        words = args.name[1:] if len(args.name) > 1 and args.name[0] == "as" else args.name
+        variable = " ".join(words) or None
+        fields["name"] = variable or session.free_name(path, workspace.results.names_of_others())
+    elif kind.value is not None:
+        value = " ".join(args.value)
+        if kind.value.is_text and value not in workspace.namespace:
+            with suppress(Unresolvable):  # a path is taken as a text, except if it may be meant as a variable
+                resolve(root, value)
+                value = repr(value)
+        fields["value"] = value or None
+    wanted = ChosenPatch(path, kind.name, **fields)
+    for patch in [patch for patch in session.chosen.patches if patch.kind == kind.name]:
+        name = wanted.name if variable is None else patch.name
+        if patch.with_fields(number=0, is_enabled=True, name=name) == wanted:
+            how = "" if patch.is_enabled else f", but disabled: %graphpatch enable #{patch.number}"
+            print(f"#{patch.number} {patch} is already chosen{how}")
+            return
+    check = session.check(wanted)
+    added = session.add(wanted)
+    shape = "" if check.sliced is None else f" -> {'list of ' * added.definition.keeps_list}{tuple(check.sliced)}"
+    note = workspace.results.overwritten([added])
+    print(f"#{added.number} {visible(str(added), 200)}{shape}" + (f"; {note}" if note else ""))
+    if check.warning:
+        print(f"warning: {one_line(check.warning)}")
+    if unknown := unknown_names(added, workspace.namespace):
+        print(f"note: {unknown}")
+
+
+def numbers_of(chosen: ChosenPatches, specs: Sequence[str]) -> list[int]:
+    """Returns the numbers of the patches that match `#n`, a path, a path with a slice, or a glob pattern of paths."""
+    found = {number for spec in specs for number in _numbers_of(chosen, unquoted(spec))}
+    return [patch.number for patch in chosen.patches if patch.number in found]
+
+
+def _numbers_of(chosen: ChosenPatches, spec: str) -> list[int]:
+    numbers = [part.strip().removeprefix("#") for part in spec.split(",")]
+    if all(number.isdecimal() for number in numbers):
+        return [chosen.find(int(number)).number for number in numbers]
+    here: list[ChosenPatch] = []
+    with suppress(ValueError):  # a pattern
+        place = TypedPath.cut(spec)
+        path = str(parse_name(place.path) if is_component_name(place.path) else parse_path(place.path))
+        index = None if place.slice is None else ChosenPatch(path, "zero", slice=place.slice).slice
+        here = [patch for patch in chosen.patches if patch.path == path and index in (None, patch.slice)]
+    here = here or [patch for patch in chosen.patches if fnmatchcase(patch.path, spec)]
+    if here:
+        return [patch.number for patch in here]
+    paths = list(dict.fromkeys(patch.path for patch in chosen.patches))
+    hint = f"nearest: {', '.join(map(repr, nearest(spec.partition('[')[0], paths)))}" if paths else "no patch is chosen"
+    raise SessionError(f"no chosen patch matches {cut(repr(spec))}; {hint}")
+
+
+@command("rm", "PATH|#n ...", "removes patches", _SPECS, examples=("rm #1 #3", "rm h_*.mlp.output"))
+def remove(workspace: Workspace, args: Namespace) -> None:
+    """Removes patches from the chosen ones."""
+    session = workspace.current().session
+    for patch in session.remove(numbers_of(session.chosen, args.specs)):
+        print(f"removed #{patch.number} {patch}")
+
+
+def _switch(workspace: Workspace, args: Namespace, is_enabled: bool) -> None:
+    session = workspace.current().session
+    for number in numbers_of(session.chosen, args.specs):
+        patch = session.change(number, is_enabled=is_enabled)
+        print(f"{'enabled' if is_enabled else 'disabled'} #{number} {patch}")
+
+
+@command("enable", "PATH|#n ...", "enables patches", _SPECS, examples=("enable #1",))
+def enable(workspace: Workspace, args: Namespace) -> None:
+    """Enables patches."""
+    _switch(workspace, args, True)
+
+
+@command(
+    "disable",
+    "PATH|#n ...",
+    "disables patches, without removing them",
+    _SPECS,
+    examples=("disable h_*.mlp.output",),
+)
+def disable(workspace: Workspace, args: Namespace) -> None:
+    """Disables patches without removing them."""
+    _switch(workspace, args, False)
+
+
+@command("clear", "", "removes all patches", notes="Use undo to restore them.")
+def clear(workspace: Workspace, _: Namespace) -> None:
+    """Removes all chosen patches."""
+    removed = workspace.current().session.clear()
+    them = "it" if len(removed) == 1 else "them"
+    print(f"removed {counted(len(removed))}; use undo to restore {them}" if removed else "no patch was chosen")
+
+
+def _step(workspace: Workspace, what: str) -> None:
+    """Undoes the last edit, or redoes the last one that was undone, and prints the difference."""
+    session = workspace.current().session
+    before = session.chosen.patches
+    if not (session.undo() if what == "undo" else session.redo()):
+        print(f"there is nothing to {what}")
+        return
+    after = session.chosen.patches
+    old, new = set(before), set(after)
+    lines = [("-", patch) for patch in before if patch not in new]
+    lines += [("+", patch) for patch in after if patch not in old]
+    texts = [f"{sign} #{patch.number} {'' if patch.is_enabled else '(off) '}{patch}" for sign, patch in lines]
+    more = " ..." if len(texts) > 4 else ""
+    print(f"{'; '.join(texts[:4]) or 'new order'}{more} ({counted(len(after))} chosen now)")
+
+
+command("undo", "", "undoes the last edit of the chosen patches")(lambda workspace, _: _step(workspace, "undo"))
+command("redo", "", "redoes the last edit that was undone")(lambda workspace, _: _step(workspace, "redo"))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tables of the chosen patches
+
+
+_CHOSEN = (
+    Column("#", "note"),
+    Column("kind", "graph"),
+    Column("path"),
+    Column("value", "number", is_cut=True),
+    Column("shape", "tensor"),
+    Column("", "note"),
+)
+
+
+def status(workspace: Workspace) -> Table[ChosenPatch]:
+    """Returns the active graph and the chosen patches as a table, with suggestions for the next commands."""
+    if not workspace.graphs():
+        return Table(
+            (), (), lambda _: [], title="no PatchableGraph yet", empty=f"{workspace.first_step}; %graphpatch help"
+        )
+    active = workspace.current()
+    notes = [
+        "run a cell with them: %%graphpatch; show as Python: %graphpatch export; all commands: %graphpatch help"
+        if active.session.chosen.patches
+        else "find nodes: %graphpatch show, find QUERY; patch: %graphpatch zero PATH; all commands: %graphpatch help"
+    ]
+    others = [name for name, graph in workspace.graphs().items() if graph is not active.graph]
+    if others:
+        notes.append(f"other graphs: {', '.join(others)}; %graphpatch use NAME")
+    return _chosen_table(active, notes)
+
+
+@command("list", "", "lists the chosen patches")
+def listed(workspace: Workspace, _: Namespace) -> Table[ChosenPatch]:
+    """Returns the chosen patches as a table."""
+    return _chosen_table(workspace.current(), [])
+
+
+def _chosen_table(active: ActiveGraph, notes: list[str]) -> Table[ChosenPatch]:
+    patches = active.session.chosen.patches
+    files = dict.fromkeys(patch.untrusted for patch in patches if patch.untrusted)
+    notes += [f"code from {file.name!r} does not run until you trust the file: {file.repair}" for file in files]
+
+    def cells(patch: ChosenPatch) -> list[str]:
+        try:
+            sliced = active.session.check(patch, ()).sliced
+            shape = "" if sliced is None else str(tuple(sliced))
+        except ChosenPatchError:  # the graph was edited since
+            shape = "?"
+        remarks = ["off"] * (not patch.is_enabled) + ["not trusted"] * (patch.untrusted is not None) + patch.options()
+        value = patch.value or (f"as {patch.name}" if patch.name else "")
+        return [str(patch.number), patch.kind, patch.place, value, shape, " ".join(remarks)]
+
+    title = f"{active.title}, {counted(len(patches))} chosen"
+    return Table(_CHOSEN, patches, cells, title=title, empty="no patch is chosen", notes=notes)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+# The first line of an exported file, followed by a hash of the rest. A file whose hash matches may be overwritten.
+MARK = "# Written by %graphpatch export, sha256 "
+
+
+@command(
+    "export",
+    "[-o NAME|FILE] [--cell] [--force]",
+    "shows the chosen patches as Python code",
+    argument("-o", metavar="NAME|FILE", type=unquoted, completes="file", help="put it in a variable or write a script"),
+    argument("--cell", action="store_true", help="put the code in a new cell"),
+    argument("--force", action="store_true", help="overwrite what export did not write"),
+    notes="By default, the code is shown. To keep it, use code = %graphpatch export.",
+    examples=("export --cell", "export -o patched.py"),
+)
+def export(workspace: Workspace, args: Namespace) -> SourceCode | None:
+    """Returns the chosen patches as Python code. With a target, writes the code there instead, and returns `None`."""
+    from graphpatch_notebook.notebook import export as patch_code
+
+    session, target, namespace = workspace.current().session, args.o, workspace.namespace
+    is_variable = target is not None and target.isidentifier()
+    # A file runs on its own, so it also contains the code that creates the graph.
+    code = patch_code.export(session, wrap=target is not None and not is_variable)
+    if is_variable:
+        there = namespace.get(target, code)
+        if not is_a(there, patch_code.SourceCode) and not args.force:
+            raise SessionError(
+                f"the variable {target!r} holds an object of type {type(there).__name__} that export did not create; "
+                "choose another name, or add --force"
+            )
+        namespace[target] = code
+        print(f"the code is in the variable {target}")
+    elif target is not None:
+        text = f"{MARK}{session_file.digest(code.encode())}\n{code}"
+        session_file.write_text(target, text, None if args.force else _check_exported)
+        print(f"the code is in {target}")
+    if args.cell:
+        workspace.put_in_new_cell(code.rstrip("\n"))
+        print("the code is in a new cell")
+    return code if target is None and not args.cell else None
+
+
+def _check_exported(content: bytes) -> None:
+    first, _, rest = content.replace(b"\r\n", b"\n").partition(b"\n")
+    if first != f"{MARK}{session_file.digest(rest)}".encode():
+        raise SessionError("it was not written by %graphpatch export, or was changed since")
+
+
+@command(
+    "save",
+    "FILE [--force]",
+    "saves the chosen patches to a file",
+    _FILE,
+    argument("--force", action="store_true", help="overwrite a file that is not a session file"),
+    examples=("save session.json", 'save "my patches.json" --force'),
+)
+def save(workspace: Workspace, args: Namespace) -> None:
+    """Saves the chosen patches to a file."""
+    session = workspace.current().session
+    session_file.save(session, args.file, force=args.force)
+    print(f"saved {counted(len(session.chosen.patches))} to {args.file}")
+
+
+@command(
+    "load",
+    "FILE [--trust]",
+    "loads chosen patches from a file",
+    _FILE,
+    argument("--trust", action="store_true", help="trust the file until its content changes"),
+    notes="""
+The patches of the file replace the chosen patches; use undo to restore those.
+In a file that you did not save yourself, a value can be code that someone else
+wrote: anything except numbers, names, arithmetic and subscripts. Such values
+are shown, but do not run until you trust the file.
+""",
+    examples=("load session.json", 'load "my patches.json" --trust'),
+)
+def load(workspace: Workspace, args: Namespace) -> None:
+    """Replaces the chosen patches by those in a file."""
+    session = workspace.current().session
+    before = len(session.chosen.patches)
+    patches = session_file.load(session, args.file, is_trusted=args.trust)
+    instead = f", replacing {counted(before)}; use undo to restore those" if before else ""
+    print(f"loaded {counted(len(patches))} from {args.file}{instead}")
+    if note := workspace.results.overwritten(patches):
+        print(note)
+    for one in patches:
+        if is_component_name(one.path):
+            print(f"#{one.number}: {one.path} is {resolve(captured(session.graph).root, one.path).path} here")
+    code = {f"#{one.number} {visible(str(one.value), None)}": one.untrusted for one in patches if one.untrusted}
+    for file in dict.fromkeys(code.values()):
+        print(f"these values are code, which does not run until you trust the file: {'; '.join(code)}")
+        print(f"after you have read them, trust the file: {file.repair}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The graph
+
+
+@command(
+    "show",
+    "[PATH] [--tokenizer NAME] [--inputs ARGS]",
+    "shows the tree; a click patches a node",
+    _AT,
+    _TOKENIZER,
+    _INPUTS,
+    examples=("show h_0.mlp", "show --tokenizer tokenizer"),
+)
+def show(workspace: Workspace, args: Namespace) -> Any:
+    """Returns a browser opened at a path. Without widgets, it displays as the tree below this path."""
+    from graphpatch_notebook.notebook.views.browser import browser_of
+
+    return _opened(browser_of, workspace, args, path=location_of(_place(workspace, args.path)).path)
+
+
+@command(
+    "attention",
+    "[--tokenizer NAME] [--inputs ARGS]",
+    "shows attention patterns; a click selects a head",
+    _TOKENIZER,
+    _INPUTS,
+)
+def attention(workspace: Workspace, args: Namespace) -> Any:
+    """Returns the attention view of the active graph."""
+    from graphpatch_notebook.notebook.views.attention import attention_of
+
+    return _opened(attention_of, workspace, args)
 
 
 def _token(text: str) -> int | str:
     return int(text) if text.strip().isdecimal() else unquoted(text)
 
 
-@functools.cache
-def _own_commands() -> dict[str, Command]:
-    """Returns all commands but those of patch kinds."""
-    inputs = 'the inputs, as in a call: "ids, attention_mask=mask"'
-    export = _parser(
-        "export",
-        "[-o NAME|FILE] [--cell] [--force]",
-        "shows the chosen patches as Python code",
-        "By default, the code is shown. To keep it, use code = %graphpatch export.",
-        ("export --cell", "export -o patched.py"),
-    )
-    export.add(
-        "-o", metavar="NAME|FILE", type=unquoted, completes="file", help="put it in a variable or write a script"
-    )
-    export.add("--cell", action="store_true", help="put the code in a new cell")
-    export.add("--force", action="store_true", help="overwrite what export did not write")
-    lens = _parser("lens", "[TOKEN] [--stream STREAM] [--tokenizer NAME] [--inputs ARGS]",
-                   "shows what each layer says at each position", examples=("lens 464 --stream mlp",))  # fmt: skip
-    lens.add("token", metavar="TOKEN", nargs="?", type=_token, help="whose probability is shown: a number, or a text")
-    lens.add("--stream", metavar="STREAM", default="residual", help="residual (default), attention or mlp")
-    generation = _parser("generation", "[COUNT] [--tokenizer NAME] [--inputs ARGS]",
-                         "shows generated tokens; a click branches at one",
-                         examples=("generation 5 --tokenizer tokenizer",))  # fmt: skip
-    generation.add("count", metavar="COUNT", nargs="?", type=int, default=20, help="of tokens at most; default: 20")
-    commands = [
-        Command(
-            _parser("wrap", "NAME = MODEL(ARGS)", "captures a model on example inputs", """
-MODEL(ARGS) is a call of the model on example inputs. The model runs once and
-is captured. NAME is the variable that receives the PatchableGraph. If NAME
-holds a graph already, its chosen patches are carried over.
-""", ("wrap pg = model(input_ids)", "wrap pg = model(**tokens)")).add("text", nargs="*", completes="model"),
-            actions.wrap,
-        ),
-        Command(
-            _parser("use", "NAME", "selects the graph that commands apply to", examples=("use pg",))
-            .add("name", metavar="NAME", completes="graph", help="the variable of a PatchableGraph"),
-            actions.use,
-        ),
-        Command(
-            _view(_place(_parser("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]",
-                                 "shows the tree; a click patches a node",
-                                 examples=("show h_0.mlp", "show --tokenizer tokenizer"))), inputs),
-            actions.show,
-        ),
-        Command(
-            _view(_parser("attention", "[--tokenizer NAME] [--inputs ARGS]",
-                          "shows attention patterns; a click selects a head"), inputs),
-            actions.attention, "Running",
-        ),
-        Command(_view(lens, inputs), actions.lens, "Reading the layers"),
-        Command(_view(generation, "the arguments of generate, in quotes"), actions.generation, "Generating"),
-        Command(
-            _place(_parser("ls", "[PATH]", "lists the contents of a graph", examples=("ls h_0.attn",))),
-            actions.ls, "Listing",
-        ),
-        Command(
-            _parser("find", "[QUERY]", "finds nodes: mul, op:linear, shape:8192, h_*.mlp", _QUERY,
-                    ("find mlp op:linear -is:patched", "find shape:[1,*,768] is:output"))
-            .add("text", metavar="QUERY", nargs="*", completes="query"),
-            actions.find, "Searching",
-        ),
-        Command(
-            _place(_parser("code", "PATH", "shows the code of a graph or a node", examples=("code h_0.mlp",))),
-            actions.code, "Building code",
-        ),
-        Command(
-            _place(_parser("shape", "[PATH[slice]]", "shows the recorded shape", examples=("shape h_0.output[0]",))),
-            actions.shape,
-        ),
-        Command(_chosen(_parser("rm", "PATH|#n ...", "removes patches", examples=("rm #1 #3", "rm h_*.mlp.output"))),
-                actions.remove),
-        Command(_chosen(_parser("enable", "PATH|#n ...", "enables patches", examples=("enable #1",))),
-                functools.partial(actions.switch, is_enabled=True)),
-        Command(_chosen(_parser("disable", "PATH|#n ...", "disables patches, without removing them",
-                                examples=("disable h_*.mlp.output",))),
-                functools.partial(actions.switch, is_enabled=False)),
-        Command(_parser("clear", "", "removes all patches", "Use undo to restore them."), actions.clear),
-        Command(_parser("undo", "", "undoes the last edit of the chosen patches"),
-                functools.partial(actions.step, is_undo=True)),
-        Command(_parser("redo", "", "redoes the last edit that was undone"),
-                functools.partial(actions.step, is_undo=False)),
-        Command(_parser("list", "", "lists the chosen patches"), actions.listed),
-        Command(export, actions.export, "Exporting"),
-        Command(
-            _file(_parser("save", "FILE [--force]", "saves the chosen patches to a file",
-                          examples=("save session.json", 'save "my patches.json" --force')),
-                  "--force", "overwrite a file that is not a session file"),
-            actions.save,
-        ),
-        Command(
-            _file(_parser("load", "FILE [--trust]", "loads chosen patches from a file", """
-The patches of the file replace the chosen patches; use undo to restore those.
-In a file that you did not save yourself, a value can be code that someone else
-wrote: anything except numbers, names, arithmetic and subscripts. Such values
-are shown, but do not run until you trust the file.
-""", ("load session.json", 'load "my patches.json" --trust')),
-                  "--trust", "trust the file until its content changes"),
-            actions.load,
-        ),
-        Command(
-            _parser("help", "[COMMAND]", "shows help for all commands, or for one", examples=("help zero",))
-            .add("names", metavar="COMMAND", nargs="*", completes="command"),
-            lambda _, args: print("\n".join(map(help_on, args.names)) if args.names else overview()),
-        ),
-    ]  # fmt: skip
-    return {command.parser.prog.split()[1]: command for command in commands}
+@command(
+    "lens",
+    "[TOKEN] [--stream STREAM] [--tokenizer NAME] [--inputs ARGS]",
+    "shows what each layer says at each position",
+    argument("token", metavar="TOKEN", nargs="?", type=_token, help="whose probability is shown: a number, or a text"),
+    argument("--stream", metavar="STREAM", default="residual", help="residual (default), attention or mlp"),
+    _TOKENIZER,
+    _INPUTS,
+    examples=("lens 464 --stream mlp",),
+)
+def lens(workspace: Workspace, args: Namespace) -> Any:
+    """Returns a lens view of the active graph."""
+    from graphpatch_notebook.notebook.views.lens import lens_of
+
+    return _opened(lens_of, workspace, args, "tokens", target=args.token, stream=args.stream)
 
 
-def commands() -> dict[str, Command]:
-    """Returns all commands by name, in the order of the help. Each kind of patch is a command."""
-    own = list(_own_commands().items())
-    editing = next(at for at, (name, _) in enumerate(own) if name == "rm")
-    kinds = [(name, _choosing(kind)) for name, kind in PATCH_KINDS.items()]
-    return dict([*own[:editing], *kinds, *own[editing:]])
+@command(
+    "generation",
+    "[COUNT] [--tokenizer NAME] [--inputs ARGS]",
+    "shows generated tokens; a click branches at one",
+    argument("count", metavar="COUNT", nargs="?", type=int, default=20, help="of tokens at most; default: 20"),
+    _TOKENIZER,
+    (_INPUTS[0], {**_INPUTS[1], "help": "the arguments of generate, in quotes"}),
+    examples=("generation 5 --tokenizer tokenizer",),
+)
+def generation(workspace: Workspace, args: Namespace) -> Any:
+    """Returns a view of the tokens that the active graph generates."""
+    from graphpatch_notebook.notebook.views.generation import generation_of
+
+    return _opened(generation_of, workspace, args, "tokens", max_new_tokens=args.count)
+
+
+def _opened(
+    view_of: Callable[..., Any], workspace: Workspace, args: Namespace, key: str = "tokenizer", **options: Any
+) -> Any:
+    """Returns a view of the active graph, with a tokenizer under `key`, and typed inputs."""
+    active, namespace = workspace.current(), workspace.namespace
+    if args.tokenizer is not None and args.tokenizer not in namespace:
+        raise SessionError(f"--tokenizer takes a variable: {undefined(args.tokenizer, namespace)}")
+    if args.inputs is not None:
+        replace(active.session.origin, arguments=args.inputs)  # raises an error if they are not valid
+    options[key] = namespace.get(args.tokenizer)
+    try:
+        return view_of(active.graph, workspace, typed=args.inputs, **options)
+    except (GraphError, ExperimentError, TypeError) as problem:  # about the user's request: without a traceback
+        raise SessionError(str(problem)) from None
+
+
+@command(
+    "find",
+    "[QUERY]",
+    "finds nodes: mul, op:linear, shape:8192, h_*.mlp",
+    argument("text", metavar="QUERY", nargs="*", completes="query"),
+    notes=_QUERY,
+    examples=("find mlp op:linear -is:patched", "find shape:[1,*,768] is:output"),
+)
+def find(workspace: Workspace, args: Namespace) -> FoundNodes:
+    """Returns a table of the nodes that match a query."""
+    from graphpatch_notebook.notebook import search
+
+    active = workspace.current()
+    try:
+        return search.find(active.graph, " ".join(args.text), _patched(active))
+    except ValueError as problem:
+        raise SessionError(str(problem)) from None
+
+
+def _patched(active: ActiveGraph) -> list[str]:
+    return [patch.path for patch in active.session.chosen.enabled]
+
+
+@command("code", "PATH", "shows the code of a graph or a node", _AT, examples=("code h_0.mlp",))
+def code(workspace: Workspace, args: Namespace) -> CodeText:
+    """Returns the code of a graph, or the source lines that compute a node."""
+    return _place(workspace, args.path)._code
+
+
+@command("shape", "[PATH[slice]]", "shows the recorded shape", _AT, examples=("shape h_0.output[0]",))
+def shape(workspace: Workspace, args: Namespace) -> tuple[Any, ...] | dict[str, Any] | None:
+    """Returns the recorded shape at a path, or the shape of its slice."""
+    session = workspace.current().session
+    place = TypedPath.parse(args.path or "", captured(session.graph).root)
+    if place.slice is None:
+        return _place(workspace, args.path)._shape
+    check = session.check(ChosenPatch(place.path, "zero", slice=place.slice))
+    if check.warning:
+        print(f"warning: {check.warning}")
+    return check.sliced
+
+
+def _place(workspace: Workspace, word: str | None) -> NodePath:
+    root = workspace.current().graph.graph
+    if word in (None, "", "<root>"):
+        return root
+    place = TypedPath.parse(str(word), captured(workspace.current().graph).root)
+    if place.slice is not None:
+        raise SessionError(f"this command does not take a slice: {word!r}; write only the path")
+    try:
+        return root[place.path]
+    except UnknownPathError as problem:
+        raise SessionError(str(problem)) from None
 
 
 @functools.cache
-def _choosing(kind: PatchKind) -> Command:
+def _choosing(kind: PatchKind) -> tuple[CommandParser, Action]:
     word = f" {kind.value.word}" if kind.value is not None else " [NAME]" if kind.keeps is not None else ""
     place = "PATH[slice]" if kind.has_slice else "PATH"
-    parser = _parser(
-        kind.name, f"{place}{word} [OPTIONS]", kind.summary, _PATH + _SLICE * kind.has_slice, kind.examples
-    )
-    parser.add("path", metavar="PATH", completes="node", help="which value: PATH[slice]" if kind.has_slice else _PLACE)
+    where = "which value: PATH[slice]" if kind.has_slice else _PLACE
+    arguments = [argument("path", metavar="PATH", completes="node", help=where)]
     if kind.value is not None:
-        parser.add(
-            "value", metavar=kind.value.word, nargs="*", completes="value", help=kind.value.help.replace("%", "%%")
-        )
+        how = kind.value.help.replace("%", "%%")
+        arguments.append(argument("value", metavar=kind.value.word, nargs="*", completes="value", help=how))
     elif kind.keeps is not None:
-        help_text = "the variable that receives the value when a cell runs; default: a name from the path"
-        parser.add("name", metavar="NAME", nargs="*", completes="name", help=help_text)
-    parser.add("--steps", metavar="STEPS", type=unquoted, completes="steps",
-               help='only in these steps of a generation: prefill, decoding, or numbers: 0, "2, 4", 1:')  # fmt: skip
-    if kind.has_positions:
-        parser.add("--positions", metavar="POSITIONS", type=unquoted, completes="text",
-                   help='only at these sequence positions: 3, "2, 40", 1:5')  # fmt: skip
-        parser.add("--position-dim", metavar="DIM", type=int, completes="text",
-                   help="the sequence dimension, if it cannot be inferred: 1, -2")  # fmt: skip
-    parser.add("--any-shape", action="store_true", help="allow values whose shape differs from the example")
-    parser.add("--allow-empty", action="store_true", help="allow a slice that selects nothing")
-    return Command(parser, lambda workspace, args: actions.choose(workspace, kind, args))
+        how = "the variable that receives the value when a cell runs; default: a name from the path"
+        arguments.append(argument("name", metavar="NAME", nargs="*", completes="name", help=how))
+    parser = parser_of(
+        kind.name,
+        f"{place}{word} [OPTIONS]",
+        kind.summary,
+        *arguments,
+        _STEPS,
+        *(_POSITIONS if kind.has_positions else ()),
+        argument("--any-shape", action="store_true", help="allow values whose shape differs from the example"),
+        argument("--allow-empty", action="store_true", help="allow a slice that selects nothing"),
+        notes=_PATH + _SLICE * kind.has_slice,
+        examples=kind.examples,
+    )
+    return parser, lambda workspace, args: choose(workspace, kind, args)
+
+
+_STEPS = argument(
+    "--steps",
+    metavar="STEPS",
+    type=unquoted,
+    completes="steps",
+    help='only in these steps of a generation: prefill, decoding, or numbers: 0, "2, 4", 1:',
+)
+_POSITIONS = (
+    argument(
+        "--positions",
+        metavar="POSITIONS",
+        type=unquoted,
+        completes="text",
+        help='only at these sequence positions: 3, "2, 40", 1:5',
+    ),
+    argument(
+        "--position-dim",
+        metavar="DIM",
+        type=int,
+        completes="text",
+        help="the sequence dimension, if it cannot be inferred: 1, -2",
+    ),
+)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -248,38 +718,49 @@ def run(workspace: Workspace, line: str, variables: Variables) -> Any:
     workspace.notice_new_graphs()
     name, rest = (*line.split(None, 1), "", "")[:2]
     if not name or name.startswith("#"):
-        return actions.status(workspace)
-    command = commands().get("help" if name in ("-h", "--help") else name)
-    if command is None:
+        return status(workspace)
+    name = "help" if name in ("-h", "--help") else name
+    if name not in commands():
         raise SessionError(_unknown(workspace, name))
     if rest.strip() in ("-h", "--help"):
         print(help_on(name))
         return None
-    arguments = command.parser.parse_line(rest)
+    parser, act = commands()[name]
+    arguments = parser.parse_line(rest)
     for argument in _EXPANDED:
         given = getattr(arguments, argument, None)
         if isinstance(given, list):
             setattr(arguments, argument, [expanded(word, variables) for word in given])
         elif given is not None:
             setattr(arguments, argument, expanded(given, variables))
-    with busy(command.doing) if command.doing else nullcontext():
-        return command.run(workspace, arguments)
+    return act(workspace, arguments)
 
 
 def help_on(name: str) -> str:
     """Returns the help for a command, or for the cell magic."""
     if name == "%%graphpatch":
         return CELL.format_help()
-    command = commands().get(name)
-    if command is None:
+    if name not in commands():
         raise SessionError(f"unknown command {name!r}; nearest: {', '.join(nearest(name, list(commands())))}")
-    return command.parser.format_help()
+    return commands()[name][0].format_help()
+
+
+@command(
+    "help",
+    "[COMMAND]",
+    "shows help for all commands, or for one",
+    argument("names", metavar="COMMAND", nargs="*", completes="command"),
+    examples=("help zero",),
+)
+def show_help(_: Workspace, args: Namespace) -> None:
+    """Prints the help of commands, or the overview."""
+    print("\n".join(map(help_on, args.names)) if args.names else overview())
 
 
 def overview() -> str:
     """Returns the overview of all commands and the cell magic: the summary is right of the usage, or below it."""
     texts = [("%graphpatch", "shows the active graph and the chosen patches")]
-    texts += [(one.line, str(one.description)) for one in (*(c.parser for c in commands().values()), CELL)]
+    texts += [(one.line, str(one.description)) for one in (*(parser for parser, _ in commands().values()), CELL)]
     width = shutil.get_terminal_size((100, 24)).columns
     lines = [
         f"{usage:<44}{summary}" if len(usage) < 44 and len(summary) < width - 44 else f"{usage}\n{'':8}{summary}"

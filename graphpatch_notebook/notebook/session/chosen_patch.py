@@ -1,19 +1,25 @@
-"""Chosen patches: what a user chose for nodes, as text. Values are evaluated when a context is entered."""
+"""Chosen patches: what a user chose for nodes, as text. Values are evaluated when a context is entered.
+
+A patch is of a `PatchKind`: that defines the command of `%graphpatch` with its help and completion, the fields of the
+editor, the checks of a chosen patch, and the code that is exported for it.
+"""
 
 from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterable, Mapping
+import functools
+import keyword
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from msgspec import structs
 from torch import Tensor
 
-from graphpatch_notebook.errors import ChosenPatchError, PatchValueError, SessionError, UntrustedValueError
-from graphpatch_notebook.notebook.messages import PatchFields
+from graphpatch_notebook.errors import ChosenPatchError, PatchValueError, SessionError, cut
+from graphpatch_notebook.notebook.messages import PatchFields, PatchInput, PatchKindForm
 from graphpatch_notebook.notebook.session.expressions import (
     SliceText,
     evaluate,
@@ -25,9 +31,232 @@ from graphpatch_notebook.notebook.session.expressions import (
     parse_steps,
     variable_name,
 )
-from graphpatch_notebook.notebook.session.patch_kinds import FLAGS, PATCH_KINDS, PatchKind
-from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patches.kinds import (
+    AddPatch,
+    CustomPatch,
+    FromPatch,
+    Patch,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    SkipPatch,
+    SplicePatch,
+    StopPatch,
+    ZeroPatch,
+)
 from graphpatch_notebook.paths import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class PatchValue:
+    """The expression that a user types for a patch.
+
+    Attributes:
+        field: The field of the patch class that receives what the expression evaluates to.
+        noun: What that must be.
+        example: An expression, which the editor shows in the empty field.
+        word: How the usage of the command calls it.
+        help: What `%graphpatch help` says about it.
+        is_function: Whether it must be a function.
+        is_text: Whether it must be a text. A literal for what is neither must be a number.
+
+    Example:
+        >>> PatchValue("factor", "a number", "0.5").word
+        'VALUE'
+    """
+
+    field: str
+    noun: str
+    example: str
+    word: str = "VALUE"
+    help: str = (
+        "VALUE is a number, a variable or any Python expression. It is evaluated when a\n"
+        "cell runs under the patches, and must broadcast to the slice."
+    )
+    is_function: bool = False
+    is_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PatchKind:
+    """A kind of patch that users choose by name. `register_patch_kind` adds one.
+
+    Attributes:
+        name: The name: the command is `%graphpatch NAME PATH`.
+        patch: The class. It has a slice if it has a field `slice`, or keeps something.
+        summary: What the patch does, for the help and the editor: `sets the value to zero`.
+        value: What a user types for it, if anything.
+        keeps: The attribute that holds what the patch has kept, which goes into a variable of the user's; `None` for a
+            patch that keeps nothing.
+        keeps_list: Whether that is a list, with one value for each call.
+        examples: What follows `%graphpatch` in the examples of the help.
+        is_elementwise: Whether each entry is treated alike, so that a new dimension in the slice makes no difference.
+
+    Raises:
+        ValueError: The name is not an identifier, or the class does not have the fields.
+
+    Example:
+        >>> kind = PatchKind("nothing", ZeroPatch, "sets the value to zero")
+        >>> kind.fields[:2]
+        ('slice', 'steps')
+    """
+
+    name: str
+    patch: type[Patch[Any]]
+    summary: str
+    value: PatchValue | None = None
+    keeps: str | None = None
+    keeps_list: bool = False
+    examples: tuple[str, ...] = ()
+    is_elementwise: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or keyword.iskeyword(self.name):
+            raise ValueError(f"the name of a patch kind must be an identifier, not {self.name!r}")
+        if self.value is not None and self.value.field not in _field_names(self.patch):
+            raise ValueError(f"{self.patch.__name__} has no field {self.value.field!r}")
+        if self.value is not None and self.keeps is not None:
+            raise ValueError(f"a patch kind takes a value or keeps one, but {self.name!r} does both")
+
+    @property
+    def has_slice(self) -> bool:
+        """Whether it may be limited to a slice of the value."""
+        return self.keeps is not None or "slice" in _field_names(self.patch)
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether it may be limited to positions: a run ends, and a call is replaced, as a whole."""
+        return not (self.patch.stops_run or self.patch.replaces_call)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of a `ChosenPatch` of this kind that a user may fill in, in the order of the editor."""
+        own = {"slice": self.has_slice, "value": self.value is not None, "name": self.keeps is not None}
+        restrictions = {name: self.has_positions or not name.startswith("position") for name in RESTRICTIONS}
+        return tuple(name for name, is_there in {**own, **restrictions}.items() if is_there)
+
+    def message(self) -> PatchKindForm:
+        """Returns what the front end knows of it."""
+        value = None if self.value is None else PatchInput(self.value.noun, self.value.example)
+        return PatchKindForm(self.name, self.summary, list(self.fields), value)
+
+
+FLAGS = ("any_shape", "allow_empty")
+"""The fields of a patch that are `True` or `False`."""
+
+RESTRICTIONS = ("steps", "positions", "position_dim", *FLAGS)
+"""The fields that a patch of every kind has, positions where they make sense: when, where and to what it is applied."""
+
+
+def _field_names(patch: type[Patch[Any]]) -> set[str]:
+    return {field.name for field in fields(patch)}
+
+
+_TENSOR = PatchValue("value", "a number or a tensor", "0.5 * steering")
+
+PATCH_KINDS = {
+    kind.name: kind
+    for kind in (
+        PatchKind(
+            "zero",
+            ZeroPatch,
+            "sets the value to zero",
+            examples=("zero h_0.mlp.output[:, -1]", "zero h_0.attn.output|sub_0 --steps decoding"),
+            is_elementwise=True,
+        ),
+        PatchKind(
+            "add",
+            AddPatch,
+            "adds to the value",
+            value=_TENSOR,
+            examples=("add h_0.output 0.5 * steering", "add h_0.output[:, -1] noise --steps prefill"),
+        ),
+        PatchKind(
+            "replace",
+            ReplacePatch,
+            "replaces the value",
+            value=_TENSOR,
+            examples=("replace h_0.mlp.output other_run", "replace h_0.output[:, 3] torch.ones(768) --any-shape"),
+        ),
+        PatchKind(
+            "probe",
+            ProbePatch,
+            "puts the value in a variable",
+            keeps="activation",
+            examples=("probe h_1.output[:, -1] hidden", "probe h_{i}.mlp.output mlp_{i}"),
+        ),
+        PatchKind(
+            "record",
+            RecordPatch,
+            "puts the values of all calls in a list",
+            keeps="activations",
+            keeps_list=True,
+            examples=("record h_1.output[:, -1] states", "record output|logits --steps decoding"),
+        ),
+        PatchKind(
+            "stop",
+            StopPatch,
+            "ends the run, which returns the value",
+            examples=("stop h_1.output", "stop h_1.output --steps 3"),
+        ),
+        PatchKind(
+            "skip",
+            SkipPatch,
+            "skips the module, whose output is its input",
+            examples=("skip h_1.mlp", "skip h_1 --steps decoding"),
+        ),
+        PatchKind(
+            "copy_from",
+            FromPatch,
+            "replaces the value by another one of the same run",
+            value=PatchValue(
+                "source",
+                "the path of another value in quotes",
+                '"h_0.output"',
+                "SOURCE",
+                "SOURCE is the path of the other value, which comes earlier in the run.",
+                is_text=True,
+            ),
+            examples=(
+                "copy_from h_1.output h_0.output",
+                "copy_from h_1.mlp.output h_0.mlp.output --steps prefill",
+            ),
+        ),
+        PatchKind(
+            "custom",
+            CustomPatch,
+            "applies a function to the value",
+            value=PatchValue(
+                "custom_op",
+                "a function",
+                "lambda x: x.relu()",
+                "FUNCTION",
+                "FUNCTION takes the value and returns another one: a variable, or a lambda.",
+                is_function=True,
+            ),
+            examples=("custom h_0.output lambda value: value.clamp(-1, 1)", "custom h_0.mlp.output[:, -1] rotate"),
+        ),
+        PatchKind(
+            "splice",
+            SplicePatch,
+            "puts a sparse autoencoder in place of the value",
+            value=PatchValue(
+                "sae",
+                "an object with methods encode and decode",
+                "sae",
+                "SAE",
+                "SAE is a sparse autoencoder: an object with methods encode and decode.",
+            ),
+            examples=("splice h_1.output sae", "splice h_0.mlp.output sae --steps prefill"),
+        ),
+    )
+}
+"""All kinds by their names, in the order of the help and the editor."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Chosen patches
+
 
 _CANONICAL = {
     "slice": lambda text: str(parse_slice(text)),
@@ -76,7 +305,7 @@ class ChosenPatch(PatchFields, frozen=True):
     def __post_init__(self) -> None:
         if self.kind not in PATCH_KINDS:
             close, names = nearest(self.kind, list(PATCH_KINDS), 1), ", ".join(PATCH_KINDS)
-            raise ChosenPatchError("kind", f"unknown kind {self.kind!r}; nearest: {close[0]!r} of {names}")
+            raise ChosenPatchError("kind", f"unknown kind {cut(repr(self.kind))}; nearest: {close[0]!r} of {names}")
         kind = self.definition
         if kind.value is not None and self.value is None:
             raise ChosenPatchError("value", f"{self.kind} needs a value: {kind.value.noun}")
@@ -96,7 +325,7 @@ class ChosenPatch(PatchFields, frozen=True):
             with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 literal = ast.literal_eval(str(self.value))
             if not isinstance(literal, str if kind.value.is_text else (int, float, complex)):
-                raise ChosenPatchError("value", f"{self.kind} takes {kind.value.noun}, not {self.value}")
+                raise ChosenPatchError("value", f"{self.kind} takes {kind.value.noun}, not {cut(str(self.value))}")
         if self.position_dim is not None and self.positions is None:
             raise ChosenPatchError("position_dim", f"position_dim={self.position_dim} has no effect without positions")
 
@@ -117,14 +346,10 @@ class ChosenPatch(PatchFields, frozen=True):
 
     def restrictions(self) -> dict[str, Any]:
         """Returns the fields of a `Patch` that restrict when and where it is applied, if they are set."""
-        found: dict[str, Any] = {}
-        if self.steps is not None:
-            found["steps"] = parse_steps(self.steps)
-        if self.positions is not None:
-            found["positions"] = parse_positions(self.positions)
-        if self.position_dim is not None:
-            found["position_dim"] = self.position_dim
-        return found | {flag: True for flag in FLAGS if getattr(self, flag)}
+        parse: dict[str, Callable[[Any], Any]] = {"steps": parse_steps, "positions": parse_positions}
+        typed = {name: getattr(self, name) for name in RESTRICTIONS}
+        given = {name: value for name, value in typed.items() if value is not None and value is not False}
+        return {name: parse[name](value) if name in parse else value for name, value in given.items()}
 
     def patch(self, namespace: dict[str, Any]) -> Patch[Any]:
         """Returns the patch, with its value and slice evaluated in the user's `namespace`.
@@ -132,11 +357,11 @@ class ChosenPatch(PatchFields, frozen=True):
         The patch of a kind that keeps something does not have the slice: `taken` applies it.
 
         Raises:
-            UntrustedValueError: The value is from a file that the user has not trusted yet.
+            SessionError: The value is from a file that the user has not trusted yet.
             Exception: Any error of the value's expression.
         """
         if self.untrusted is not None:
-            raise UntrustedValueError(
+            raise SessionError(
                 f"the value is code from {self.untrusted.name!r}, which you have not trusted: nothing ran; read the "
                 f"value, then trust the file with {self.untrusted.repair}, or disable #{self.number}"
             )
@@ -210,16 +435,25 @@ class ChosenPatches:
 
     def only(self, numbers: Iterable[int]) -> ChosenPatches:
         """Returns the patches with these numbers, in the order of the session."""
-        wanted = {self.find(number).number for number in numbers}
+        wanted = set(numbers)
+        for unknown in wanted - {patch.number for patch in self.patches}:
+            self.find(unknown)  # raises the error
         return replace(self, patches=tuple(patch for patch in self.patches if patch.number in wanted))
+
+
+def fields_of(patch: PatchFields) -> dict[str, Any]:
+    """Returns what a user types for a patch, by field."""
+    return {name: getattr(patch, name) for name in PatchFields.__struct_fields__}
 
 
 def names_used(patches: Iterable[ChosenPatch]) -> set[str]:
     """Returns the names that values and slices use, including builtins."""
-    names: set[str] = set()
-    for patch in patches:
-        names |= {*(free_names(patch.value) if patch.value else ()), *(patch.index.names if patch.index else ())}
-    return names
+    return {name for patch in patches for name in _names_in(patch.value, patch.slice)}
+
+
+@functools.lru_cache(10_000)
+def _names_in(value: str | None, index: str | None) -> frozenset[str]:
+    return frozenset((*(free_names(value) if value else ()), *(parse_slice(index).names if index else ())))
 
 
 def unknown_names(patch: ChosenPatch, namespace: dict[str, Any]) -> str:

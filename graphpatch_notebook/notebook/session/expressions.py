@@ -21,7 +21,7 @@ import torch
 
 from graphpatch_notebook.errors import SessionError, cut
 from graphpatch_notebook.patches.selections import NAMED_STEPS
-from graphpatch_notebook.patches.slices import index_text, indexed_dimensions, selection_problem
+from graphpatch_notebook.patches.slices import LARGEST_INDEX, index_text, indexed_dimensions, selection_problem
 from graphpatch_notebook.paths import nearest
 
 # These nodes run no code except that of the objects that the names refer to.
@@ -167,7 +167,7 @@ def variable_name(text: str) -> str:
     elif name.startswith("_") or name in _OF_IPYTHON:
         why = "is like the variables of IPython"
     if why:
-        raise ValueError(f"{name!r} {why}: choose another name")
+        raise ValueError(f"{cut(repr(name))} {why}: choose another name")
     return name
 
 
@@ -233,7 +233,8 @@ def written_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], namespace:
 
 
 _WHAT_A_SLICE_IS = (
-    "integers, slices such as 3:5 (whose step is 1 or more), `...`, None, names of variables and lists of integers"
+    f"integers up to {LARGEST_INDEX}, slices such as 3:5 (whose step is 1 or more), `...`, None, names of variables "
+    "and lists of integers"
 )
 _KEY = "__s_"
 
@@ -298,12 +299,14 @@ def parse_slice(text: str) -> SliceText:
     if text.strip() in ("", "()"):
         raise ValueError("a slice is empty; for the whole value, leave the brackets out")
     # On a line of its own, so that line breaks are allowed and the text cannot close the brackets.
-    index = parsed(f"_[\n{text}\n]", what, text)
+    source = f"_[\n{text}\n]"
+    index = parsed(source, what, text)
     if not (isinstance(index, ast.Subscript) and isinstance(index.value, ast.Name)):
         raise ValueError(f"{cut(repr(text))} is not {what}")
     parts = index.slice.elts if isinstance(index.slice, ast.Tuple) else [index.slice]
     if wrong := next((part for part in parts if not _is_part(part)), None):
-        raise ValueError(f"{cut(ast.unparse(wrong))!r} is not allowed in a slice: write {_WHAT_A_SLICE_IS}")
+        shown = cut(str(ast.get_source_segment(source, wrong)))  # which Python does not refuse to write as a text
+        raise ValueError(f"{shown!r} is not allowed in a slice: write {_WHAT_A_SLICE_IS}")
     if sum(ast.unparse(part) == "..." for part in parts) > 1:
         raise ValueError(f"{cut(repr(text))} is a slice with more than one `...`; write `:` for single dimensions")
     return SliceText(", ".join(map(ast.unparse, parts)), tuple(parts))
@@ -312,8 +315,10 @@ def parse_slice(text: str) -> SliceText:
 def _is_part(node: ast.expr) -> bool:
     if isinstance(node, ast.Slice):
         bounds = [bound for bound in (node.lower, node.upper, node.step) if bound is not None]
+        if not all(map(_is_atom, bounds)):
+            return False
         step = "1" if node.step is None else ast.unparse(node.step)
-        return all(map(_is_atom, bounds)) and not step.startswith("-") and step != "0"  # as torch supports
+        return not step.startswith("-") and step != "0"  # as torch supports
     if isinstance(node, ast.List):
         return bool(node.elts) and all(_is_atom(one) and ast.unparse(one) != "None" for one in node.elts)
     return _is_atom(node) or (isinstance(node, ast.Constant) and node.value is Ellipsis)
@@ -322,8 +327,9 @@ def _is_part(node: ast.expr) -> bool:
 def _is_atom(node: ast.expr) -> bool:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         node = node.operand
-        return isinstance(node, ast.Constant) and type(node.value) is int
-    return isinstance(node, ast.Name) or (isinstance(node, ast.Constant) and type(node.value) in (int, type(None)))
+        return isinstance(node, ast.Constant) and type(node.value) is int and node.value <= LARGEST_INDEX
+    value = node.value if isinstance(node, ast.Constant) else node
+    return isinstance(value, ast.Name) or value is None or (type(value) is int and value <= LARGEST_INDEX)
 
 
 def _names_in(node: ast.expr) -> list[str]:
@@ -399,7 +405,8 @@ def parse_positions(text: str) -> Any:
         if kinds == {int} or (kinds == {list} and (is_nested or len(rows) > 1)):
             return rows
     raise ValueError(
-        f"{text!r} is not a list of whole numbers; write 3, or 2, 40, or 1:5; for each row of the batch, [3], [5]"
+        f"{cut(repr(text))} is not a list of whole numbers; write 3, or 2, 40, or 1:5; for each row of the batch, "
+        "[3], [5]"
     )
 
 
@@ -416,7 +423,7 @@ def parse_steps(text: str) -> Any:
     except ValueError as error:
         raise ValueError(f"{error}; steps are also named {' and '.join(NAMED_STEPS)}") from None
     if _is_rows(found):
-        raise ValueError(f"{text!r}: steps are the same for each row of the batch")
+        raise ValueError(f"{cut(repr(text))}: steps are the same for each row of the batch")
     return found
 
 

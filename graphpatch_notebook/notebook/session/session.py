@@ -12,16 +12,17 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.names import is_component_name
-from graphpatch_notebook.errors import ChosenPatchError, GraphPatchWarning, SessionError, StaleEditError
+from graphpatch_notebook.errors import ChosenPatchError, GraphPatchWarning, SessionError, cut
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve
 from graphpatch_notebook.notebook.display.tables import visible
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
@@ -55,11 +56,43 @@ class ResolvedPatches:
     observing: tuple[tuple[ChosenPatch, Patch[Any]], ...]  # those that keep something
 
 
+class PatchVariables:
+    """The variables that patches fill and use. Adding a patch takes as long among thousands as among few."""
+
+    def __init__(self, patches: Iterable[ChosenPatch] = ()) -> None:
+        self._filling: dict[str, list[ChosenPatch]] = {}
+        self._using: dict[str, list[ChosenPatch]] = {}
+        for patch in patches:
+            self.add(patch)
+
+    def add(self, patch: ChosenPatch) -> None:
+        """Adds a patch."""
+        if patch.name is not None:
+            self._filling.setdefault(patch.name, []).append(patch)
+        for name in names_used([patch]):
+            self._using.setdefault(name, []).append(patch)
+
+    def filling(self, name: str, besides: ChosenPatch) -> ChosenPatch | None:
+        """Returns the first patch that fills a variable, besides one."""
+        return next((patch for patch in self._filling.get(name, ()) if patch is not besides), None)
+
+    def warning_of_uses(self, patch: ChosenPatch) -> str | None:
+        """Returns a warning if the patch uses a variable that another one fills, or the other way round."""
+        is_used = any(other is not patch for other in self._using.get(patch.name or "", ()))
+        probes = (self.filling(name, patch) for name in sorted(names_used([patch])))
+        probe = patch if is_used else next(filter(None, probes), None)
+        if probe is None:
+            return None
+        return (
+            f"{cut(repr(probe.name))} is what ({visible(str(probe))}) keeps: each run uses what the run before it kept"
+        )
+
+
 class Session:
     """The patches chosen for one `PatchableGraph`, with undo and redo. Safe to use from several threads.
 
     Each edit makes a new `ChosenPatches`, or raises and changes nothing. An edit with `based_on` is refused with a
-    `StaleEditError` if the session has a newer version. The session does not keep the graph alive.
+    `ChosenPatchError` if the session has a newer version. The session does not keep the graph alive.
 
     Example:
         >>> import torch
@@ -78,6 +111,7 @@ class Session:
     def __init__(self, graph: PatchableGraph, origin: Origin | None = None) -> None:
         self._graph = weakref.ref(graph)
         self.origin = origin or Origin()
+        self.variables: Callable[[], Mapping[str, Any]] = dict  # those of the user, once a workspace has the session
         self._lock = threading.RLock()
         self._chosen = ChosenPatches()
         self._last_number = 0
@@ -111,7 +145,7 @@ class Session:
         with self._lock:
             self._check_version(based_on)
             before = self._chosen.patches
-            patches = list(make(before))
+            known, patches = set(before), list(make(before))
             # A number is never reused, because a cell that names it may run again.
             last = self._last_number
             for at, patch in enumerate(patches):
@@ -119,9 +153,10 @@ class Session:
                     last += 1
                     patches[at] = patch.with_fields(number=last)
                 last = max(last, patch.number)
+            variables = PatchVariables(patches)
             for at, patch in enumerate(patches):
-                if patch not in before:
-                    patches[at] = self.check(patch, [*patches[:at], *patches[at + 1 :]]).patch
+                if patch not in known:
+                    patches[at] = self.check(patch, variables).patch
             after = tuple(patches)
             if after != before:
                 self._last_number = last
@@ -181,6 +216,10 @@ class Session:
         return self._step(self._undone, self._done, based_on)
 
     @property
+    def _names(self) -> set[str | None]:
+        return {patch.name for patch in self._chosen.patches}
+
+    @property
     def can_undo(self) -> bool:
         """Whether there is an edit to undo."""
         return bool(self._done)
@@ -201,9 +240,10 @@ class Session:
 
     def _check_version(self, based_on: int | None) -> None:
         if based_on is not None and based_on != self._chosen.version:
-            raise StaleEditError(
+            raise ChosenPatchError(
+                "version",
                 f"the chosen patches have changed (version {self._chosen.version}, not {based_on}); "
-                "look at them again and repeat the edit"
+                "look at them again and repeat the edit",
             )
 
     def _publish(self, patches: _Patches) -> None:
@@ -223,27 +263,34 @@ class Session:
             A function that removes the listener.
         """
         self._listeners.append(listener)
-
-        def stop() -> None:
-            with suppress(ValueError):
-                self._listeners.remove(listener)
-
-        return stop
+        return lambda: self._listeners.remove(listener)
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
-    def check(self, patch: ChosenPatch, others: Iterable[ChosenPatch] | None = None) -> Check:
+    def check(self, patch: ChosenPatch, others: PatchVariables | Iterable[ChosenPatch] | None = None) -> Check:
         """Returns the value that a patch would be applied to. Does not change the session.
 
         It is a warning if a patch uses a variable that a probe fills: each run would use what the run before it kept.
+        A variable of the user's that holds a module, function or class is not filled.
 
         Raises:
             ChosenPatchError: It cannot be applied; `field` is the field that is wrong.
         """
-        there = tuple(self._chosen.patches if others is None else others)
+        others = self._chosen.patches if others is None else others
+        there = others if isinstance(others, PatchVariables) else PatchVariables(others)
         root = captured(self.graph).root
-        _check_name(patch, there, self.origin)
-        used = _warning_of_uses(patch, there)
+        if patch.name is not None:
+            shown, value = cut(repr(patch.name)), self.variables().get(patch.name)
+            if other := there.filling(patch.name, patch):
+                why = f"#{other.number} puts {other.path!r} in {shown}"
+                raise ChosenPatchError("name", f"{why}: choose another variable")
+            if patch.name in self.origin.names:
+                raise ChosenPatchError("name", f"{shown} is used to make the graph: choose another variable")
+            is_code = callable(value) or issubclass(type(value), ModuleType)
+            if is_code and patch.name not in self._names:  # a patch that was chosen earlier can still be disabled
+                why = f"{shown} is a {type(value).__name__}, which a run would overwrite"
+                raise ChosenPatchError("name", f"{why}: choose another variable")
+        used = there.warning_of_uses(patch)
         try:
             target = _target(root, patch)
         except Unresolvable as problem:
@@ -265,7 +312,7 @@ class Session:
             >>> Session(pg).free_name("sub_0.linear")
             'sub_0_linear'
         """
-        mine = {patch.name for patch in self._chosen.patches} | self.origin.names
+        mine = self._names | self.origin.names
         base = name_of_path(path)
         names = itertools.chain([base], numbered(base))
         return next(name for name in names if name not in mine and name not in taken and not is_reserved(name))
@@ -280,18 +327,16 @@ class Session:
         """
         enabled = (self._chosen if chosen is None else chosen).enabled
         made: dict[int, Patch[Any]] = {}
-        problems: list[str] = []
-        cause: Exception | None = None
-        for one in enabled:
+        problems: dict[str, Exception] = {}
+        paths = by_value(captured(self.graph).root, enabled)
+        for one in (one for same in paths.values() for one in same):  # in the order of exported code
             try:
                 made[one.number] = one.patch(namespace)
             except Exception as error:
-                cause = cause or error
-                problems.append(f"#{one.number} ({visible(str(one))}): {type(error).__name__}: {error}")
+                problems[f"#{one.number} ({visible(str(one))}): {type(error).__name__}: {error}"] = error
                 continue
         if problems:
-            raise SessionError("; ".join(problems)) from cause
-        paths = by_value(captured(self.graph).root, enabled)
+            raise SessionError("; ".join(problems)) from next(iter(problems.values()))
         patch_map = {path: [made[one.number] for one in same] for path, same in paths.items()}
         observing = ((one, made[one.number]) for one in enabled if one.definition.keeps is not None)
         return ResolvedPatches(patch_map, tuple(observing))
@@ -310,6 +355,8 @@ def name_of_path(path: str) -> str:
     Example:
         >>> name_of_path("transformer.h_3.mlp.output"), name_of_path('0."a.b"')
         ('h_3_mlp_output', 'node_0_a_b')
+        >>> name_of_path("h_3.sub_0.output"), name_of_path("encoder.mlp.output")
+        ('sub_0_output', 'mlp_output')
     """
     parsed = ParsedPath((path,)) if is_component_name(path) else parse_path(path)
     last = len(parsed.names) - 1
@@ -346,13 +393,8 @@ def by_value(root: Frame, patches: Sequence[ChosenPatch]) -> dict[str, list[Chos
 def _target(root: Frame, patch: ChosenPatch) -> Target:
     """Returns the value that a patch is on: what a module returns, if the patch replaces its call."""
     replaces_call = patch.definition.patch.replaces_call
-    try:
-        target = resolve(root, patch.path)
-    except Unresolvable:
-        call = target_of_call(root, patch.path) if replaces_call else None
-        if call is None:
-            raise
-        target = call
+    call = target_of_call(root, patch.path) if replaces_call else None
+    target = call or resolve(root, patch.path)
     if replaces_call and patch.value is None:
         try:
             check_call(target, patch.definition.patch())
@@ -378,29 +420,6 @@ def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> tup
         if patch.any_shape:
             return None, None
         raise ChosenPatchError("slice", f"{target.text!r}: {error}") from None
-
-
-def _check_name(patch: ChosenPatch, others: Iterable[ChosenPatch], origin: Origin) -> None:
-    """Checks that no other patch fills the variable of a patch, and that the graph was not made from it."""
-    if patch.name is None:
-        return
-    for other in others:
-        if other.name == patch.name:
-            raise ChosenPatchError(
-                "name", f"#{other.number} puts {other.path!r} in {patch.name!r}: choose another variable"
-            )
-    if patch.name in origin.names:
-        raise ChosenPatchError("name", f"{patch.name!r} is used to make the graph: choose another variable")
-
-
-def _warning_of_uses(patch: ChosenPatch, others: Iterable[ChosenPatch]) -> str | None:
-    """Returns a warning if the patch uses a variable that another one fills, or the other way round."""
-    for other in others:
-        for user, probe in ((patch, other), (other, patch)):
-            # The search in the text is fast.
-            if probe.name and probe.name in f"{user.value} {user.slice}" and probe.name in names_used([user]):
-                return f"{probe.name!r} is what ({probe}) keeps: each run uses what the run before it kept"
-    return None
 
 
 _sessions: weakref.WeakKeyDictionary[PatchableGraph, Session] = weakref.WeakKeyDictionary()

@@ -6,14 +6,15 @@
       "origin": {"graph": "pg", "model": "model", "arguments": "ids"},
       "patches": [
         {"path": "h_0.mlp.output", "kind": "zero", "slice": ":, -1"},
-        {"path": "h_1.attn.weights", "kind": "probe", "name": "seen", "enabled": false, "op": "softmax"}
-      ]
+        {"path": "h_1.attn.weights", "kind": "probe", "name": "seen", "enabled": false}
+      ],
+      "meanings": {"h_1.attn": {"weights": {"operation": "op softmax", "line": "forward: weights = ..."}, ...}, ...}
     }
 
-`op` is the operation that computes the value. In another version of a model's code the name may belong to another
-operation; such a patch is left out. `origin` shows how the graph was made, with `null` for what is not known. Reading a
-file evaluates nothing: values are texts until a patch context is entered, and values that are code are not evaluated
-then unless the user trusts the file.
+`meanings` is what the names mean that the patches use. In another version of a model's code, or another process, a name
+may be of another value; such a patch is left out. (Older files have `op`, the operation.) `origin` shows
+how the graph was made, with `null` for what is not known. Reading a file evaluates nothing: values are texts until a
+patch context is entered, and values that are code are not evaluated then unless the user trusts the file.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from typing import Annotated, Literal
 import msgspec
 from IPython.paths import get_ipython_dir
 
-from graphpatch_notebook.errors import ChosenPatchError, SessionFileError, cut
-from graphpatch_notebook.inspection.resolution import operation_of, other_operation, with_nearest
+from graphpatch_notebook.errors import ChosenPatchError, SessionError, cut
+from graphpatch_notebook.inspection.meanings import Meanings, differing_names, meanings, targets_of
+from graphpatch_notebook.inspection.node_map import kept_for
+from graphpatch_notebook.inspection.resolution import with_nearest
 from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.notebook.messages import Message, PatchFields
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, UntrustedFile
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, UntrustedFile, fields_of
 from graphpatch_notebook.notebook.session.expressions import Origin, is_plain
-from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.session import PatchVariables, Session
 from graphpatch_notebook.patchable_graph import captured
+from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.warning_places import warn_each_time
 
 _MOST_PROBLEMS = 20
@@ -53,6 +57,7 @@ class _SessionFile(Message):
     version: Literal[1]
     patches: Annotated[list[_Entry], msgspec.Meta(max_length=10_000)]
     origin: Origin = Origin()
+    meanings: Meanings = msgspec.field(default_factory=dict)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -61,12 +66,10 @@ class _SessionFile(Message):
 
 def dumps(session: Session) -> str:
     """Returns the chosen patches of a session, and where its graph came from, as JSON."""
-    root = captured(session.graph).root
-    entries = []
-    for patch in session.chosen.patches:
-        fields = {name: getattr(patch, name) for name in PatchFields.__struct_fields__}
-        entries.append(_Entry(**fields, enabled=patch.is_enabled, op=operation_of(root, patch.path)))
-    content = _SessionFile("graphpatch-session", 1, entries, session.origin)
+    entries = [_Entry(**fields_of(patch), enabled=patch.is_enabled) for patch in session.chosen.patches]
+    nodes = session.graph.nodes
+    used = targets_of(nodes, (entry.path for entry in entries))
+    content = _SessionFile("graphpatch-session", 1, entries, session.origin, meanings(nodes, used))
     return msgspec.json.format(msgspec.json.encode(content), indent=2).decode() + "\n"
 
 
@@ -76,7 +79,7 @@ def save(session: Session, file: str | os.PathLike[str], force: bool = False) ->
     The file is trusted from now on, unless it contains values that are not trusted.
 
     Raises:
-        SessionFileError: The file cannot be written, or is not a session file; it is not changed.
+        SessionError: The file cannot be written, or is not a session file; it is not changed.
     """
     text = dumps(session)
     target = write_text(file, text, None if force else _content)
@@ -103,7 +106,7 @@ def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = Fals
     `GraphPatchWarning` names each, with the nearest paths. The origin of the session does not change.
 
     Raises:
-        SessionFileError: The file cannot be read or is not valid, or none of its patches fits this graph; the message
+        SessionError: The file cannot be read or is not valid, or none of its patches fits this graph; the message
             names all problems, and nothing was changed.
     """
     try:
@@ -112,7 +115,7 @@ def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = Fals
         is_trusted = is_trusted or _is_trusted(source.digest)
         loaded = loads(session, data, f"{str(file)!r}: ", None if is_trusted else source)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise SessionFileError(f"{str(file)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise SessionError(f"{str(file)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if is_trusted:
         _trust(source.digest)
     return loaded
@@ -139,15 +142,18 @@ def loads(
     found: list[ChosenPatch] = []
     problems: list[str] = []
     misfits: list[str] = []  # the problems with this graph, not with the file
-    for position, entry in enumerate(_content(text).patches):
+    variables = PatchVariables()
+    content = _content(text)
+    for position, entry in enumerate(content.patches):
         try:
-            found.append(_checked(session, entry, found))
+            found.append(_checked(session, entry, variables, content.meanings))
+            variables.add(found[-1])
         except ChosenPatchError as problem:
             kind = misfits if problem.field in ("path", "slice") else problems
             kind.append(cut(f"patches[{position}]: {problem}", _LONGEST_PROBLEM))
             continue
     if problems or (misfits and not found):
-        raise SessionFileError(_listed([*problems, *misfits]))
+        raise SessionError(_listed([*problems, *misfits]))
     loaded = session.edit(lambda _: [one.with_fields(untrusted=source) if _is_code(one) else one for one in found])
     if misfits:
         many = f"{len(misfits)} of {len(misfits) + len(found)} patches do not fit this graph, and were left out"
@@ -155,19 +161,27 @@ def loads(
     return loaded
 
 
-def _checked(session: Session, entry: _Entry, others: list[ChosenPatch]) -> ChosenPatch:
+def _checked(session: Session, entry: _Entry, others: PatchVariables, there: Meanings) -> ChosenPatch:
     """Returns the patch of an entry as the session would choose it."""
     root = captured(session.graph).root
-    fields = {name: getattr(entry, name) for name in PatchFields.__struct_fields__}
-    patch = ChosenPatch(**fields, is_enabled=entry.enabled)
+    patch = ChosenPatch(**fields_of(entry), is_enabled=entry.enabled)
     try:
         checked = session.check(patch, others).patch
     except ChosenPatchError as problem:
         if problem.field != "path":
             raise
         raise ChosenPatchError("path", with_nearest(root, patch.path, str(problem))) from None
-    if other := other_operation(root, checked.path, entry.op):
-        raise ChosenPatchError("path", other)
+    nodes = session.graph.nodes
+    used = targets_of(nodes, [checked.path])
+    if entry.op is not None and not there:
+        there = {
+            format_path(t.frame.path): {t.node.name: {"operation": f"op {entry.op}"}}
+            for t in used
+            if not t.node.is_size
+        }
+    if differing := differing_names(kept_for(nodes, meanings), there, used):
+        message = f"names mean other values here than where it was saved: {differing}"
+        raise ChosenPatchError("path", with_nearest(root, checked.path, message))
     return checked
 
 
@@ -177,11 +191,11 @@ def _listed(problems: list[str]) -> str:
 
 
 def _content(text: str | bytes) -> _SessionFile:
-    """Returns the content of a text; raises a `SessionFileError` if it is not a session that this version can read."""
+    """Returns the content of a text; raises a `SessionError` if it is not a session that this version can read."""
     try:
         return msgspec.json.decode(text, type=_SessionFile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise SessionFileError(f"it is not a session: {error}") from None
+        raise SessionError(f"it is not a session: {error}") from None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -194,11 +208,11 @@ def write_text(file: str | os.PathLike[str], text: str, check_overwritten: Calla
     Args:
         file: The file.
         text: Its new content.
-        check_overwritten: Raises a `SessionFileError` for a content that must not be overwritten; `None` overwrites
+        check_overwritten: Raises a `SessionError` for a content that must not be overwritten; `None` overwrites
             everything but read-only files.
 
     Raises:
-        SessionFileError: The file cannot be written, or must not be; its content is not changed.
+        SessionError: The file cannot be written, or must not be; its content is not changed.
     """
     try:
         target = Path(os.path.realpath(Path(file).expanduser()))
@@ -208,14 +222,12 @@ def write_text(file: str | os.PathLike[str], text: str, check_overwritten: Calla
             check_overwritten(target.read_bytes())
         with whole_file(target) as written:
             written.write_bytes(text.encode())
-    except SessionFileError as problem:
-        raise SessionFileError(
+    except SessionError as problem:
+        raise SessionError(
             f"{str(file)!r} would be overwritten, but {problem}; choose another name, or add --force"
         ) from None
     except (OSError, RuntimeError, ValueError) as error:  # an unknown user in `~user`, a null character
-        raise SessionFileError(
-            f"{str(file)!r} cannot be written: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        raise SessionError(f"{str(file)!r} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     return target
 
 

@@ -10,11 +10,11 @@ from typing import Any, TypeGuard, TypeVar
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.errors import ChosenPatchError, SessionError
+from graphpatch_notebook.errors import ChosenPatchError, SessionError, cut
 from graphpatch_notebook.notebook.search import index_of
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import written_arguments
-from graphpatch_notebook.notebook.session.session import Session, session_of
+from graphpatch_notebook.notebook.session.session import PatchVariables, Session, session_of
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.paths import nearest
 
@@ -61,8 +61,7 @@ class Workspace:
 
     def _variables(self) -> list[tuple[str, Any]]:
         """Returns the variables without those of IPython."""
-        variables = list(self.namespace.items())
-        return [(name, value) for name, value in variables if type(name) is str and not name.startswith("_")]
+        return [one for one in list(self.namespace.items()) if type(one[0]) is str and not one[0].startswith("_")]
 
     def use(self, name: str) -> ActiveGraph:
         """Makes the graph in a variable the active one."""
@@ -77,11 +76,11 @@ class Workspace:
         value = self.namespace.get(name)
         if is_a(value, PatchableGraph):
             return self._active(name, value)
+        what = f"unknown variable {name!r}"
         if name in self.namespace:
             what = f"{name!r} is not a PatchableGraph but an object of {type(value).__name__}"
-        else:
-            what = f"unknown variable {name!r}"
-        raise SessionError(f"{what}; {self._what_is_there(name)}")
+        graphs = list(self.graphs())
+        raise SessionError(f"{what}; " + (f"graphs: {', '.join(nearest(name, graphs))}" if graphs else self.first_step))
 
     def current(self) -> ActiveGraph:
         """Returns the active graph: the one picked by name, or else the only one.
@@ -103,10 +102,6 @@ class Workspace:
         known = session_of(graph).origin.graph
         return self._active(known if known in graphs else next(iter(graphs)), graph)
 
-    def _what_is_there(self, name: str) -> str:
-        graphs = list(self.graphs())
-        return f"graphs: {', '.join(nearest(name, graphs))}" if graphs else self.first_step
-
     @property
     def first_step(self) -> str:
         """The command that makes a graph."""
@@ -114,8 +109,8 @@ class Workspace:
 
     def models(self) -> list[str]:
         """Returns the names of the variables that hold modules other than graphs."""
-        variables = self._variables()
-        return [name for name, value in variables if is_a(value, Module) and not is_a(value, PatchableGraph)]
+        modules = [(name, value) for name, value in self._variables() if is_a(value, Module)]
+        return [name for name, value in modules if not is_a(value, PatchableGraph)]
 
     def notice_new_graphs(self) -> None:
         """Transfers patches to the new graph if a variable holds another graph than at the previous command."""
@@ -130,6 +125,7 @@ class Workspace:
 
     def _active(self, name: str, graph: PatchableGraph) -> ActiveGraph:
         session = session_of(graph)
+        session.variables = self._namespace
         self._sessions.setdefault(name, session)
         if session.origin.graph != name:
             session.origin = replace(session.origin, graph=name)
@@ -176,6 +172,13 @@ class Results:
         """Returns the names of all other variables."""
         return {name for name in list(self._namespace()) if not self.is_own(name)}
 
+    def overwritten(self, patches: Iterable[ChosenPatch]) -> str:
+        """Returns a note about the user's variables that the next run overwrites; an empty text without any."""
+        there = self._namespace()
+        names = [one.name for one in patches if one.name in there and not self.is_own(one.name)]
+        shown = cut(", ".join(names), 400)
+        return f"the next run overwrites the variable{'s' * (len(names) > 1)} {shown}" if names else ""
+
     def is_own(self, name: str) -> bool:
         """Whether a variable still holds the value that was put there. Of numbers, that is not known."""
         tensor = _tensor_of(self._namespace().get(name))
@@ -207,10 +210,12 @@ def counted(count: int) -> str:
 def transfer(patches: tuple[ChosenPatch, ...], session: Session) -> None:
     """Chooses the patches of the graph that the variable held before, and prints which were dropped."""
     kept: list[ChosenPatch] = []
+    variables = PatchVariables()
     dropped: list[str] = []
     for patch in patches:
         try:
-            kept.append(session.check(patch, kept).patch)
+            kept.append(session.check(patch, variables).patch)
+            variables.add(kept[-1])
         except ChosenPatchError as problem:
             dropped.append(f"dropped #{patch.number} {patch}: {problem}")
             continue

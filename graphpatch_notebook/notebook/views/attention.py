@@ -14,7 +14,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import traitlets
@@ -25,15 +25,23 @@ from graphpatch_notebook.errors import GraphError, SessionError
 from graphpatch_notebook.experiments.elsewhere import RemoteGraph
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.notebook.display.tables import escaped
-from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
+from graphpatch_notebook.notebook.display.tokens import TokenInputs
 from graphpatch_notebook.notebook.messages import Head, HeadRequest
-from graphpatch_notebook.notebook.run.model_calls import RunInputs
+from graphpatch_notebook.notebook.runs import RunInputs
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.linked import ComputedView, Patches, inputs_of_view, session_for_view
-from graphpatch_notebook.notebook.views.requests import Answer, Handlers, RequestContext
+from graphpatch_notebook.notebook.views.linked import (
+    Answer,
+    ComputedView,
+    Handlers,
+    Patches,
+    RequestContext,
+    inputs_of_view,
+    session_for_view,
+)
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.texts import token_text
 
 MEAN = -1
 """The row that is the mean over the batch."""
@@ -54,9 +62,11 @@ class AxisTokens:
             return cls(rows, [])
         found = TokenInputs.of(graph, inputs.args, inputs.kwargs)
         first: Any = inputs.kwargs.get("input_ids", inputs.args[0] if inputs.args else None)
-        queries = found.batch or ([found.ids] if found.ids is not None else [])
-        keys = first.tolist() if _is_ids(first) and first[0].tolist() != found.ids else []
-        return cls(_texts(queries, tokenizer), _texts(keys, tokenizer))
+        is_ids = isinstance(first, Tensor) and first.dim() == 2 and not first.is_floating_point() and first.numel() > 0
+        keys = first.tolist() if is_ids and first.tolist() != found.batch else []
+        if tokenizer is None:
+            return cls([], [])
+        return cls(*([[token_text(tokenizer, token) for token in row] for row in rows] for rows in (found.batch, keys)))
 
     def labels(self, count: int, row: int, *, is_encoder: bool) -> list[str]:
         """Returns a label for each of `count` positions: its token (of a mean, if all rows have it), or its number."""
@@ -68,14 +78,6 @@ class AxisTokens:
         return [
             texts[0] if len({*texts}) == 1 else str(position) for position, texts in enumerate(zip(*rows, strict=True))
         ]
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() and value.numel() > 0
-
-
-def _texts(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[list[str]]:
-    return [[token_text(tokenizer, token) for token in row] for row in rows] if tokenizer is not None else []
 
 
 class AttentionView(ComputedView):
@@ -143,11 +145,11 @@ class AttentionView(ComputedView):
         return clean, self._patterns(graph, patches) if patches else None
 
     def _patterns(self, graph: PatchableGraph, patches: Patches) -> list[LayerPatterns]:
-        args, kwargs = self._inputs.copy()
+        given = (self._layers, patches, *self._inputs.copy())
         if isinstance(graph, RemoteGraph):  # quantized there, so that little is sent
-            found: list[LayerPatterns] = graph.run_there(patterns_of_run, self._layers, patches, args, kwargs)
+            found: list[LayerPatterns] = graph.run_there(patterns_of_run, *given)
             return found
-        return patterns_of_run(graph, self._layers, patches, args, kwargs)
+        return patterns_of_run(graph, *given)
 
     def _keep(self, found: tuple[list[LayerPatterns], list[LayerPatterns] | None]) -> None:
         self._clean, self._patched = found
@@ -163,7 +165,7 @@ class AttentionView(ComputedView):
             raise SessionError(f"there is no head {head} in layer {layer} of this view")
         part = found[layer].cells
         cells = part.cells[self._place, head].contiguous().numpy().tobytes()
-        return Head([float(part.scales[self._place, head])]), [cells]
+        return Head(float(part.scales[self._place, head])), [cells]
 
     # -- traits --------------------------------------------------------------------------------------------------------
 
@@ -183,9 +185,7 @@ class AttentionView(ComputedView):
     def _is_mean(self) -> bool:
         return self._count > 1 and self.row == MEAN
 
-    @traitlets.validate("row")
-    def _checked_row(self, proposal: Any) -> Any:
-        return self._checked(proposal)
+    _checked_row = traitlets.validate("row")(ComputedView.checked)
 
     def _check(self, name: str, value: Any) -> None:
         super()._check(name, value)
@@ -200,13 +200,10 @@ class AttentionView(ComputedView):
     def _makers(self) -> Mapping[str, Callable[[], Any]]:
         runs = [run for run in (self._clean, self._patched) if run]
         sent = functools.cache(lambda: packed(runs, self._place, has_lengths=not self._is_mean))
-        return {
-            **super()._makers(),
-            "attention": lambda: self._described(sent().shapes, is_whole=sent().is_whole),
-            "cells": lambda: sent().data,
-        }
+        described = lambda: self._described(*sent()[1:])  # noqa: E731
+        return {**super()._makers(), "attention": described, "cells": lambda: sent()[0]}
 
-    def _described(self, shapes: list[list[int]], *, is_whole: bool) -> dict[str, Any]:
+    def _described(self, shapes: list[list[int]], is_whole: bool) -> dict[str, Any]:
         """Returns the `Attention` of the front end."""
         texts: dict[tuple[str, ...], int] = {}
         row = self.row if self._count > 1 else 0
@@ -236,8 +233,6 @@ class AttentionView(ComputedView):
             "patches": self._computed_for,
             "runs": ["clean"] if self._patched is None else ["clean", "patched"],
             "rows": self._count,
-            "is_mean": self._is_mean,
-            "call": f"{self._session.origin.graph}({self._inputs.text})",
             "is_whole": is_whole,
             "layers": layers,
             "tokens": [*map(list, texts)],
@@ -445,8 +440,7 @@ def _arranged(value: Tensor, axes: tuple[str | None, ...], last: str) -> Tensor:
     return arranged.reshape(value.shape[axes.index("batch")] if batch else 1, -1, *sizes)
 
 
-@dataclass(frozen=True)
-class LayerPatterns:
+class LayerPatterns(NamedTuple):
     """The patterns of all heads of a layer in one run."""
 
     cells: Quantized  # of shape (row, head, query, key)
@@ -462,32 +456,23 @@ def patterns_of_run(
 ) -> list[LayerPatterns]:
     """Runs a graph with patches, and returns the patterns of each layer."""
     total = [0]
-    patterns = [QuantizingPatch(axes=_axes(one.pattern), kept_bytes=total, any_shape=True) for one in layers]
-    lengths = [
-        None
-        if one.values is None
-        else QuantizingPatch(axes=_axes(one.values), kept_bytes=total, is_values=True, any_shape=True)
-        for one in layers
-    ]
-    patch_map: dict[str, list[Patch[Any]]] = {path: [*given] for path, given in patches.items()}
-    for layer, pattern, values in zip(layers, patterns, lengths, strict=True):
-        patch_map.setdefault(f"{layer.name}.pattern", []).append(pattern)  # after the other patches
-        if values is not None:
-            patch_map.setdefault(f"{layer.name}.v", []).append(values)
-    with torch.no_grad(), graph.patch(dict(patch_map.items())):
+    quantizing: dict[str, QuantizingPatch] = {}
+    for layer in layers:
+        for part, component in (("pattern", layer.pattern), ("v", layer.values)):
+            if component is not None:
+                axes = tuple(component.axes[dim] for dim in component.kept_dims)
+                quantizing[f"{layer.name}.{part}"] = QuantizingPatch(
+                    axes=axes, kept_bytes=total, is_values=part == "v", any_shape=True
+                )
+    # After the other patches.
+    patch_map: dict[Any, Sequence[Patch[Any]]] = {**patches}
+    patch_map |= {path: [*patches.get(path, ()), patch] for path, patch in quantizing.items()}
+    with torch.no_grad(), graph.patch(patch_map):
         graph(*args, **kwargs)
-    missing = [layer.name for layer, pattern in zip(layers, patterns, strict=True) if pattern.kept is None]
-    if missing:
+    kept = {path: patch.kept for path, patch in quantizing.items() if patch.kept is not None}
+    if missing := [layer.name for layer in layers if f"{layer.name}.pattern" not in kept]:
         raise GraphError(f"the model did not compute the patterns of {', '.join(missing[:3])} on these inputs")
-    return [
-        LayerPatterns(pattern.kept, None if values is None else values.kept)
-        for pattern, values in zip(patterns, lengths, strict=True)
-        if pattern.kept is not None
-    ]
-
-
-def _axes(component: Component) -> tuple[str | None, ...]:
-    return tuple(component.axes[dim] for dim in component.kept_dims)
+    return [LayerPatterns(kept[f"{layer.name}.pattern"], kept.get(f"{layer.name}.v")) for layer in layers]
 
 
 def pooled(cells: Tensor, side: int) -> Tensor:
@@ -501,24 +486,16 @@ def pooled(cells: Tensor, side: int) -> Tensor:
     return found.to(torch.uint8)
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Patterns as they are sent.
+def packed(
+    runs: Sequence[Sequence[LayerPatterns]], row: int, *, has_lengths: bool = True
+) -> tuple[bytes, list[list[int]], bool]:
+    """Returns the patterns of one row of the batch, whole if they are small enough, else as smaller pictures.
 
-    Attributes:
-        data: Compressed. For each run, for each layer: the scales of the heads; if there are lengths, their scales and
-            bytes; the cells of the heads. Scales are float32, little-endian.
-        shapes: For each layer, the rows and columns of the pictures of its heads.
-        is_whole: Whether the pictures are the patterns themselves.
+    Returns:
+        The data, compressed: for each run, for each layer, the scales of the heads; if there are lengths, their scales
+        and bytes; the cells of the heads. Scales are float32, little-endian. The rows and columns of the pictures of
+        the heads, for each layer. Whether the pictures are the patterns themselves.
     """
-
-    data: bytes
-    shapes: list[list[int]]
-    is_whole: bool
-
-
-def packed(runs: Sequence[Sequence[LayerPatterns]], row: int, *, has_lengths: bool = True) -> Packed:
-    """Returns the patterns of one row of the batch, whole if they are small enough, else as smaller pictures."""
     count = sum(one.cells.cells[row].numel() for run in runs for one in run)
     longest = max(max(one.cells.cells.shape[2:]) for one in runs[0])
     sides = [*([longest] if count <= _MOST_WHOLE else []), *(side for side in _SMALLER if side < longest)]
@@ -529,16 +506,12 @@ def packed(runs: Sequence[Sequence[LayerPatterns]], row: int, *, has_lengths: bo
         data = zlib.compress(b"".join(parts), 6)
         if len(data) <= _ENOUGH:
             break
-    return Packed(data, [[*cells.shape[1:]] for cells in pictures[0]], side >= longest)
+    return data, [[*cells.shape[1:]] for cells in pictures[0]], side >= longest
 
 
 def _parts(one: LayerPatterns, cells: Tensor, row: int, *, has_lengths: bool) -> Iterable[bytes]:
-    yield _floats(one.cells.scales[row])
+    yield one.cells.scales[row].numpy().astype("<f4").tobytes()
     if has_lengths and one.lengths is not None:
-        yield _floats(one.lengths.scales[row])
+        yield one.lengths.scales[row].numpy().astype("<f4").tobytes()
         yield one.lengths.cells[row].numpy().tobytes()
     yield cells.contiguous().numpy().tobytes()
-
-
-def _floats(numbers: Tensor) -> bytes:
-    return numbers.numpy().astype("<f4").tobytes()

@@ -6,8 +6,8 @@ js/src/views/generation_view.ts draws them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,14 +20,21 @@ from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.grids import tick_text
 from graphpatch_notebook.notebook.display.tables import escaped
-from graphpatch_notebook.notebook.display.tokens import token_text
 from graphpatch_notebook.notebook.messages import GenerationRequest
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.linked import ComputedView, Patches, inputs_of_view, session_for_view
-from graphpatch_notebook.notebook.views.requests import Answer, Handlers, RequestContext
+from graphpatch_notebook.notebook.views.linked import (
+    Answer,
+    ComputedView,
+    Handlers,
+    Patches,
+    RequestContext,
+    inputs_of_view,
+    session_for_view,
+)
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.texts import token_text
 from graphpatch_notebook.warning_places import collected_warnings
 
 _TOP = 10
@@ -53,12 +60,16 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Branch:
-    """A continuation with another token at a step: the last of `tokens`, which are those up to this one."""
+class _Line:
+    """A continuation with its title, and whether the patches were active.
 
-    line: int
-    is_patched: bool
-    tokens: tuple[int, ...]
+    A branch is `forced` to have other tokens than the line: the last of these is its own, at step `len(forced) - 1`.
+    """
+
+    name: str
+    continuation: Continuation
+    is_patched: bool = False
+    forced: tuple[int, ...] = ()
 
 
 class Generator:
@@ -172,9 +183,9 @@ class GenerationView(ComputedView):
         score: str | tuple[float, ...],
     ) -> None:
         self._generator, self._tokenizer, self._score = generator, tokenizer, score
-        self._branches: list[Branch] = []
+        self._branches: list[tuple[bool, tuple[int, ...]]] = []  # `is_patched` and `forced` of their lines
         super().__init__(graph, session, workspace)
-        steps = len(self._shown_lines.continuations[0].tokens)
+        steps = len(self._lines[0].continuation.tokens)
         if not isinstance(score, str) and len(score) != steps:
             raise ExperimentError(
                 f"score has {len(score)} numbers, and {steps} tokens were generated: give one for each"
@@ -195,7 +206,7 @@ class GenerationView(ComputedView):
         self.update()
 
     def _add_branch(self, line: int, step: int, token: int) -> None:
-        lines = self._shown_lines.lines
+        lines = self._lines
         if not 0 <= line < len(lines):
             raise SessionError(f"there is no line {line}; there are {len(lines)}")
         before = lines[line].continuation
@@ -205,26 +216,24 @@ class GenerationView(ComputedView):
             raise SessionError(f"token {token} is not one of the {before.size} tokens of the vocabulary")
         if len(self._branches) >= _MOST_BRANCHES:
             raise SessionError(f"there are {_MOST_BRANCHES} branches already: remove one first")
-        forced = (*before.tokens[:step], token)
-        self._branches.append(Branch(line, lines[line].is_patched, forced))
+        self._branches.append((lines[line].is_patched, (*before.tokens[:step], token)))
 
     # -- the numbers ---------------------------------------------------------------------------------------------------
 
-    def _compute(self, graph: PatchableGraph, patches: Patches) -> _Lines:
-        branches = [*self._branches]
-        lines = _Lines([_Line("Without patches", self._generator.run({}))], branches)
+    def _compute(self, graph: PatchableGraph, patches: Patches) -> Any:
+        lines, remarks = [_Line("Without patches", self._generator.run({}))], dict[str, str]()
         if patches:
-            with collected_warnings() as lines.remarks:
-                lines.lines.append(_Line("With the patches", self._generator.run(patches), is_patched=True))
-        for branch in branches:
-            own = patches if branch.is_patched else {}
-            name = f"Branch at step {len(branch.tokens) - 1}" + (", with the patches" if own else "")
+            with collected_warnings() as remarks:
+                lines.append(_Line("With the patches", self._generator.run(patches), is_patched=True))
+        for is_patched, forced in [*self._branches]:
+            own = patches if is_patched else {}
+            name = f"Branch at step {len(forced) - 1}" + (", with the patches" if own else "")
             with collected_warnings():  # the same as those of the whole
-                lines.lines.append(_Line(name, self._generator.run(own, branch.tokens), bool(own), branch))
-        return lines
+                lines.append(_Line(name, self._generator.run(own, forced), bool(own), forced))
+        return lines, list(remarks)
 
-    def _keep(self, found: _Lines) -> None:
-        self._shown_lines = found
+    def _keep(self, found: tuple[list[_Line], list[str]]) -> None:
+        self._lines, self._remarks = found
 
     def _handlers(self) -> Handlers:
         return {**super()._handlers(), "generation": self._edit_branches}
@@ -246,7 +255,7 @@ class GenerationView(ComputedView):
 
     @property
     def _vocabulary(self) -> list[int]:
-        shown = self._shown_lines.continuations
+        shown = [line.continuation for line in self._lines]
         return sorted({int(token) for one in shown for token in (*one.tokens, *one.top.ravel())})
 
     def _text(self, token: int) -> str:
@@ -258,31 +267,32 @@ class GenerationView(ComputedView):
 
     def _state(self) -> dict[str, Any]:
         """Returns the `Generation` of the front end."""
-        lines, vocabulary = self._shown_lines, self._vocabulary
+        lines, vocabulary = self._lines, self._vocabulary
+        branches = [line for line in lines if line.forced]
         return {
             "prompt": [self._text(token) for token in self._generator.prompt],
             "vocabulary": [self._text(token) for token in vocabulary],
             "tokens": vocabulary,
-            "top": lines.continuations[0].top.shape[1],
+            "top": lines[0].continuation.top.shape[1],
             "lines": [
                 {
                     "name": line.name,
                     "steps": len(line.continuation.tokens),
-                    "branch": None if line.branch is None else lines.branches.index(line.branch),
-                    "start": 0 if line.branch is None else len(line.branch.tokens) - 1,
+                    "branch": branches.index(line) if line.forced else None,
+                    "start": max(len(line.forced) - 1, 0),
                 }
-                for line in lines.lines
+                for line in lines
             ],
             "score": self._score if isinstance(self._score, str) else "given",
             "has_given": not isinstance(self._score, str),
             "version": self._computed_for,
-            "remarks": [*lines.remarks],
+            "remarks": [*self._remarks],
         }
 
     def _packed(self) -> bytes:
         """Returns the numbers of all lines, as `readGeneration` in generation_view.ts reads them."""
         vocabulary, parts = np.array(self._vocabulary), []
-        for one in self._shown_lines.continuations:
+        for one in (line.continuation for line in self._lines):
             parts.append(np.searchsorted(vocabulary, one.tokens).astype("<u4"))
             parts += [one.log_probability.astype("<f4"), one.entropy.astype("<f4")]
             parts += [np.searchsorted(vocabulary, one.top).astype("<u4"), one.probabilities.astype("<f4")]
@@ -293,43 +303,17 @@ class GenerationView(ComputedView):
     # -- display -------------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        lines = self._shown_lines
-        texts = self._joined(lines.continuations[0].tokens)
-        return f"<GenerationView of {self._session.origin.graph}: {texts!r:.80}, {len(lines.lines)} lines>"
+        texts = self._joined(self._lines[0].continuation.tokens)
+        return f"<GenerationView of {self._session.origin.graph}: {texts!r:.80}, {len(self._lines)} lines>"
 
     def _static_html(self) -> str:
-        return "\n".join(self._static_lines())
-
-    def _static_lines(self) -> Iterator[str]:
         name = escaped(f"Generation of {self._session.origin.graph}")
-        yield f"<p><strong>{name}</strong> (log-probabilities in nats; for the live view, run the cell)</p>"
         prompt = escaped(self._joined(self._generator.prompt))
-        yield f"<p>Prompt: <code>{prompt}</code></p>"
-        for line in self._shown_lines.lines:
+        shown = [f"<p><strong>{name}</strong> (log-probabilities in nats; for the live view, run the cell)</p>"]
+        shown.append(f"<p>Prompt: <code>{prompt}</code></p>")
+        for line in self._lines:
             tokens = (escaped(tick_text(self._text(token), is_token=True)) for token in line.continuation.tokens)
             logs = line.continuation.log_probability
             cells = (f"<code>{text}</code>&nbsp;{log:.2f}" for text, log in zip(tokens, logs, strict=True))
-            yield f"<p>{escaped(line.name)}: {' '.join(cells)}</p>"
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Tokens, with their title, and whether the patches were active; `branch` is `None` for the first lines."""
-
-    name: str
-    continuation: Continuation
-    is_patched: bool = False
-    branch: Branch | None = None
-
-
-@dataclass
-class _Lines:
-    """The lines that are shown, the one without patches first; the branches among them; warnings of the patched run."""
-
-    lines: list[_Line]
-    branches: list[Branch]
-    remarks: list[str] = field(default_factory=list)
-
-    @property
-    def continuations(self) -> list[Continuation]:
-        return [line.continuation for line in self.lines]
+            shown.append(f"<p>{escaped(line.name)}: {' '.join(cells)}</p>")
+        return "\n".join(shown)

@@ -13,18 +13,25 @@ import numpy as np
 import traitlets
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.elsewhere import RemoteGraph
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.grids import tick_text
-from graphpatch_notebook.experiments.methods.lens import STREAMS, Readouts, ReadStates, RemoteReadouts
+from graphpatch_notebook.experiments.methods.lens import STREAMS, Readouts, ReadStates
 from graphpatch_notebook.notebook.display.tables import escaped
-from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
+from graphpatch_notebook.notebook.display.tokens import TokenInputs
 from graphpatch_notebook.notebook.messages import LensRequest
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace, counted
-from graphpatch_notebook.notebook.views.linked import ComputedView, Patches, inputs_of_view, session_for_view
-from graphpatch_notebook.notebook.views.requests import Answer, Handlers, RequestContext
+from graphpatch_notebook.notebook.views.linked import (
+    Answer,
+    ComputedView,
+    Handlers,
+    Patches,
+    RequestContext,
+    inputs_of_view,
+    session_for_view,
+)
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.texts import encoded, token_text
 
 _TOP = 10
 _MOST_STATIC = 250
@@ -49,9 +56,8 @@ def lens_of(
     is_texts = isinstance(tokens, Sequence) and all(isinstance(text, str) for text in tokens)
     session, runs = session_for_view(graph, workspace, tokenizer=None if is_texts else tokens)
     inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs, typed).copy())
-    kind = RemoteReadouts if isinstance(graph, RemoteGraph) else Readouts
     numbers = _target_of(target, runs.tokenizer)
-    readouts = kind(graph, inputs, target=numbers, top=_TOP, row=row, stack=stack)
+    readouts = Readouts(graph, inputs, target=numbers, top=_TOP, row=row, stack=stack)
     size = len(readouts.target)
     if is_texts and len(tokens) != size:
         raise ExperimentError(f"tokens has {len(tokens)} texts for {size} positions")
@@ -67,7 +73,7 @@ def _target_of(target: Any, tokenizer: Any) -> Any:
     if isinstance(target, str):
         if not callable(getattr(tokenizer, "encode", None)):
             raise ExperimentError(f"target={target!r} needs tokens=, a tokenizer with encode; or give its number")
-        found = list(tokenizer.encode(target, add_special_tokens=False))
+        found = encoded(tokenizer, target, is_whole=False)
         if len(found) != 1:
             raise ExperimentError(f"target {target!r} is {len(found)} tokens: {found}; give one of them")
         return int(found[0])
@@ -76,7 +82,7 @@ def _target_of(target: Any, tokenizer: Any) -> Any:
 
 def _texts_of_inputs(graph: PatchableGraph, inputs: Inputs, row: int, tokenizer: Any, size: int) -> list[str] | None:
     batch = TokenInputs.of(graph, inputs.args, inputs.kwargs).batch
-    if batch is None or tokenizer is None or len(batch[row]) != size:
+    if not batch or tokenizer is None or len(batch[row]) != size:
         return None
     return [token_text(tokenizer, token) for token in batch[row]]
 
@@ -154,9 +160,7 @@ class LensView(ComputedView):
             shown = ", ".join(self._streams)
             raise traitlets.TraitError(f"stream must be one that is shown ({shown}); show_stream shows another")
 
-    @traitlets.validate("stream")
-    def _checked_stream(self, proposal: Any) -> Any:
-        return self._checked(proposal)
+    _checked_stream = traitlets.validate("stream")(ComputedView.checked)
 
     # -- values of traits ----------------------------------------------------------------------------------------------
 
@@ -183,9 +187,6 @@ class LensView(ComputedView):
         found = np.concatenate([np.array(self._readouts.target), *(tokens.ravel() for tokens in shown)])
         return [int(token) for token in np.unique(found)]
 
-    def _text(self, token: int) -> str:
-        return token_text(self._tokenizer, token)
-
     def _state(self) -> dict[str, Any]:
         """Returns the `Lens` of the front end."""
         place = {token: number for number, token in enumerate(self._vocabulary)}
@@ -197,13 +198,11 @@ class LensView(ComputedView):
             "row": self._readouts.row,
             "rows": self._readouts.rows,
             "positions": None if self._positions is None else [*self._positions],
-            "vocabulary": [self._text(token) for token in place],
-            "tokens": [*place],
+            "vocabulary": [token_text(self._tokenizer, token) for token in place],
             "target": [place[token] for token in self._readouts.target],
             "has_target": self._has_target,
             "top": self._top,
             "runs": len(self._read_runs),
-            "patches": self._chosen if self._patched else [],
             "version": self._computed_for,
             "remarks": [*dict.fromkeys(remark for read in self._patched.values() for remark in read.remarks)],
         }
@@ -254,7 +253,8 @@ class LensView(ComputedView):
     def _cell(self, token: Any, probability: Any) -> str:
         percent = f"{100 * float(probability):.0f}%"
         shown = {"0%": "&lt;1%", "100%": "&gt;99%"}.get(percent, percent)
-        return f"<td><code>{escaped(tick_text(self._text(int(token)), is_token=True))}</code> {shown}</td>"
+        text = tick_text(token_text(self._tokenizer, int(token)), is_token=True)
+        return f"<td><code>{escaped(text)}</code> {shown}</td>"
 
 
 def _row(name: str, layer: int | None) -> dict[str, Any]:

@@ -1,49 +1,244 @@
 """The base class of the views of a graph, which share the selection, the chosen patches and the runs.
 
 front end  -- selection, and what else it may set -->  traits, validated  -->  the selection of the graph
-front end  -- requests ----------------------------->  `requests.answer`
+front end  -- requests ----------------------------->  `answer`, by the `HANDLERS` of all views and those of the view
 session    -- each change ------------------------->  trait `session`
+
+Requests never run the model in the current thread: a request may arrive while a cell of the user is running.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 import traitlets
 
 from graphpatch_notebook._version import __version__
-from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
-from graphpatch_notebook.notebook.messages import Items, JobStatus
-from graphpatch_notebook.notebook.run.model_calls import Job, RunInputs, ThreadSettings, alone, in_words, inputs_for_run
-from graphpatch_notebook.notebook.run.runs import Runs
-from graphpatch_notebook.notebook.session.expressions import written_arguments
-from graphpatch_notebook.notebook.session.session import Session, session_of
-from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
-from graphpatch_notebook.notebook.views.requests import (
-    HANDLERS,
-    Answer,
-    Handlers,
-    RequestContext,
-    answer,
-    session_state,
+from graphpatch_notebook.notebook.export import export
+from graphpatch_notebook.notebook.messages import (
+    REQUESTS,
+    ActEdit,
+    AddEdit,
+    ChangeEdit,
+    Checked,
+    CheckRequest,
+    ClearEdit,
+    Code,
+    Edited,
+    EditRequest,
+    EnableEdit,
+    Items,
+    JobRef,
+    JobStatus,
+    Message,
+    MoveEdit,
+    PatchFields,
+    PatchState,
+    RedoEdit,
+    RemoveEdit,
+    RunRequest,
+    SessionState,
+    TrustEdit,
+    UndoEdit,
 )
-from graphpatch_notebook.notebook.views.selection import selection_of
+from graphpatch_notebook.notebook.runs import Job, RunInputs, Runs, ThreadSettings, alone, inputs_for_run
+from graphpatch_notebook.notebook.session.chosen_patch import PATCH_KINDS, ChosenPatch, fields_of, unknown_names
+from graphpatch_notebook.notebook.session.expressions import written_arguments
+from graphpatch_notebook.notebook.session.session import Check, Session, session_of
+from graphpatch_notebook.notebook.session.session_file import trust
+from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
+from graphpatch_notebook.notebook.views.selection import patches_of, selection_of
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.patching import innermost
 from graphpatch_notebook.patching.model_state import preserved
 from graphpatch_notebook.patching.sharding import sharding_of
 from graphpatch_notebook.paths import numbered
+from graphpatch_notebook.texts import check_tokenizer
+
+# --------------------------------------------------------------------------------------------------------------------
+# Requests of the front end (`REQUESTS` in notebook/messages.py). Functions without widgets
+
+
+_MISTAKE = "this is a mistake in graphpatch-notebook, not yours: please report it, with the traceback above in the log"
+Answer: TypeAlias = "tuple[Message, list[bytes]]"
+Handlers: TypeAlias = "Mapping[str, Callable[[RequestContext, Any], Answer]]"
+"""By the name of a request: a function of the context and the payload."""
+
+
+@dataclass(frozen=True)
+class RequestContext:
+    """The objects that requests read and change."""
+
+    session: Session
+    workspace: Workspace
+    runs: Runs
+
+
+class _Request(msgspec.Struct):
+    id: int
+    request: str
+    payload: Any
+
+
+def answer(context: RequestContext, message: Any, handlers: Handlers) -> tuple[dict[str, Any], list[bytes]]:
+    """Returns the reply to a message of the front end, and the binary parts of the reply. Never raises."""
+    number = message.get("id") if isinstance(message, dict) else -1
+    field = None
+    try:
+        request = msgspec.convert(message, _Request)
+        if request.request not in handlers:
+            raise SessionError(f"unknown request {request.request!r:.100}; is the page older than the kernel?")
+        payload = msgspec.convert(request.payload, REQUESTS[request.request][0])
+        result, buffers = handlers[request.request](context, payload)
+        return {"id": number, "result": msgspec.to_builtins(result)}, buffers
+    except msgspec.ValidationError as error:
+        text = f"{error}; is the page older than the kernel?"
+    except GraphPatchError as error:
+        text = str(error)
+        field = getattr(error, "field", None)
+    except Exception as error:
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}; {_MISTAKE}"
+    return {"id": number if type(number) is int else -1, "error": {"message": text, "field": field}}, []
+
+
+def session_state(session: Session, row_of: Callable[[str], int | None] = lambda _: None) -> SessionState:
+    """Returns the chosen patches, with rows and shapes.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2, 3))
+        >>> session = Session(pg)
+        >>> _ = session.add(ChosenPatch("relu", "zero", slice=":, 0"))
+        >>> state = session_state(session)
+        >>> state.version, [(one.number, one.row, one.sliced) for one in state.patches]
+        (1, [(1, -1, [2])])
+    """
+    chosen, patches = session.chosen, []
+    for patch in chosen.patches:
+        try:
+            # Without the other patches: warnings about combinations appear when a patch is added.
+            found = session.check(patch, ())
+        except ChosenPatchError as problem:  # the graph was edited since
+            found = Check(patch, warning=str(problem))
+        row = row_of(patch.path)
+        state = PatchState(
+            **fields_of(patch),
+            number=patch.number,
+            is_enabled=patch.is_enabled,
+            untrusted=None if patch.untrusted is None else patch.untrusted.name,
+            row=-1 if row is None else row,
+            shape=None if found.shape is None else list(found.shape),
+            sliced=None if found.sliced is None else list(found.sliced),
+            warning=found.warning,
+        )
+        patches.append(state)
+    return SessionState(chosen.version, patches, session.can_undo, session.can_redo)
+
+
+def _edit(context: RequestContext, payload: EditRequest) -> Answer:
+    session, version = context.session, payload.based_on
+    match payload.edit:
+        case AddEdit(patch=fields):
+            session.add(_patch(context, fields), version)
+        case ChangeEdit(number=number, patch=fields):
+            session.change(number, version, **fields_of(_patch(context, fields)))
+        case EnableEdit(number=number, is_enabled=is_enabled):
+            session.change(number, version, is_enabled=is_enabled)
+        case MoveEdit(number=number, position=position):
+            session.move(number, position, version)
+        case RemoveEdit(numbers=numbers):
+            session.remove(numbers, version)
+        case TrustEdit(number=number):
+            trust(session, number, version)
+        case ActEdit(act=act, items=items, value=value, steps=steps):
+            taken = context.workspace.results.names_of_others()
+            session.extend(patches_of(session, act, items, value, taken, steps), version)
+        case ClearEdit():
+            session.clear(version)
+        case UndoEdit():
+            session.undo(version)
+        case RedoEdit():
+            session.redo(version)
+    return Edited(session.chosen.version), []
+
+
+def _patch(context: RequestContext, typed: PatchFields) -> ChosenPatch:
+    """Returns a patch with the given fields, and with an unused name if it needs one."""
+    fields = fields_of(typed)
+    if typed.name is None and _has_field(typed.kind, "name"):
+        # Check the path first, since the name is derived from it.
+        path = context.session.check(ChosenPatch(typed.path, "zero", any_shape=True)).patch.path
+        fields["name"] = context.session.free_name(path, context.workspace.results.names_of_others())
+    return ChosenPatch(**fields)
+
+
+def _has_field(kind: str, field: str) -> bool:
+    return kind in PATCH_KINDS and field in PATCH_KINDS[kind].fields
+
+
+def _check(context: RequestContext, payload: CheckRequest) -> Answer:
+    session, typed = context.session, payload.patch
+    others = [patch for patch in session.chosen.patches if patch.number != payload.number]
+    before = next((patch for patch in session.chosen.patches if patch.number == payload.number), None)
+    if typed.name is None and before is not None and _has_field(typed.kind, "name"):
+        typed = msgspec.structs.replace(typed, name=before.name)
+    if typed.value is None and _has_field(typed.kind, "value"):
+        # Until a value is typed, check the slice as for a patch without a value.
+        typed = msgspec.structs.replace(typed, kind="zero")
+    patch = _patch(context, typed).with_fields(number=payload.number or 0)
+    found = session.check(patch, others)
+    namespace = context.workspace.namespace
+    notes = [found.warning, unknown_names(patch, namespace)]
+    if before is None or before.name != patch.name:
+        notes.append(context.workspace.results.overwritten([patch]))
+    shape, sliced = (None if one is None else list(one) for one in (found.shape, found.sliced))
+    return Checked(shape, sliced, "; ".join(filter(None, notes)) or None, patch.name), []
+
+
+def _export(context: RequestContext, payload: RunRequest) -> Answer:
+    # With the inputs of *Run*, so that the numbers are equal.
+    origin = replace(context.session.origin, arguments=payload.inputs or context.runs.written())
+    return Code(str(export(context.session, origin=origin))), []
+
+
+def job_status(context: RequestContext, payload: JobRef) -> Answer:
+    """Returns the status of a job."""
+    return context.runs.status(payload.id)
+
+
+def interrupt_job(context: RequestContext, payload: JobRef) -> Answer:
+    """Interrupts a job, and returns its status."""
+    context.runs.interrupt(payload.id)
+    return job_status(context, payload)
+
+
+HANDLERS: Handlers = {
+    "edit": _edit,
+    "check": _check,
+    "run": lambda context, payload: context.runs.status(context.runs.start(payload.inputs)),
+    "run_status": job_status,
+    "run_interrupt": interrupt_job,
+    "export": _export,
+}
+"""The requests that every view has."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The base class of views
 
 
 class LinkedView(DisplayedWidget):
@@ -112,7 +307,7 @@ class LinkedView(DisplayedWidget):
         """Answers a request."""
         with self._requests_lock:
             self.send(*answer(self._request_context, message, self._handlers()))
-        self._display.renew()
+        self.renew_html()
 
     # -- values of traits ----------------------------------------------------------------------------------------------
 
@@ -140,9 +335,7 @@ class LinkedView(DisplayedWidget):
             for name in names:
                 self.set_trait(name, makers[name]())
 
-    @traitlets.validate("selection")
-    def _checked_selection(self, proposal: Any) -> Any:
-        return self._checked(proposal)
+    _checked_selection = traitlets.validate("selection")(DisplayedWidget.checked)
 
     @traitlets.observe("selection")
     def _share_selection(self, change: Any) -> None:
@@ -174,13 +367,9 @@ def session_for_view(
     tokenizer: Any = None,
 ) -> tuple[Session, Runs]:
     """Returns the session of a graph for a new view, and the runs, with the inputs and tokenizer that are given."""
-    methods = (getattr(tokenizer, name, None) for name in ("decode", "convert_ids_to_tokens"))
-    if tokenizer is not None and (isinstance(tokenizer, bytes) or not any(map(callable, methods))):
-        raise TypeError(
-            f"tokenizer must be an object with decode or convert_ids_to_tokens, not {tokenizer!r:.80}; "
-            "load it first: AutoTokenizer.from_pretrained(...)"
-        )
+    check_tokenizer(tokenizer)
     session = session_of(graph)
+    session.variables = lambda: workspace.namespace
     names = [name for name, other in workspace.graphs().items() if other is graph]
     if names:  # sets the variable names of the graph and the model in the session
         workspace.named(session.origin.graph if session.origin.graph in names else names[0])
@@ -199,7 +388,7 @@ def inputs_of_view(
     if inputs is None:
         return inputs_for_run(session, workspace.namespace, typed or runs.typed, runs.inputs)
     written = written_arguments(inputs.args, inputs.kwargs, workspace.namespace)
-    return RunInputs(inputs.args, inputs.kwargs, written or "...")
+    return RunInputs(*captured(session.graph).tokenized(inputs.args, inputs.kwargs), written or "...")
 
 
 def workspace_of_user(namespace: dict[str, Any]) -> Workspace:
@@ -209,11 +398,7 @@ def workspace_of_user(namespace: dict[str, Any]) -> Workspace:
 
         if (shell := get_ipython()) is not None:
             return workspace_of(shell)
-    return Workspace(lambda: namespace, _refuse_cell)
-
-
-def _refuse_cell(text: str) -> None:
-    raise NotImplementedError("there are no cells here")
+    return Workspace(lambda: namespace, print)  # there are no cells
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -247,7 +432,6 @@ class ComputedView(LinkedView):
             raise SessionError("the model is sharded over processes, all of which must run the same: no views of it")
         self._user = workspace
         self._settings = ThreadSettings()
-        self._numbers = itertools.count(1)
         self._job: Job[Any] | None = None
         self._number = 0
         patches = self._patches(session)
@@ -299,11 +483,11 @@ class ComputedView(LinkedView):
         graph, patches, settings = self.graph, self._patches(self._session), self._settings
 
         def run(job: Job[Any]) -> Any:
-            with alone(job), settings.applied():
+            with settings.applied(job):
                 return job.interruptibly(lambda: self._run(graph, patches))
 
-        self._number = next(self._numbers)
-        self._job = Job(run, in_words)
+        self._number += 1
+        self._job = Job(run)
         return self._job
 
     def _finish(self) -> None:

@@ -20,7 +20,7 @@ import traitlets
 
 from graphpatch_notebook.components import Components
 from graphpatch_notebook.components.names import is_component_name, parse_name
-from graphpatch_notebook.experiments.circuits.circuit import NODE_HEIGHT, READABLE, Circuit, lay_out, summary_of
+from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit, lay_out, summary_of
 from graphpatch_notebook.experiments.grids import FloatArray, Grid, Scale, Side, shown_labels, tick_text
 from graphpatch_notebook.experiments.results import component_of
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
@@ -94,9 +94,7 @@ class ResultHeatmap(DisplayedWidget):
         if name == "cell" and value is not None and not (value[0] < rows and value[1] < columns):
             raise traitlets.TraitError(f"a cell is [row, column] of {rows} x {columns}, but got {value!r}")
 
-    @traitlets.validate("cell")
-    def _checked_cell(self, proposal: Any) -> Any:
-        return self._checked(proposal)
+    _checked_cell = traitlets.validate("cell")(DisplayedWidget.checked)
 
     @traitlets.validate("selected")
     def _checked_coordinates(self, proposal: Any) -> Any:
@@ -452,9 +450,7 @@ class CircuitView(DisplayedWidget):
         if value is not None and [*value] not in self._places.values():
             raise traitlets.TraitError(f"{value!r} is not in the picture")
 
-    @traitlets.validate("pinned")
-    def _checked_pinned(self, proposal: Any) -> Any:
-        return self._checked(proposal)
+    _checked_pinned = traitlets.validate("pinned")(DisplayedWidget.checked)
 
     @traitlets.validate("selected")
     def _checked_selection(self, proposal: Any) -> Any:
@@ -495,41 +491,12 @@ def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _:
     """Returns the `CircuitPicture` of the front end."""
     shown = circuit.strongest(_MOST_EDGES)
     picture = lay_out(shown)
-    number = {node: index for index, node in enumerate(picture.nodes)}
-    rows = [row_of(node.name) for node in picture.nodes]
+    rows = [row_of(node["name"]) for node in picture["nodes"]]
     return {
-        "width": picture.width,
-        "height": picture.height,
-        "bands": [{"label": label, "y": y, "height": height} for label, y, height in picture.bands],
+        **picture,
         "nodes": [
-            {
-                "name": node.name,
-                "label": node.label,
-                "x": node.x,
-                "y": node.y,
-                "width": node.width,
-                "height": NODE_HEIGHT,
-                "ports": [[port, round(x, 1)] for port, x in node.ports.items()],
-                "row": -1 if row is None else row,
-                "position": node.position,
-            }
-            for node, row in zip(picture.nodes, rows, strict=True)
+            {**node, "row": -1 if row is None else row} for node, row in zip(picture["nodes"], rows, strict=True)
         ],
-        "edges": [
-            {
-                "sender": drawn.edge.sender,
-                "receiver": drawn.edge.receiver,
-                "score": drawn.edge.score,
-                "position": drawn.edge.position,
-                "from": number[drawn.sender],
-                "to": [number[node] for node in drawn.receivers],
-                "thickness": drawn.width,
-                "line": drawn.line,
-            }
-            for drawn in picture.edges
-        ],
-        "columns": [{"label": label, "x": x} for label, x in picture.columns],
-        "links": [{"ends": [number[one], number[other]], "line": line} for one, other, line in picture.links],
         "first": min(READABLE, len(shown.edges)),
         "summary": summary_of(circuit, len(shown.edges)),
         "python": circuit.to_python(),

@@ -1,10 +1,24 @@
 /**
- * The picture of a circuit. The kernel computes the layout (`experiments/circuits/picture.py`); this draws it, and handles
+ * The picture of a circuit. The kernel computes the layout (`experiments/circuits/circuit.py`); this draws it, and handles
  * pointer and keyboard: a slider hides weak edges, hovering highlights a node with its neighbors, a click pins it.
  */
-import type { CircuitEdge, CircuitNode, CircuitPicture, Pinned } from "../kernel/protocol";
-import { buttonElement, copyText, element, icon, replaceChildren, setAttribute, svgElement } from "../page/dom";
-import { formatCount, formatNumber } from "../page/numbers";
+import type { CircuitEdge, CircuitNode, CircuitPicture, CircuitTraits, Pinned } from "../kernel/protocol";
+import {
+  buttonElement,
+  consume,
+  copyText,
+  element,
+  icon,
+  replaceChildren,
+  setAttribute,
+  svgElement,
+  toggleClasses,
+} from "../page/dom";
+import { isChoice } from "../page/grid";
+import { formatCount, formatNumber } from "../page/text";
+import type { TreeState } from "../tree/tree_state";
+import { listen, type Model, type Part, saveChanges, type View } from "../view";
+import { itemOf } from "../views/selection";
 
 interface FigureOptions {
   /** Called when another node or edge is pinned; `null`: nothing is pinned. */
@@ -16,26 +30,19 @@ interface FigureOptions {
 /** The minimum width of the area around an edge that reacts to the pointer, in CSS pixels. */
 const MIN_HIT_WIDTH = 12;
 
-interface DrawnNode {
-  node: CircuitNode;
-  group: SVGGElement;
-}
-
-interface DrawnEdge {
-  edge: CircuitEdge;
-  lines: SVGPathElement[];
-}
+const isSame = (one: Pinned | null, other: Pinned) => one?.[0] === other[0] && one[1] === other[1];
+const endsOf = ({ from, to }: CircuitEdge) => [from, ...to];
 
 export class CircuitFigure {
   readonly element: HTMLElement;
-  private readonly nodes: DrawnNode[];
-  private readonly edges: DrawnEdge[];
-  private readonly links: { ends: [number, number]; path: SVGPathElement }[];
+  /** The elements of the nodes, edges and links of the picture; an edge has a line, and a wider one for the pointer. */
+  private readonly nodes: SVGGElement[];
+  private readonly edges: SVGPathElement[][];
+  private readonly links: SVGPathElement[];
   private readonly picture: SVGSVGElement;
-  private readonly scroll = element("div", { class: "gp-circuit-scroll" });
-  private readonly readout = element("div", { class: "gp-readout" });
-  private readonly details = element("div", { class: "gp-circuit-pinned", "aria-live": "polite" });
-  private readonly shownText = element("span", { class: "gp-number" });
+  private readonly readout = element("div.gp-caption.gp-readout");
+  private readonly details = element("div.gp-line.gp-box.gp-circuit-pinned", { "aria-live": "polite" });
+  private readonly shownText = element("span.gp-number");
   private readonly slider: HTMLInputElement;
   private count: number;
   private pinned: Pinned | null = null;
@@ -50,35 +57,28 @@ export class CircuitFigure {
     this.count = circuit.first;
     this.edges = circuit.edges.map((edge, number) => this.drawEdge(edge, number));
     this.nodes = circuit.nodes.map((node, number) => this.drawNode(node, number));
-    this.links = circuit.links.map(({ ends, line }) => ({
-      ends,
-      path: svgElement("path", { class: "gp-circuit-link", d: line }),
-    }));
+    this.links = circuit.links.map(({ line }) => svgElement("path.gp-circuit-link", { d: line }));
     this.picture = this.draw();
-    this.scroll.append(this.picture);
-    this.slider = element("input", {
+    this.slider = element("input.gp-circuit-slider", {
       type: "range",
-      class: "gp-circuit-slider",
       min: Math.min(1, this.count),
       max: circuit.edges.length,
       value: this.count,
       "aria-label": "Number of edges shown",
       oninput: () => this.showStrongest(Number(this.slider.value)),
     });
-    const head = element(
-      "div",
-      { class: "gp-line" },
-      element("label", { class: "gp-line gp-circuit-threshold" }, "Edges", this.slider, this.shownText),
-      element(
-        "div",
-        { class: "gp-line" },
-        this.copyButton("Copy as Python", circuit.python),
-        this.copyButton("Copy as JSON", circuit.json),
-      ),
+    const copies = [this.copyButton("Copy as Python", circuit.python), this.copyButton("Copy as JSON", circuit.json)];
+    const threshold = element("label.gp-line.gp-circuit-threshold", "Edges", this.slider, this.shownText);
+    this.element = element(
+      "section.gp-stack.gp-circuit",
+      { role: "region", "aria-label": "Circuit" },
+      element("div.gp-line", threshold, element("div.gp-line", ...copies)),
+      element("div.gp-circuit-scroll", this.picture),
+      this.legend(),
+      this.readout,
+      this.details,
+      element("p.gp-note", circuit.summary),
     );
-    const summary = element("p", { class: "gp-note" }, circuit.summary);
-    this.element = element("section", { class: "gp-stack gp-circuit", role: "region", "aria-label": "Circuit" });
-    this.element.append(head, this.scroll, this.legend(), this.readout, this.details, summary);
     this.showStrongest(this.count);
     this.showPinned();
   }
@@ -89,152 +89,141 @@ export class CircuitFigure {
     this.showPinned();
   }
 
-  /** Marks the node of the row that is selected in the tree, and the nodes of rows with patches. */
-  mark(selected: number | null, patched: ReadonlySet<string>): void {
-    for (const { node, group } of this.nodes) {
-      group.classList.toggle("gp-in-tree", node.row >= 0 && node.row === selected);
-      group.classList.toggle("gp-patched-node", patched.has(node.name));
+  /** Marks the node of the row that is selected in the tree and those with patches; makes those faint that a filter leaves out. */
+  mark(selected: number, patched: ReadonlySet<string>, isFaint: (name: string) => boolean): void {
+    const { edges, nodes } = this.circuit;
+    for (const [number, { name, row }] of nodes.entries()) {
+      const isInTree = row >= 0 && row === selected;
+      const marks = { "gp-in-tree": isInTree, "gp-patched-node": patched.has(name), "gp-faint": isFaint(name) };
+      toggleClasses(this.nodes[number], marks);
+    }
+    for (const [number, { sender, receiver }] of edges.entries()) {
+      this.toggleEdge(number, { "gp-faint": isFaint(sender) || isFaint(receiver) });
     }
   }
 
-  // -- drawing -------------------------------------------------------------------------------------------------------
+  private toggleEdge(number: number, classes: Record<string, boolean>): void {
+    for (const line of this.edges[number] ?? []) toggleClasses(line, classes);
+  }
 
   private draw(): SVGSVGElement {
-    const { width, height, bands, columns } = this.circuit;
+    const { width, height, bands, columns, summary } = this.circuit;
     const areas = bands.flatMap((band) => [
-      svgElement("rect", { class: "gp-circuit-band", x: 0, y: band.y, width: "100%", height: band.height }),
-      svgElement("text", { class: "gp-circuit-layer", x: 10, y: band.y + band.height / 2 + 4 }, band.label),
+      svgElement("rect.gp-circuit-band", { x: 0, y: band.y, width: "100%", height: band.height }),
+      svgElement("text.gp-circuit-layer", { x: 10, y: band.y + band.height / 2 + 4 }, band.label),
     ]);
-    const tokens = columns.map(({ label, x }) =>
-      svgElement("text", { class: "gp-circuit-token", x, y: height - 10 }, label),
-    );
-    const weakFirst = [...this.edges].reverse();
+    const tokens = columns.map(({ label, x }) => svgElement("text.gp-circuit-token", { x, y: height - 10 }, label));
     return svgElement(
-      "svg",
+      "svg.gp-circuit-picture",
       {
-        class: "gp-circuit-picture",
         role: "group",
-        "aria-label": `Circuit: ${this.circuit.summary}. Arrow keys go from node to node, Enter pins one.`,
+        "aria-label": `Circuit: ${summary}. Arrow keys go from node to node, Enter pins one.`,
         width,
         height,
         viewBox: `0 0 ${width} ${height}`,
         onkeydown: (event: KeyboardEvent) => this.onKey(event),
       },
-      svgElement("g", { "aria-hidden": true }, ...areas, ...tokens, ...this.links.map(({ path }) => path)),
-      svgElement("g", { "aria-hidden": true }, ...weakFirst.flatMap(({ lines }) => lines)),
-      ...this.nodes.map(({ group }) => group),
+      svgElement("g", { "aria-hidden": true }, ...areas, ...tokens, ...this.links),
+      svgElement("g", { "aria-hidden": true }, ...[...this.edges].reverse().flat()), // the strongest on top
+      ...this.nodes,
     );
   }
 
-  private drawEdge(edge: CircuitEdge, number: number): DrawnEdge {
-    const sign = edge.score < 0 ? "gp-negative" : "gp-positive";
-    const line = svgElement("path", { class: `gp-circuit-edge ${sign}`, d: edge.line, "stroke-width": edge.thickness });
-    const target = svgElement("path", {
-      class: "gp-circuit-target",
-      d: edge.line,
-      "stroke-width": Math.max(MIN_HIT_WIDTH, edge.thickness + 4),
-    });
-    this.addPointerListeners(target, ["edge", number]);
-    return { edge, lines: [line, target] };
+  private drawEdge({ line, score, thickness }: CircuitEdge, number: number): SVGPathElement[] {
+    const sign = score < 0 ? "gp-negative" : "gp-positive";
+    const wide = { d: line, "stroke-width": Math.max(MIN_HIT_WIDTH, thickness + 4) };
+    return [
+      svgElement("path", { class: `gp-circuit-edge ${sign}`, d: line, "stroke-width": thickness }),
+      svgElement("path.gp-circuit-target", { ...wide, ...this.pointerListeners(["edge", number]) }),
+    ];
   }
 
-  private drawNode(node: CircuitNode, number: number): DrawnNode {
-    const { x, y, width, height, ports } = node;
-    const box = svgElement("rect", { x: x - width / 2, y: y - height / 2, width, height, rx: 6 });
-    const label = svgElement("text", { x, y: y + (ports.length > 0 ? 0 : 4) }, node.label);
-    const inputs = ports.map(([name, atPosition]) =>
-      svgElement("text", { class: "gp-circuit-port", x: atPosition, y: y + 14 }, name),
-    );
-    const group = svgElement(
-      "g",
-      { class: "gp-circuit-node", role: "button", tabindex: number === 0 ? 0 : -1 },
-      box,
-      label,
-      ...inputs,
-    );
-    this.addPointerListeners(group, ["node", number]);
-    group.addEventListener("focus", () => {
+  private drawNode({ x, y, width, height, ports, label }: CircuitNode, number: number): SVGGElement {
+    const focus = () => {
       this.active = number;
       this.hover(["node", number]);
-    });
-    group.addEventListener("blur", () => this.hover(null));
-    return { node, group };
+    };
+    const listeners = { ...this.pointerListeners(["node", number]), onfocus: focus, onblur: () => this.hover(null) };
+    return svgElement(
+      "g.gp-circuit-node",
+      { role: "button", tabindex: number === 0 ? 0 : -1, ...listeners },
+      svgElement("rect", { x: x - width / 2, y: y - height / 2, width, height, rx: 6 }),
+      svgElement("text", { x, y: y + (ports.length > 0 ? 0 : 4) }, label),
+      ...ports.map(([name, at]) => svgElement("text.gp-circuit-port", { x: at, y: y + 14 }, name)),
+    );
   }
 
-  private addPointerListeners(target: Element, what: Pinned): void {
-    target.addEventListener("pointerenter", () => this.hover(what));
-    target.addEventListener("pointerleave", () => this.hover(null));
-    target.addEventListener("click", () => this.togglePin(what));
+  private pointerListeners(what: Pinned) {
+    return {
+      onpointerenter: () => this.hover(what),
+      onpointerleave: () => this.hover(null),
+      onclick: () => this.togglePin(what),
+    };
   }
 
   private legend(): HTMLElement {
     const { edges, links } = this.circuit;
-    const strongest = Math.abs(edges[0]?.score ?? 0);
-    const sample = (what: "positive" | "negative" | "link", text: string) => {
-      const ofWhat =
-        what === "link" ? { class: "gp-circuit-link" } : { class: `gp-circuit-edge gp-${what}`, "stroke-width": 8 };
-      const line = svgElement("path", { ...ofWhat, d: "M0 6H34" });
-      const picture = svgElement("svg", { width: 34, height: 12, "aria-hidden": true }, line);
-      return element("span", { class: "gp-circuit-sample" }, picture, element("span", { class: "gp-number" }, text));
+    const strongest = formatNumber(Math.abs(edges[0]?.score ?? 0), 3);
+    const sample = (isThere: boolean, line: string, text: string) => {
+      const picture = svgElement("path", {
+        class: line,
+        d: "M0 6H34",
+        "stroke-width": line === "gp-circuit-link" ? null : 8,
+      });
+      const size = { width: 34, height: 12, "aria-hidden": true };
+      return isThere && element("span.gp-pair", svgElement("svg", size, picture), element("span.gp-number", text));
     };
     return element(
-      "div",
-      { class: "gp-legend gp-circuit-legend" },
-      ...(edges.some(({ score }) => score >= 0) ? [sample("positive", `score +${formatNumber(strongest, 3)}`)] : []),
-      ...(edges.some(({ score }) => score < 0) ? [sample("negative", `score −${formatNumber(strongest, 3)}`)] : []),
-      ...(links.length > 0 ? [sample("link", "attention across positions")] : []),
+      "div.gp-line.gp-tight.gp-legend.gp-muted.gp-circuit-legend",
+      sample(
+        edges.some(({ score }) => score >= 0),
+        "gp-circuit-edge gp-positive",
+        `score +${strongest}`,
+      ),
+      sample(
+        edges.some(({ score }) => score < 0),
+        "gp-circuit-edge gp-negative",
+        `score −${strongest}`,
+      ),
+      sample(links.length > 0, "gp-circuit-link", "attention across positions"),
     );
   }
 
   private copyButton(name: string, text: string): HTMLElement {
-    const said = element("span", { class: "gp-visually-hidden", role: "status" });
+    const said = element("span.gp-visually-hidden", { role: "status" });
     const copy = async () => {
       said.textContent = (await copyText(text, this.element)) ? "copied" : "the browser does not allow copying";
     };
-    const button = buttonElement({ onclick: copy }, icon("copy"), name);
-    return element("span", {}, button, said);
+    return element("span", buttonElement({ onclick: copy }, icon("copy"), name), said);
   }
-
-  // -- visible edges -------------------------------------------------------------------------------------------------
 
   private showStrongest(count: number): void {
     this.count = count;
-    const seen = new Set<number>();
-    this.edges.forEach(({ edge, lines }, number) => {
-      const isShown = number < count;
-      for (const line of lines) line.classList.toggle("gp-circuit-hidden", !isShown);
-      if (isShown) for (const end of [edge.from, ...edge.to]) seen.add(end);
-    });
-    this.nodes.forEach(({ group }, number) => {
-      group.classList.toggle("gp-circuit-hidden", !seen.has(number));
-    });
-    for (const { ends, path } of this.links) {
-      path.classList.toggle("gp-circuit-hidden", !ends.every((end) => seen.has(end)));
+    const { edges, links, nodes } = this.circuit;
+    const seen = new Set(edges.slice(0, count).flatMap(endsOf));
+    for (const number of edges.keys()) this.toggleEdge(number, { "gp-circuit-hidden": number >= count });
+    for (const [number, { label, name, position }] of nodes.entries()) {
+      const { into, out } = this.edgesOf(number);
+      const counts = `${formatCount(into.length, "edge")} in, ${formatCount(out.length, "edge")} out`;
+      toggleClasses(this.nodes[number], { "gp-circuit-hidden": !seen.has(number) });
+      this.nodes[number]?.setAttribute("aria-label", `${label}${placeText(position)}: ${name}, ${counts}`);
     }
-    const least = this.edges[count - 1]?.edge.score ?? 0;
-    const all = this.edges.length;
+    for (const [number, { ends }] of links.entries()) {
+      toggleClasses(this.links[number], { "gp-circuit-hidden": !ends.every((end) => seen.has(end)) });
+    }
+    const least = edges[count - 1]?.score ?? 0;
+    const all = edges.length;
     const text = count === all ? `all ${formatNumber(all)}` : `${formatNumber(count)} of ${formatNumber(all)}`;
     this.shownText.textContent = `${text}, |score| ≥ ${formatNumber(Math.abs(least), 3)}`;
     setAttribute(this.slider, "aria-valuetext", this.shownText.textContent);
-    this.nodes.forEach((_, number) => {
-      this.nameNode(number);
-    });
     if (!seen.has(this.active)) this.setActive([...seen][0] ?? 0);
     if (this.pinned !== null && !this.isShown(this.pinned)) this.togglePin(null);
     else this.highlight();
   }
 
-  /** Makes nodes faint that do not pass a filter, and their edges. */
-  fade(isFaint: (name: string) => boolean): void {
-    for (const { group, node } of this.nodes) group.classList.toggle("gp-faint", isFaint(node.name));
-    for (const { edge, lines } of this.edges) {
-      for (const line of lines) line.classList.toggle("gp-faint", isFaint(edge.sender) || isFaint(edge.receiver));
-    }
-  }
-
   private isShown([kind, number]: Pinned): boolean {
     if (kind === "edge") return number < this.count;
-    return !this.nodes[number]?.group.classList.contains("gp-circuit-hidden");
+    return !this.nodes[number]?.classList.contains("gp-circuit-hidden");
   }
 
   private edgesOf(number: number): { into: CircuitEdge[]; out: CircuitEdge[] } {
@@ -242,153 +231,92 @@ export class CircuitFigure {
     return { into: shown.filter(({ to }) => to.includes(number)), out: shown.filter(({ from }) => from === number) };
   }
 
-  private nameNode(number: number): void {
-    const drawn = this.nodes[number];
-    if (drawn === undefined) return;
-    const { into, out } = this.edgesOf(number);
-    const counts = `${formatCount(into.length, "edge")} in, ${formatCount(out.length, "edge")} out`;
-    const { label, name, position } = drawn.node;
-    setAttribute(drawn.group, "aria-label", `${label}${this.at(position)}: ${name}, ${counts}`);
-  }
-
-  // -- hovering and pinning ------------------------------------------------------------------------------------------
-
   private hover(what: Pinned | null): void {
     this.hovered = what;
     this.highlight();
   }
 
   private togglePin(what: Pinned | null): void {
-    const isSame = what !== null && this.pinned?.[0] === what[0] && this.pinned[1] === what[1];
-    this.pinned = isSame ? null : what;
-    this.showPinned();
+    this.pin(what !== null && isSame(this.pinned, what) ? null : what);
     this.options.onPin(this.pinned);
   }
 
   private highlight(): void {
     const focus = this.hovered ?? this.pinned;
-    const near = new Set<number>();
-    this.edges.forEach(({ edge, lines }, number) => {
-      const ends = [edge.from, ...edge.to];
+    const near = new Set<number>(focus?.[0] === "node" ? [focus[1]] : []);
+    for (const [number, edge] of this.circuit.edges.entries()) {
+      const ends = endsOf(edge);
       const isNear = focus !== null && (focus[0] === "edge" ? focus[1] === number : ends.includes(focus[1]));
-      for (const line of lines) line.classList.toggle("gp-near", isNear);
+      this.toggleEdge(number, { "gp-near": isNear });
       if (isNear && number < this.count) for (const end of ends) near.add(end);
-    });
-    for (const { ends, path } of this.links) {
+    }
+    for (const [number, { ends }] of this.circuit.links.entries()) {
       const isNear = focus?.[0] === "node" && ends.includes(focus[1]);
-      path.classList.toggle("gp-near", isNear);
+      toggleClasses(this.links[number], { "gp-near": isNear });
       if (isNear) for (const end of ends) near.add(end);
     }
-    if (focus?.[0] === "node") near.add(focus[1]);
-    this.nodes.forEach(({ group }, number) => {
-      group.classList.toggle("gp-near", near.has(number));
-    });
-    this.picture.classList.toggle("gp-focused", focus !== null);
-    this.readout.replaceChildren(...this.describe(this.hovered));
+    for (const [number, group] of this.nodes.entries()) toggleClasses(group, { "gp-near": near.has(number) });
+    toggleClasses(this.picture, { "gp-focused": focus !== null });
+    replaceChildren(this.readout, ...this.describe(this.hovered));
   }
 
   private describe(what: Pinned | null): (Node | string)[] {
-    if (what === null) return ["Point at a node or an edge; a click pins it."];
-    if (what[0] === "node") {
-      const { name, position } = (this.nodes[what[1]] as DrawnNode).node;
-      return [element("code", {}, name), this.at(position)];
-    }
-    const { edge } = this.edges[what[1]] as DrawnEdge;
-    return [
-      element("code", {}, edge.sender),
-      " → ",
-      element("code", {}, edge.receiver),
-      `${this.at(edge.position)}: `,
-      element("strong", { class: "gp-number" }, withSign(edge.score)),
-    ];
-  }
-
-  /** ` at 5`, for a node or edge at a position. */
-  private at(position: number | null): string {
-    return position === null ? "" : ` at ${position}`;
+    const node = what?.[0] === "node" ? this.circuit.nodes[what[1]] : undefined;
+    const edge = what?.[0] === "edge" ? this.circuit.edges[what[1]] : undefined;
+    if (node !== undefined) return [element("code", node.name), placeText(node.position)];
+    if (edge === undefined) return ["Point at a node or an edge; a click pins it."];
+    const ends = [element("code", edge.sender), " → ", element("code", edge.receiver)];
+    return [...ends, `${placeText(edge.position)}: `, element("strong.gp-number", withSign(edge.score))];
   }
 
   private showPinned(): void {
     const { pinned } = this;
-    this.nodes.forEach(({ group }, number) => {
-      const isPinned = pinned?.[0] === "node" && pinned[1] === number;
-      setAttribute(group, "aria-pressed", isPinned);
-    });
-    this.edges.forEach(({ lines }, number) => {
-      lines[0]?.classList.toggle("gp-pinned", pinned?.[0] === "edge" && pinned[1] === number);
-    });
+    for (const [number, group] of this.nodes.entries()) {
+      setAttribute(group, "aria-pressed", isSame(pinned, ["node", number]));
+    }
     this.details.hidden = pinned === null;
-    if (pinned?.[0] === "node") this.showNode(pinned[1]);
-    if (pinned?.[0] === "edge") this.showEdge(pinned[1]);
+    if (pinned !== null) this.showDetails(pinned);
     this.highlight();
   }
 
-  private showNode(number: number): void {
-    const drawn = this.nodes[number];
-    if (drawn === undefined) return;
-    const { into, out } = this.edgesOf(number);
-    const actions = this.options.actions?.(drawn.node) ?? [];
-    const heading = element("strong", {}, element("code", {}, drawn.node.name), this.at(drawn.node.position));
+  private showDetails(pinned: Pinned): void {
+    const unpin = () => {
+      this.togglePin(null);
+      this.nodes[this.active]?.focus();
+    };
+    const isNode = pinned[0] === "node";
+    const node = isNode ? this.circuit.nodes[pinned[1]] : undefined;
+    const { into, out } = this.edgesOf(pinned[1]);
+    const actions = [...((node && this.options.actions?.(node)) ?? []), buttonElement({ onclick: unpin }, "Unpin")];
+    const heading = element(isNode ? "strong" : "span", ...this.describe(pinned));
     replaceChildren(
       this.details,
-      element("div", { class: "gp-line gp-circuit-actions" }, heading, ...actions, this.unpin()),
-      this.table("Reads from", into, ({ sender, receiver }) => `${sender} → ${inputOf(receiver)}`),
-      this.table("Passes on to", out, ({ receiver }) => receiver),
+      element("div.gp-line.gp-circuit-actions", heading, ...actions),
+      isNode && edgeTable("Reads from", into, ({ sender, receiver }) => `${sender} → ${inputOf(receiver)}`),
+      isNode && edgeTable("Passes on to", out, ({ receiver }) => receiver),
     );
   }
-
-  private showEdge(number: number): void {
-    const text = element("span", {}, ...this.describe(["edge", number]));
-    replaceChildren(this.details, element("div", { class: "gp-line gp-circuit-actions" }, text, this.unpin()));
-  }
-
-  private unpin(): HTMLElement {
-    const close = () => {
-      this.togglePin(null);
-      this.nodes[this.active]?.group.focus();
-    };
-    return buttonElement({ onclick: close }, "Unpin");
-  }
-
-  private table(title: string, edges: CircuitEdge[], text: (edge: CircuitEdge) => string): HTMLElement | null {
-    if (edges.length === 0) return null;
-    const rows = edges.map((edge) =>
-      element(
-        "tr",
-        {},
-        element("td", {}, element("code", {}, text(edge))),
-        element("td", { class: "gp-number" }, withSign(edge.score)),
-      ),
-    );
-    const caption = element("caption", {}, title);
-    return element("table", { class: "gp-circuit-table" }, caption, element("tbody", {}, ...rows));
-  }
-
-  // -- keyboard ------------------------------------------------------------------------------------------------------
 
   private onKey(event: KeyboardEvent): void {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
     const next = this.nextNode(event.key);
-    const isChoice = event.key === "Enter" || event.key === " ";
-    if (next === undefined && !isChoice && !(event.key === "Escape" && this.pinned !== null)) return;
-    event.preventDefault();
-    event.stopPropagation();
+    if (next === undefined && !isChoice(event) && !(event.key === "Escape" && this.pinned !== null)) return;
+    consume(event);
     if (next !== undefined) {
       this.setActive(next);
-      this.nodes[next]?.group.focus();
-    } else this.togglePin(isChoice ? ["node", this.active] : null);
+      this.nodes[next]?.focus();
+    } else this.togglePin(isChoice(event) ? ["node", this.active] : null);
   }
 
   private setActive(number: number): void {
     this.active = number;
-    this.nodes.forEach(({ group }, index) => {
-      setAttribute(group, "tabindex", index === number ? 0 : -1);
-    });
+    for (const [index, group] of this.nodes.entries()) setAttribute(group, "tabindex", index === number ? 0 : -1);
   }
 
   /** The node that an arrow key goes to; `undefined` for other keys. */
   private nextNode(key: string): number | undefined {
-    const from = this.nodes[this.active]?.node;
+    const { nodes } = this.circuit;
+    const from = nodes[this.active];
     if (from === undefined) return undefined;
     const ahead: Record<string, (node: CircuitNode) => number> = {
       ArrowUp: ({ y }) => from.y - y,
@@ -398,12 +326,25 @@ export class CircuitFigure {
     };
     const distance = ahead[key];
     if (distance === undefined) return undefined;
-    const shown = this.nodes
-      .map(({ node }, number) => ({ number, far: distance(node), aside: Math.abs(node.x - from.x) }))
+    const shown = nodes
+      .map((node, number) => ({ number, far: distance(node), aside: Math.abs(node.x - from.x) }))
       .filter(({ number, far }) => far > 0 && this.isShown(["node", number]));
     shown.sort((one, other) => one.far - other.far || one.aside - other.aside);
     return shown[0]?.number ?? this.active;
   }
+}
+
+/** ` at 5`, for a node or edge at a position. */
+function placeText(position: number | null): string {
+  return position === null ? "" : ` at ${position}`;
+}
+
+function edgeTable(title: string, edges: CircuitEdge[], text: (edge: CircuitEdge) => string): HTMLElement | null {
+  if (edges.length === 0) return null;
+  const rows = edges.map((edge) =>
+    element("tr", element("td", element("code", text(edge))), element("td.gp-number", withSign(edge.score))),
+  );
+  return element("table.gp-circuit-table", element("caption", title), element("tbody", ...rows));
 }
 
 /** The input of a head: `q` of `layers[2].attn.heads[3].q`. */
@@ -414,4 +355,60 @@ function inputOf(receiver: string): string {
 /** Formats a score, always with a sign. */
 function withSign(score: number): string {
   return score < 0 ? `−${formatNumber(-score)}` : `+${formatNumber(score)}`;
+}
+
+// -- The picture of a circuit, alone, as `show_circuit` shows it, or above the tree of its model -------------------------
+
+export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: () => void) => void): HTMLElement {
+  const figure = new CircuitFigure(model.get("circuit"), {
+    onPin: (pinned) => {
+      model.set("pinned", pinned);
+      saveChanges(model);
+    },
+    actions: null,
+  });
+  const follow = () => figure.pin(model.get("pinned"));
+  listen({ model, onRemove }, "change:pinned", follow);
+  follow();
+  return figure.element;
+}
+
+/** The picture above the tree. A pinned node selects its row in the tree, and can be patched. */
+export function makeCircuitPanel(view: View, state: TreeState): Part {
+  const panel = element("div.gp-circuit-panel");
+  let figure: CircuitFigure | null = null;
+  const actions = (node: CircuitNode) => {
+    if (node.row < 0) return [];
+    const target = { row: node.row, component: node.name, positions: String(node.position ?? "") };
+    const onclick = ({ currentTarget }: Event) => view.editPatch(target, currentTarget as Element);
+    return [buttonElement({ class: "gp-button gp-primary", onclick }, "Patch …")];
+  };
+  const mark = () => {
+    const patched = view.model.get("session").patches.map(({ path }) => path);
+    figure?.mark(state.activeRow, new Set(patched), (name) => !view.filter.keeps(itemOf(name)));
+  };
+  const show = () => {
+    const circuit = view.model.get("circuit") ?? null;
+    panel.hidden = circuit === null;
+    figure = null;
+    panel.replaceChildren();
+    if (circuit === null) return;
+    figure = new CircuitFigure(circuit, {
+      onPin: (pinned) => {
+        const node = pinned?.[0] === "node" ? circuit.nodes[pinned[1]] : undefined;
+        if (node === undefined || node.row < 0) return;
+        view.reveal(node.row);
+        if (node.position !== null) view.selection.set([itemOf(node.name, { position: node.position })]);
+      },
+      actions,
+    });
+    panel.append(figure.element);
+    mark();
+  };
+  listen(view, "change:circuit", show);
+  listen(view, "change:session", mark);
+  view.onRemove(state.onChange(mark));
+  view.onRemove(view.filter.onChange(mark));
+  show();
+  return { element: panel };
 }

@@ -1,15 +1,13 @@
 /** The popup with the details of a node. */
-
 import { asRequestError } from "../kernel/kernel";
 import type { Details, Kind, Link, Source } from "../kernel/protocol";
-import { buttonElement, copyText, element, icon, replaceChildren } from "../page/dom";
-import { Dialog, focusedElement } from "../page/floating";
-import { visible, visibleLines } from "../page/visible";
+import { buttonElement, copyText, element, icon } from "../page/dom";
+import { Dialog } from "../page/floating";
+import { visible, visibleLines } from "../page/text";
 import { shapeText } from "../patches/edits";
-import { whyUnpatchable } from "../patches/patchable";
+import { whyUnpatchable } from "../tree/skeleton";
 import type { Part, View } from "../view";
 import { ActivationSection } from "./activation_view";
-import { coloredPython } from "./python_code";
 
 /** The term for the torch function or class of a row. */
 const FACT_NAMES: Partial<Record<Kind, string>> = { graph: "module", unused: "module", op: "operation" };
@@ -65,40 +63,31 @@ export class NodePopup implements Part {
     }
   }
 
-  /** Replaces the content, and keeps the focus inside. */
   private fill(path: string, body: HTMLElement): void {
-    const hadFocus = this.element.contains(focusedElement(this.element));
-    replaceChildren(this.element, this.header(path), body);
-    if (hadFocus) this.element.focus({ preventScroll: true });
+    this.dialog.fill(visible(path || this.nameOfModel()), body, ...(path ? [this.copyButton(path)] : []));
   }
 
   private nameOfModel(): string {
     return this.view.model.get("about").module;
   }
 
-  private header(path: string): HTMLElement {
+  private copyButton(path: string): HTMLElement {
+    const label = element("span", "Copy");
     const copy = async () => {
       const isCopied = await copyText(path, this.element);
       if (isCopied) this.view.notices.announce("path copied");
       else this.view.notices.error(`The browser does not allow copying. The path is: ${path}`);
       label.textContent = isCopied ? "Copied" : "Copy";
     };
-    const label = element("span", {}, "Copy");
-    return element(
-      "div",
-      { class: "gp-floating-header" },
-      element("div", { class: "gp-floating-title" }, visible(path || this.nameOfModel())),
-      path ? buttonElement({ onclick: copy }, icon("copy"), label) : null,
-      closeButton(() => this.close()),
-    );
+    return buttonElement({ onclick: copy }, icon("copy"), label);
   }
 
   private waiting(): HTMLElement {
     const isBusy = this.view.kernel.state === "busy";
     return element(
-      "div",
-      { class: "gp-floating-body gp-waiting", role: "status" },
-      element("span", { class: "gp-spinner", "aria-hidden": true }),
+      "div.gp-floating-body.gp-waiting.gp-muted",
+      { role: "status" },
+      element("span.gp-spinner", { "aria-hidden": true }),
       isBusy ? "The kernel is busy: the answer follows when it is idle." : "Asking the kernel …",
     );
   }
@@ -110,11 +99,10 @@ export class NodePopup implements Part {
     };
     const saved = { class: "gp-muted gp-message", role: "status" };
     return element(
-      "div",
-      { class: "gp-floating-body" },
+      "div.gp-floating-body",
       element("p", this.view.kernel.isSaved ? saved : { class: "gp-error gp-message", role: "alert" }, message),
       this.facts(row, null),
-      this.view.kernel.state === "lost" ? null : element("div", {}, buttonElement({ onclick: again }, "Ask again")),
+      this.view.kernel.state === "lost" ? null : element("div", buttonElement({ onclick: again }, "Ask again")),
     );
   }
 
@@ -123,11 +111,11 @@ export class NodePopup implements Part {
     const hasValue = whyUnpatchable(this.view.skeleton, row) === null;
     this.activation = hasValue ? new ActivationSection(this.view, row) : null;
     return element(
-      "div",
-      { class: "gp-floating-body", tabindex: -1 },
+      "div.gp-floating-body",
+      { tabindex: -1 },
       this.facts(row, details),
       details.notes.length > 0
-        ? element("ul", { class: "gp-notes" }, ...details.notes.map((note) => element("li", {}, visibleLines(note))))
+        ? element("ul.gp-notes", ...details.notes.map((note) => element("li", visibleLines(note))))
         : null,
       this.patching(row),
       this.activation?.element,
@@ -149,10 +137,9 @@ export class NodePopup implements Part {
     ];
     if (!details?.shape && skeleton.labelOf(row)) facts.push(["value", skeleton.labelOf(row)]);
     return element(
-      "dl",
-      { class: "gp-facts" },
+      "dl.gp-line.gp-facts",
       ...facts.map(([name, fact]) =>
-        fact === null ? null : element("div", {}, element("dt", {}, name), element("dd", {}, visible(fact))),
+        fact === null ? null : element("div", element("dt", name), element("dd.gp-mono", visible(fact))),
       ),
     );
   }
@@ -166,13 +153,12 @@ export class NodePopup implements Part {
     };
     if (unpatchable === null) {
       const button = buttonElement({ class: "gp-button gp-primary", onclick: edit(row) }, "Patch");
-      return element("div", { class: "gp-popup-actions" }, button);
+      return element("div.gp-line.gp-popup-actions", button);
     }
     const { why, instead } = unpatchable;
     return element(
-      "div",
-      { class: "gp-popup-actions" },
-      element("p", { class: "gp-muted" }, why),
+      "div.gp-line.gp-popup-actions",
+      element("p.gp-muted", why),
       instead === null
         ? null
         : buttonElement(
@@ -184,10 +170,13 @@ export class NodePopup implements Part {
 
   private links(title: string, links: Link[]): HTMLElement[] {
     if (links.length === 0) return [];
-    const list = element("ul", { class: "gp-links" }, ...links.slice(0, MAX_LINKS).map((link) => this.link(link)));
+    const list = element(
+      "ul.gp-list.gp-line.gp-tight.gp-links",
+      ...links.slice(0, MAX_LINKS).map((link) => this.link(link)),
+    );
     if (links.length > MAX_LINKS) {
       const more = buttonElement({ class: "gp-node-link" }, `${links.length - MAX_LINKS} more`);
-      const item = element("li", {}, more);
+      const item = element("li", more);
       more.addEventListener("click", () => {
         const rest = links.slice(MAX_LINKS).map((link) => this.link(link));
         item.replaceWith(...rest);
@@ -195,7 +184,7 @@ export class NodePopup implements Part {
       });
       list.append(item);
     }
-    return [element("section", {}, heading(title), list)];
+    return [element("section", heading(title), list)];
   }
 
   private link({ row, text }: Link): HTMLElement {
@@ -204,15 +193,8 @@ export class NodePopup implements Part {
       this.close();
       this.view.focusTree();
     };
-    return element("li", {}, buttonElement({ class: "gp-node-link", onclick: go }, visible(text)));
+    return element("li", buttonElement({ class: "gp-node-link", onclick: go }, visible(text)));
   }
-}
-
-export function closeButton(onclick: () => void): HTMLElement {
-  return buttonElement(
-    { class: "gp-button gp-quiet gp-close", "aria-label": "Close", title: "Close (Esc)", onclick },
-    icon("close"),
-  );
 }
 
 /** A path relative to `above`. */
@@ -221,17 +203,17 @@ function shortened(path: string, above: string): string {
 }
 
 function heading(text: string): HTMLElement {
-  return element("h3", { class: "gp-heading" }, text);
+  return element("h3.gp-heading.gp-muted", text);
 }
 
 function codeSection(details: Details): HTMLElement[] {
   if (details.code === "") return [];
   const title = details.kind === "graph" ? "Code of the graph" : "Code";
-  return [element("section", {}, heading(title), codeBlock(details.code, title))];
+  return [element("section", heading(title), codeBlock(details.code, title))];
 }
 
 function codeBlock(code: string, name: string): HTMLElement {
-  const block = element("pre", { class: "gp-code", tabindex: 0, role: "group", "aria-label": name });
+  const block = element("pre.gp-code", { tabindex: 0, role: "group", "aria-label": name });
   block.append(coloredPython(code));
   return block;
 }
@@ -239,20 +221,60 @@ function codeBlock(code: string, name: string): HTMLElement {
 function sourceSection(source: Source[]): HTMLElement[] {
   if (source.length === 0) return [];
   const lines = source.map(({ file, line, function: name, text }) => {
-    const code = element("code", { class: "gp-source-line" });
+    const code = element("code.gp-source-line");
     code.append(coloredPython(text.trim()));
     return element(
       "li",
-      {},
-      element("div", { class: "gp-source-place", title: file }, `${baseName(file)}:${line}`, name ? ` in ${name}` : ""),
+      element("div.gp-source-place.gp-muted", { title: file }, `${baseName(file)}:${line}`, name ? ` in ${name}` : ""),
       code,
     );
   });
   return [
-    element("section", {}, heading("Source lines, outermost first"), element("ol", { class: "gp-source" }, ...lines)),
+    element("section", heading("Source lines, outermost first"), element("ol.gp-list.gp-stack.gp-source", ...lines)),
   ];
 }
 
 function baseName(file: string): string {
   return file.split(/[\\/]/).at(-1) || file;
+}
+
+// -- Syntax highlighting of Python ---------------------------------------------------------------------------------------
+
+const KEYWORDS =
+  "False None True and as assert async await break class continue def del elif else except finally for from global if " +
+  "import in is lambda nonlocal not or pass raise return try while with yield";
+/** Strings first: they may contain what looks like a comment or a keyword. */
+const TOKENS = new RegExp(
+  [
+    "(?<string>[rRbBfFuU]{0,2}(?:\"\"\"[^]*?(?:\"\"\"|(?![^]))|'''[^]*?(?:'''|(?![^]))|\"(?:\\\\.|[^\"\\\\\\n])*\"?|'(?:\\\\.|[^'\\\\\\n])*'?))",
+    "(?<comment>#.*)",
+    "(?<decorator>(?<=^[ \\t]*)@[\\w.]+)",
+    `(?<keyword>(?<![\\w.])(?:${KEYWORDS.replaceAll(" ", "|")})(?!\\w))`,
+    "(?<self>(?<![\\w.])self(?!\\w))",
+    "(?<number>(?<![\\w.])(?:0[xXbBoO][\\da-fA-F_]+|\\d[\\d_]*\\.?[\\d_]*(?:[eE][+-]?\\d+)?j?|\\.\\d+(?:[eE][+-]?\\d+)?)(?!\\w))",
+    "(?<call>(?<!\\w)[A-Za-z_]\\w*(?=\\())",
+    // Whole names, so that keywords within a name do not match.
+    "(?:\\w+)",
+  ].join("|"),
+  "gm",
+);
+/** The rest of longer code is not colored. */
+const MAX_COLORED = 60_000;
+
+/** Returns the code as text nodes and spans of class `gp-py-...`, which together have exactly the text of `code`. */
+export function coloredPython(code: string): DocumentFragment {
+  const fragment = document.createDocumentFragment();
+  let end = 0;
+  for (const match of code.slice(0, MAX_COLORED).matchAll(TOKENS)) {
+    const kind = Object.entries(match.groups ?? {}).find(([, text]) => text !== undefined)?.[0];
+    if (kind === undefined) continue;
+    fragment.append(code.slice(end, match.index));
+    const span = document.createElement("span");
+    span.className = `gp-py-${kind}`;
+    span.textContent = match[0];
+    fragment.append(span);
+    end = match.index + match[0].length;
+  }
+  fragment.append(code.slice(end));
+  return fragment;
 }

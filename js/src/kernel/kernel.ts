@@ -1,8 +1,6 @@
 /** Requests to the kernel, and its state: idle, busy, or lost. */
-
 import { type Answer, type Kernel, type KernelState, Listeners, listen, type Model, RequestFailed } from "../view";
-import { DISCONNECTED_MESSAGE, SAVED_MESSAGE, STOPPED_MESSAGE, watchKernel } from "./kernel_status";
-import type { LinkedTraits, Reply, Request, RequestError, RequestName, Requests } from "./protocol";
+import type { LinkedTraits, Request, RequestError, RequestName, Requests } from "./protocol";
 
 /** The time without a reply after which the kernel counts as busy. */
 export const BUSY_AFTER_MS = 500;
@@ -69,12 +67,12 @@ class Connection implements Kernel {
   }
 
   receive(content: unknown, buffers: unknown): void {
-    if (!isReply(content)) return;
-    const request = this.pending.get(content.id);
-    if (request === undefined) return;
-    this.pending.delete(content.id);
-    if ("error" in content) request.reject(new RequestFailed(errorOf(content.error)));
-    else request.resolve({ result: content.result, buffers: dataViews(buffers) });
+    const { id, result, error } = (content ?? {}) as Partial<{ id: number; result: never; error: RequestError }>;
+    const request = this.pending.get(id ?? Number.NaN);
+    if (id === undefined || request === undefined || (result === undefined && error === undefined)) return;
+    this.pending.delete(id);
+    if (error !== undefined) request.reject(new RequestFailed(error));
+    else if (result !== undefined) request.resolve({ result, buffers: dataViews(buffers) });
     this.restartBusyTimer();
   }
 
@@ -141,20 +139,6 @@ function failure(message: string): RequestFailed {
   return new RequestFailed({ message, field: null });
 }
 
-function isReply(content: unknown): content is Reply {
-  if (typeof content !== "object" || content === null) return false;
-  const reply = content as Record<string, unknown>;
-  return typeof reply.id === "number" && ("result" in reply || "error" in reply);
-}
-
-function errorOf(error: unknown): RequestError {
-  const { message, field } = (error ?? {}) as Partial<Record<keyof RequestError, unknown>>;
-  return {
-    message: String(message ?? "the kernel failed without saying why"),
-    field: field == null ? null : String(field),
-  };
-}
-
 /** Hosts pass buffers as data views, typed arrays or array buffers. */
 function dataViews(buffers: unknown): DataView[] {
   if (!Array.isArray(buffers)) return [];
@@ -169,4 +153,93 @@ function dataViews(buffers: unknown): DataView[] {
 export function asRequestError(reason: unknown): RequestError {
   if (reason instanceof RequestFailed) return reason.error;
   return { message: reason instanceof Error ? reason.message : String(reason), field: null };
+}
+
+// -- Notices that the kernel has stopped ---------------------------------------------------------------------------------
+
+export const STOPPED_MESSAGE = "The kernel has stopped: run the cell again, after those that create the graph.";
+export const CLOSED_MESSAGE = "The kernel has closed this view: run the cell again.";
+/** Not a failure: the page was opened without the kernel that made the view. */
+export const SAVED_MESSAGE =
+  "This is a saved view to browse. Values, patches and runs need the model: run the cell again.";
+export const DISCONNECTED_MESSAGE = "The kernel is not connected: reconnect to it, or run the cell again.";
+
+interface KernelListener {
+  /** There will be no more replies. `why` says what to do. */
+  onLost(why: string): void;
+  /** The connection came back. */
+  onReconnected(): void;
+}
+
+type Slot = (sender: unknown, argument: unknown) => void;
+
+/** The used part of a Lumino signal. */
+interface Signal {
+  connect(slot: Slot): unknown;
+  disconnect(slot: Slot): unknown;
+}
+
+const STOPPED = new Set(["restarting", "autorestarting", "dead", "terminated"]);
+
+type WatchedModel = Pick<Model, "on" | "off" | "widget_manager">;
+
+export function watchKernel(
+  model: WatchedModel,
+  id: string | undefined,
+  life: KernelListener,
+  onRemove: (undo: () => void) => void,
+): void {
+  const closed = () => life.onLost(CLOSED_MESSAGE);
+  const checkComm = async (why: string) => {
+    if ((await isCommLive(model.widget_manager, id)) === false) life.onLost(why);
+  };
+  const view = { model, onRemove };
+  listen(view, "comm_live_update", () => checkComm(STOPPED_MESSAGE));
+  listen(view, "comm:close", closed);
+  listen(view, "destroy", closed);
+  watchSession(model.widget_manager, life, onRemove);
+  void checkComm(SAVED_MESSAGE);
+}
+
+/** Whether the host's model has a live comm; `undefined` if the host does not know. */
+async function isCommLive(host: unknown, id: string | undefined): Promise<unknown> {
+  const manager = host as { get_model?(id: string): Promise<unknown> } | undefined;
+  if (typeof manager?.get_model !== "function" || !id) return undefined;
+  try {
+    return property(await manager.get_model(id), "comm_live");
+  } catch {
+    return undefined;
+  }
+}
+
+function watchSession(manager: unknown, life: KernelListener, onRemove: (undo: () => void) => void): void {
+  const session = property(property(manager, "context"), "sessionContext");
+  // Consoles and files that mirror outputs have a manager of one kernel, without a session.
+  const source = session ?? property(manager, "kernel");
+  const watch = (name: string, slot: (argument: unknown) => void) => {
+    const signal = property(source, name) as Partial<Signal> | null | undefined;
+    const connected: Slot = (_, argument) => slot(argument);
+    signal?.connect?.(connected);
+    onRemove(() => signal?.disconnect?.(connected));
+  };
+  watch("statusChanged", (status) => {
+    if (STOPPED.has(String(status))) life.onLost(STOPPED_MESSAGE);
+  });
+  watch("kernelChanged", (change) => {
+    if (property(change, "oldValue")) life.onLost(STOPPED_MESSAGE);
+  });
+  watch("connectionStatusChanged", (status) => {
+    if (status === "disconnected") life.onLost(DISCONNECTED_MESSAGE);
+    if (status === "connected") life.onReconnected();
+  });
+}
+
+/** `thing[name]` of an unknown value; `undefined` if a getter of the host throws. */
+export function property(thing: unknown, name: string): unknown {
+  if ((typeof thing !== "object" && typeof thing !== "function") || thing === null) return undefined;
+  try {
+    return (thing as Record<string, unknown>)[name];
+  } catch {
+    return undefined;
+  }
 }

@@ -7,36 +7,25 @@ export type RowKind = "graph" | "input" | "parameter" | "buffer" | "attribute" |
 /** The fields of a patch that a user types; `null` for an empty field. */
 export interface PatchFields {
   path: string;
-  /** The name of a `PatchKind`. */
-  kind: string;
-  /** The text between brackets: `:, -1, 3:5`. */
-  slice: string | null;
-  /** A Python expression; for the kinds that take a value. */
-  value: string | null;
-  /** The variable that receives what the patch keeps. `null`: the kernel finds a free name. */
-  name: string | null;
-  /** `prefill`, `decoding`, or numbers: `0`, `2, 4`, `1:`. */
-  steps: string | null;
+  kind: string; // The name of a `PatchKind`.
+  slice: string | null; // The text between brackets: `:, -1, 3:5`.
+  value: string | null; // A Python expression; for the kinds that take a value.
+  name: string | null; // The variable that receives what the patch keeps. `null`: the kernel finds a free name.
+  steps: string | null; // `prefill`, `decoding`, or numbers: `0`, `2, 4`, `1:`.
   positions: string | null;
   position_dim: number | null;
   any_shape: boolean;
-  /** Whether the slice may select nothing. */
-  allow_empty: boolean;
+  allow_empty: boolean; // Whether the slice may select nothing.
 }
 
 /** A chosen patch. */
 export interface PatchState extends PatchFields {
-  /** The number of `#3`, which is never reused. */
-  number: number;
+  number: number; // The number of `#3`, which is never reused.
   is_enabled: boolean;
-  /** The session file of a value that is not evaluated before the user trusts the file. */
-  untrusted: string | null;
-  /** The row in the skeleton; -1 if there is none. */
-  row: number;
-  /** The recorded shape of the value. */
-  shape: number[] | null;
-  /** The shape of its slice. */
-  sliced: number[] | null;
+  untrusted: string | null; // The session file of a value that is not evaluated before the user trusts the file.
+  row: number; // The row in the skeleton; -1 if there is none.
+  shape: number[] | null; // The recorded shape of the value.
+  sliced: number[] | null; // The shape of its slice.
   warning: string | null;
 }
 
@@ -50,29 +39,24 @@ export interface SessionState {
 
 /** What a user types as the value of a patch. */
 export interface PatchInput {
-  /** What it must be: `a number or a tensor`. */
-  noun: string;
+  noun: string; // What it must be: `a number or a tensor`.
   example: string;
 }
 
 /** A kind of patch, which defines the fields of the editor. */
 export interface PatchKindForm {
   name: string;
-  /** What the patch does: `sets the value to zero`. */
-  summary: string;
-  /** The fields of `PatchFields` that a user may fill in, besides the kind. */
-  fields: string[];
+  summary: string; // What the patch does: `sets the value to zero`.
+  fields: string[]; // The fields of `PatchFields` that a user may fill in, besides the kind.
   value: PatchInput | null;
 }
 
 /** One selected thing: a component or node, or a layer, head, position or key; `null` for what it does not have. */
 export interface Item {
-  /** Of a component, or the path of a node. */
-  name: string | null;
+  name: string | null; // Of a component, or the path of a node.
   layer: Natural | null;
   head: Natural | null;
-  /** Of the query, where there are queries and keys. */
-  position: Natural | null;
+  position: Natural | null; // Of the query, where there are queries and keys.
   key: Natural | null;
 }
 
@@ -80,90 +64,37 @@ export type Items = Item[];
 
 export type Act = "zero" | "mean" | "other_run" | "steer" | "probe";
 
-/** Adds a patch. */
-export interface AddEdit {
-  action: "add";
-  patch: PatchFields;
-}
-
-/** Replaces the fields of a patch. */
-export interface ChangeEdit {
-  action: "change";
-  number: number;
-  patch: PatchFields;
-}
-
-/** Enables or disables a patch. */
-export interface EnableEdit {
-  action: "enable";
-  number: number;
-  is_enabled: boolean;
-}
-
-/** Moves a patch to another position in the order. */
-export interface MoveEdit {
-  action: "move";
-  number: number;
-  position: Natural;
-}
-
-/** Removes patches. */
-export interface RemoveEdit {
-  action: "remove";
-  numbers: number[];
-}
-
-/** Trusts the file that a patch is from. */
-export interface TrustEdit {
-  action: "trust";
-  number: number;
-}
-
 /** Adds a patch for each of the selected items. */
 export interface ActEdit {
   action: "act";
   act: Act;
   items: Items;
-  /** What was typed, for the acts that need it. */
-  value: string | null;
-  /** As in a patch. */
-  steps: string | null;
+  value: string | null; // What was typed, for the acts that need it.
+  steps: string | null; // As in a patch.
 }
 
-/** Removes all patches. */
-export interface ClearEdit {
-  action: "clear";
-}
-
-/** Undoes the last edit. */
-export interface UndoEdit {
-  action: "undo";
-}
-
-/** Repeats the edit that was undone last. */
-export interface RedoEdit {
-  action: "redo";
-}
-
-export type Edit = AddEdit | ChangeEdit | EnableEdit | MoveEdit | RemoveEdit | TrustEdit | ActEdit | ClearEdit | UndoEdit | RedoEdit;
+export type Edit =
+  | { action: "add"; patch: PatchFields }
+  | { action: "change"; number: number; patch: PatchFields }
+  | { action: "enable"; number: number; is_enabled: boolean }
+  | { action: "move"; number: number; position: Natural }
+  | { action: "remove"; numbers: number[] }
+  | { action: "trust"; number: number }
+  | ActEdit
+  | { action: "clear" }
+  | { action: "undo" }
+  | { action: "redo" };
 
 /** An edit of the chosen patches. */
 export interface EditRequest {
-  /** The version that the user saw. */
-  based_on: number;
+  based_on: number; // The version that the user saw.
   edit: Edit;
-}
-
-/** The version after an edit. */
-export interface Edited {
-  version: number;
 }
 
 /** A patch that the user is typing. */
 export interface CheckRequest {
   patch: PatchFields;
-  /** The patch that is changed; `null` for a new one. */
-  number: number | null;
+  number: number | null; // The patch that is changed; `null` for a new one.
 }
 
 /** The value that a patch would be applied to. */
@@ -171,21 +102,14 @@ export interface Checked {
   shape: number[] | null;
   sliced: number[] | null;
   warning: string | null;
-  /** The variable for a patch that keeps something, if none is typed. */
-  name: string | null;
-}
-
-/** A row of the tree. */
-export interface RowRequest {
-  row: Natural;
+  name: string | null; // The variable for a patch that keeps something, if none is typed.
 }
 
 /** A value with a standard name: `layers[3].attn.q`. */
 export interface ComponentRow {
   row: number;
   name: string;
-  /** What the dimensions of the value are: `batch`, `head`, ... */
-  axes: string[];
+  axes: string[]; // What the dimensions of the value are: `batch`, `head`, ...
   shape: number[];
 }
 
@@ -200,8 +124,7 @@ export interface Source {
 /** A row that another one refers to. */
 export interface Link {
   row: number;
-  /** The path as seen from the graph that both are in, else the whole path. */
-  text: string;
+  text: string; // The path as seen from the graph that both are in, else the whole path.
 }
 
 /** The content of the popup of a row. */
@@ -209,15 +132,12 @@ export interface Details {
   row: number;
   path: string;
   kind: RowKind;
-  /** What it is, and what is to be known of it (opaque and why, mutated later, ...). */
-  notes: string[];
+  notes: string[]; // What it is, and what is to be known of it (opaque and why, mutated later, ...).
   shape: number[] | null;
   dtype: string | null;
   device: string | null;
-  /** The Python code of a graph; for a node the line of it that makes the value. */
-  code: string;
-  /** The user's lines that made it, outermost first. */
-  source: Source[];
+  code: string; // The Python code of a graph; for a node the line of it that makes the value.
+  source: Source[]; // The user's lines that made it, outermost first.
   inputs: Link[];
   users: Link[];
 }
@@ -239,57 +159,40 @@ export interface Statistics {
 /** A heatmap of float32 values, row by row. */
 export interface Heatmap {
   type: "heatmap";
-  /** Which of the buffers of the reply holds the values. */
-  buffer: number;
+  buffer: number; // Which of the buffers of the reply holds the values.
   rows: number;
   columns: number;
-  /** The numbers of rows and columns before they were reduced. */
-  full: [number, number];
-  /** How they were reduced; `null`: every value is there. */
-  reduced: string | null;
-  /** Which part of the value it is: `0, 3, :, :`. */
-  slice: string;
-  /** The only value in this part, if there is only one. */
-  constant: number | null;
+  full: [number, number]; // The numbers of rows and columns before they were reduced.
+  reduced: string | null; // How they were reduced; `null`: every value is there.
+  slice: string; // Which part of the value it is: `0, 3, :, :`.
+  constant: number | null; // The only value in this part, if there is only one.
 }
 
 /** A histogram. */
 export interface Histogram {
   type: "histogram";
   counts: number[];
-  /** One more than counts. */
-  edges: number[];
+  edges: number[]; // One more than counts.
   slice: string | null;
 }
 
-/** A text in place of a plot. */
-export interface NoPlot {
-  type: "none";
-  why: string;
-}
-
-export type Plot = Heatmap | Histogram | NoPlot;
+export type Plot =
+  | Heatmap
+  | Histogram
+  | { type: "none"; why: string };
 
 /** A value with its plot. */
 export interface ActivationView {
   path: string;
   statistics: Statistics;
   plot: Plot;
-  /** The tokens of the rows of a heatmap, if its rows are positions of tokens. */
-  row_labels: string[] | null;
+  row_labels: string[] | null; // The tokens of the rows of a heatmap, if its rows are positions of tokens.
   column_labels: string[] | null;
 }
 
 export type RunState = "running" | "done" | "failed" | "interrupted";
 
 export type Token = [string, number];
-
-/** An entry that changed. */
-export interface LargeChange {
-  index: number[];
-  before: number;
-  after: number;
-}
 
 /** One tensor or number of the model's output, without and with the patches. */
 export interface OutputChange {
@@ -299,10 +202,8 @@ export interface OutputChange {
   norm_before: number | null;
   norm_after: number | null;
   norm_difference: number | null;
-  /** The entries that changed most. */
-  largest: LargeChange[];
-  /** Why the two cannot be compared. */
-  note: string | null;
+  largest: ({ index: number[]; before: number; after: number })[]; // The entries that changed most.
+  note: string | null; // Why the two cannot be compared.
 }
 
 /** The value of a probe. */
@@ -310,33 +211,18 @@ export interface ProbeReport {
   number: number;
   name: string;
   path: string;
-  /** `null`: it did not fire; `note` says so. */
-  statistics: Statistics | null;
-  plot: Plot;
-  row_labels: string[] | null;
-  column_labels: string[] | null;
+  view: ActivationView | null; // `null`: it did not fire; `note` says so.
   note: string | null;
-  /** What the patches changed; `null`: nothing was patched, or there are no numbers. */
-  change: OutputChange | null;
-}
-
-/** The most probable next tokens, each with its probability. */
-export interface NextTokens {
-  position: number;
-  before: Token[];
-  after: Token[];
+  change: OutputChange | null; // What the patches changed; `null`: nothing was patched, or there are no numbers.
 }
 
 /** The report of a run. */
 export interface RunReport {
-  /** What ran, as Python: `pg(ids)`. */
-  call: string;
+  call: string; // What ran, as Python: `pg(ids)`.
   seconds: number;
-  /** The numbers of the patches that were applied. */
-  patches: number[];
+  patches: number[]; // The numbers of the patches that were applied.
   warnings: string[];
-  /** For language models with a tokenizer. */
-  tokens: NextTokens | null;
+  tokens: { position: number; before: Token[]; after: Token[] } | null; // For language models with a tokenizer.
   changes: OutputChange[];
   probes: ProbeReport[];
 }
@@ -351,10 +237,8 @@ export interface JobStatus {
   id: number;
   state: RunState;
   seconds: number;
-  /** The part of the calls that have ended; `null` before the first one has. */
-  fraction: number | null;
-  /** Why it failed. */
-  error: string | null;
+  fraction: number | null; // The part of the calls that have ended; `null` before the first one has.
+  error: string | null; // Why it failed.
 }
 
 /** The status of a run. */
@@ -369,25 +253,15 @@ export interface ActivationStatus extends JobStatus {
 
 /** Starts a run. */
 export interface RunRequest {
-  /** Arguments of the call as Python; `null`: the example inputs. */
-  inputs: string | null;
+  inputs: string | null; // Arguments of the call as Python; `null`: the example inputs.
 }
 
 /** Shows the value of a row. Another slice of the value that is shown does not run the model again. */
 export interface ActivationRequest {
   row: Natural;
-  /** A slice with two dimensions (or one); `null`: the last two. */
-  plane: string | null;
+  plane: string | null; // A slice with two dimensions (or one); `null`: the last two.
   is_patched: boolean;
   inputs: string | null;
-}
-
-/** Computes the patterns of an attention view for the patches as they are now. */
-export type AttendRequest = Record<string, never>;
-
-/** Computes the numbers of a lens view for the patches as they are now, and for another stream. */
-export interface LensRequest {
-  stream: string | null;
 }
 
 /** Generates for the patches as they are now; adds a branch, or removes one. */
@@ -395,27 +269,15 @@ export interface GenerationRequest {
   line: number | null;
   step: number | null;
   token: number | null;
-  /** The number of a branch. */
-  remove: number | null;
+  remove: number | null; // The number of a branch.
 }
 
 /** Asks for the whole pattern of a head, as bytes. */
 export interface HeadRequest {
   version: number;
   run: "clean" | "patched";
-  /** Its position in `Attention.layers`. */
-  layer: Natural;
+  layer: Natural; // Its position in `Attention.layers`.
   head: Natural;
-}
-
-/** The scales of the buffers: 255 is the first scale. Of a mean over a batch, the second is the weighted pattern. */
-export interface Head {
-  scales: number[];
-}
-
-/** Exported code. */
-export interface Code {
-  code: string;
 }
 
 /** Nothing. */
@@ -426,9 +288,9 @@ export const KINDS: readonly RowKind[] = ["graph", "input", "parameter", "buffer
 
 /** By the name of a request. */
 export interface Requests {
-  edit: { payload: EditRequest; result: Edited };
+  edit: { payload: EditRequest; result: { version: number } };
   check: { payload: CheckRequest; result: Checked };
-  details: { payload: RowRequest; result: Details };
+  details: { payload: { row: Natural }; result: Details };
   components: { payload: Empty; result: Empty };
   run: { payload: RunRequest; result: RunStatus };
   run_status: { payload: JobRef; result: RunStatus };
@@ -437,9 +299,9 @@ export interface Requests {
   activation_status: { payload: JobRef; result: ActivationStatus };
   activation_interrupt: { payload: JobRef; result: ActivationStatus };
   activation_close: { payload: JobRef; result: Empty };
-  lens: { payload: LensRequest; result: JobStatus };
+  lens: { payload: { stream: string | null }; result: JobStatus };
   generation: { payload: GenerationRequest; result: JobStatus };
-  attend: { payload: AttendRequest; result: JobStatus };
-  head: { payload: HeadRequest; result: Head };
-  export: { payload: RunRequest; result: Code };
+  attend: { payload: Empty; result: JobStatus };
+  head: { payload: HeadRequest; result: { scale: number } };
+  export: { payload: RunRequest; result: { code: string } };
 }

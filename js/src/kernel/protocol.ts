@@ -42,18 +42,14 @@ export interface Columns {
   names: string[];
   ops: string[];
   specs: Spec[];
-  /** Per row: its name as a path writes it, quoted where a path would quote it. */
-  name: number[];
-  /** Per row: 0 for the root, 1 for what is in it, ... */
-  depth: number[];
+  name: number[]; // Per row: its name as a path writes it, quoted where a path would quote it.
+  depth: number[]; // Per row: 0 for the root, 1 for what is in it, ...
   kind: number[];
   /** Per row: the torch function of an op, the class of the module of a graph or unused module, else the kind's word. */
   op: number[];
-  /** Per row: -1 for graphs and unused modules. */
-  spec: number[];
+  spec: number[]; // Per row: -1 for graphs and unused modules.
   flags: number[];
-  /** By row: why a graph is opaque, and the like. */
-  notes: Record<string, string>;
+  notes: Record<string, string>; // By row: why a graph is opaque, and the like.
 }
 
 /** The traits of every view of a graph. Only `selection` is set by the front end. */
@@ -62,169 +58,119 @@ export interface LinkedTraits {
   front_end: DataView;
   about: AboutView;
   session: SessionState;
-  /** Identifies the views that share a selection. */
-  group: string;
+  group: string; // Identifies the views that share a selection.
   selection: Item[];
 }
 
 /** Traits of the tree. Only `expanded`, `selected`, `query`, `shows_sizes` and `selection` are set by the front end. */
 export interface Traits extends LinkedTraits {
-  /** Deflated JSON of `Columns`. */
-  skeleton: DataView;
+  skeleton: DataView; // Deflated JSON of `Columns`.
   about: About;
-  /** Rows that are open; `null` before a view has chosen some. */
-  expanded: number[] | null;
-  /** The row that has the focus of the tree. */
-  selected: number;
+  expanded: number[] | null; // Rows that are open; `null` before a view has chosen some.
+  selected: number; // The row that has the focus of the tree.
   query: string;
-  /** Whether rows with only sizes, and hidden rows, are shown. */
-  shows_sizes: boolean;
-  /** Deflated JSON of `Component[]`, layer by layer. Empty: not asked for yet. */
-  components: DataView;
-  /** A float32 per row, little-endian; NaN without a score. Empty: no scores. */
-  scores: DataView;
+  shows_sizes: boolean; // Whether rows with only sizes, and hidden rows, are shown.
+  components: DataView; // Deflated JSON of `Component[]`, layer by layer. Empty: not asked for yet.
+  scores: DataView; // A float32 per row, little-endian; NaN without a score. Empty: no scores.
   scores_name: string;
-  /** The current or last run of any view; `null` before the first one. */
-  run: { id: number; state: RunState } | null;
-  /** The circuit that is shown above the tree; `null`: none is. */
-  circuit: CircuitPicture | null;
+  run: { id: number; state: RunState } | null; // The current or last run of any view; `null` before the first one.
+  circuit: CircuitPicture | null; // The circuit that is shown above the tree; `null`: none is.
 }
 
 /** The traits of the attention view. Only `row` and `selection` are set by the front end. */
 export interface AttentionTraits extends LinkedTraits {
   attention: Attention;
-  /** Deflated; `notebook/views/patterns.py` says how it is laid out. */
-  cells: DataView;
-  /** The row of the batch that is shown; -1: the mean. */
-  row: number;
+  cells: DataView; // Deflated; `packed` in notebook/views/attention.py says how it is laid out.
+  row: number; // The row of the batch that is shown; -1: the mean.
 }
 
 export type AttentionRun = "clean" | "patched";
 
 export interface Attention {
-  /** Counts what was sent: `head` refers to it. */
-  version: number;
-  /** The version of the patches that the run `patched` was made with. */
-  patches: number;
+  version: number; // Counts what was sent: `head` refers to it.
+  patches: number; // The version of the patches that the run `patched` was made with.
   runs: AttentionRun[];
-  /** How many rows the batch has. */
-  rows: number;
-  /** Whether the mean over the rows is shown: then patterns times lengths are sent in place of lengths. */
-  is_mean: boolean;
-  /** What ran, as Python: `pg(ids)`. */
-  call: string;
-  /** Whether all patterns were sent as they are; else as smaller pictures. */
-  is_whole: boolean;
+  rows: number; // How many rows the batch has.
+  is_whole: boolean; // Whether all patterns were sent as they are; else as smaller pictures.
   layers: AttentionLayer[];
-  /** The labels of positions, which layers refer to. */
-  tokens: string[][];
+  tokens: string[][]; // The labels of positions, which layers refer to.
 }
 
 export interface AttentionLayer {
-  /** `layers[3].attn`. */
-  name: string;
+  name: string; // `layers[3].attn`.
   title: string;
   layer: number;
-  /** Whether the keys are those of another sequence. */
-  is_cross: boolean;
+  is_cross: boolean; // Whether the keys are those of another sequence.
   heads: number;
   /** How many heads the values have, which several heads may share; 0 if the lengths of values are not known. */
   value_heads: number;
-  /** The numbers of queries and keys. */
-  full: [queries: number, keys: number];
-  /** The rows and columns of what was sent. */
-  shape: [rows: number, columns: number];
-  /** Which of `tokens` are the labels. */
-  queries: number;
+  full: [queries: number, keys: number]; // The numbers of queries and keys.
+  shape: [rows: number, columns: number]; // The rows and columns of what was sent.
+  queries: number; // Which of `tokens` are the labels.
   keys: number;
 }
 
 /** The traits of a lens view, which `show_lens` shows. Besides `selection`, the front end sets `stream`. */
 export interface LensTraits extends LinkedTraits {
   lens: Lens;
-  /** Deflated numbers: see `readLens` in lens_view.ts. */
-  cells: DataView;
-  /** The stream that is shown. */
-  stream: string;
+  cells: DataView; // Deflated numbers: see `readLens` in lens_view.ts.
+  stream: string; // The stream that is shown.
 }
 
 /** What the states of streams say at each position: the probable tokens, and the probability of a target. */
 export interface Lens {
-  /** Those whose numbers are there. */
-  streams: { name: string; rows: LensRow[] }[];
-  /** Those that the model has. */
-  available: string[];
-  /** The row of the batch that the numbers are of, and how many rows the batch has. */
-  row: number;
+  streams: { name: string; rows: LensRow[] }[]; // Those whose numbers are there.
+  available: string[]; // Those that the model has.
+  row: number; // The row of the batch that the numbers are of, and how many rows the batch has.
   rows: number;
-  /** The text of each position; `null`: they are numbers. */
-  positions: string[] | null;
-  /** The texts of all tokens that are shown. */
-  vocabulary: string[];
-  /** The target of each position, as a position in the vocabulary. */
-  target: number[];
-  /** Whether it was given; else it is what the model itself finds most probable. */
-  has_target: boolean;
-  /** How many probable tokens each cell has. */
-  top: number;
-  /** 1: without patches; 2: also with the patches. */
-  runs: 1 | 2;
-  /** The version of the patches that the numbers are for. */
-  version: number;
+  positions: string[] | null; // The text of each position; `null`: they are numbers.
+  vocabulary: string[]; // The texts of all tokens that are shown.
+  target: number[]; // The target of each position, as a position in the vocabulary.
+  has_target: boolean; // Whether it was given; else it is what the model itself finds most probable.
+  top: number; // How many probable tokens each cell has.
+  runs: 1 | 2; // 1: without patches; 2: also with the patches.
+  version: number; // The version of the patches that the numbers are for.
   remarks: string[];
 }
 
 interface LensRow {
-  /** The component. */
-  name: string;
-  /** The layer that computes it; `null` for the embeddings. */
-  layer: number | null;
+  name: string; // The component.
+  layer: number | null; // The layer that computes it; `null` for the embeddings.
   label: string;
 }
 
 /** The traits of a generation view, which `show_generation` shows. */
 export interface GenerationTraits extends LinkedTraits {
   generation: Generation;
-  /** Deflated numbers: see `readGeneration` in generation_view.ts. */
-  numbers: DataView;
+  numbers: DataView; // Deflated numbers: see `readGeneration` in generation_view.ts.
 }
 
 export type Score = "log_probability" | "entropy" | "given";
 
 /** Generated tokens: a line without patches, one with them if there are any, and branches. */
 export interface Generation {
-  /** The texts of the prompt; empty if they are not known. */
-  prompt: string[];
-  /** The texts of all tokens that are shown. */
-  vocabulary: string[];
-  /** Their numbers. */
-  tokens: number[];
-  /** How many probable tokens each step has. */
-  top: number;
+  prompt: string[]; // The texts of the prompt; empty if they are not known.
+  vocabulary: string[]; // The texts of all tokens that are shown.
+  tokens: number[]; // Their numbers.
+  top: number; // How many probable tokens each step has.
   lines: GenerationLine[];
-  /** What the colors are at first. */
-  score: Score;
-  /** Whether numbers were given, for the first line. */
-  has_given: boolean;
-  /** The version of the patches that the numbers are for. */
-  version: number;
+  score: Score; // What the colors are at first.
+  has_given: boolean; // Whether numbers were given, for the first line.
+  version: number; // The version of the patches that the numbers are for.
   remarks: string[];
 }
 
 interface GenerationLine {
   name: string;
   steps: number;
-  /** The number of the branch; `null` for the lines that are none. */
-  branch: number | null;
-  /** The step in which the branch has another token. */
-  start: number;
+  branch: number | null; // The number of the branch; `null` for the lines that are none.
+  start: number; // The step in which the branch has another token.
 }
 
 /** The traits of the widget of `show_circuit`, which has `front_end` besides, and nothing else of the above. */
 export interface CircuitTraits {
   circuit: CircuitPicture;
-  /** What is pinned: a node or an edge, by its number; set by the front end. */
-  pinned: Pinned | null;
+  pinned: Pinned | null; // What is pinned: a node or an edge, by its number; set by the front end.
   model_id: string;
 }
 export type Pinned = [kind: "node" | "edge", number: number];
@@ -234,20 +180,14 @@ export interface CircuitPicture {
   width: number;
   height: number;
   bands: CircuitBand[];
-  /** From the lowest row to the highest, each from the left. */
-  nodes: CircuitNode[];
-  /** The strongest first. */
-  edges: CircuitEdge[];
-  /** The positions, of edges that have some: their token, and their center. */
-  columns: { label: string; x: number }[];
+  nodes: CircuitNode[]; // From the lowest row to the highest, each from the left.
+  edges: CircuitEdge[]; // The strongest first.
+  columns: { label: string; x: number }[]; // The positions, of edges that have some: their token, and their center.
   /** Lines from where a component reads to the other positions at which it writes: these two nodes, and the line. */
   links: { ends: [number, number]; line: string }[];
-  /** How many edges are shown at first. */
-  first: number;
-  /** `40 of 1,230 edges, faithfulness 0.91`. */
-  summary: string;
-  /** The code that makes the circuit. */
-  python: string;
+  first: number; // How many edges are shown at first.
+  summary: string; // `40 of 1,230 edges, faithfulness 0.91`.
+  python: string; // The code that makes the circuit.
   json: string;
 }
 
@@ -259,20 +199,15 @@ interface CircuitBand {
 }
 
 export interface CircuitNode {
-  /** The component: `layers[2].attn.heads[3].z`. */
-  name: string;
+  name: string; // The component: `layers[2].attn.heads[3].z`.
   label: string;
-  /** The center. */
-  x: number;
+  x: number; // The center.
   y: number;
   width: number;
   height: number;
-  /** The inputs at which edges end, and where: `[["q", 112], ...]`. */
-  ports: [name: string, x: number][];
-  /** The row in the skeleton; -1 without a tree, or if there is none. */
-  row: number;
-  /** In the sequence; `null`: all of them. */
-  position: number | null;
+  ports: [name: string, x: number][]; // The inputs at which edges end, and where: `[["q", 112], ...]`.
+  row: number; // The row in the skeleton; -1 without a tree, or if there is none.
+  position: number | null; // In the sequence; `null`: all of them.
 }
 
 export interface CircuitEdge {
@@ -283,17 +218,14 @@ export interface CircuitEdge {
   /** The node where it begins, and those where it ends: several, if heads share the keys or values there. */
   from: number;
   to: number[];
-  /** Of its line. */
-  thickness: number;
-  /** The `d` of an SVG path. */
-  line: string;
+  thickness: number; // Of its line.
+  line: string; // The `d` of an SVG path.
 }
 
 /** The traits of the widget of `show_heatmap`, which has `front_end` besides, and nothing else of the above. */
 export interface HeatmapTraits {
   heatmap: ResultHeatmap;
-  /** A float32 per cell, row by row, little-endian; NaN without a number. */
-  values: DataView;
+  values: DataView; // A float32 per cell, row by row, little-endian; NaN without a number.
   /** The selected cell, counted from the top left one; set by the front end. */
   cell: [row: number, column: number] | null;
   /** What its cells select, for a heatmap that takes part in the selection of a graph: it has `LinkedTraits`, too. */
@@ -304,15 +236,13 @@ export interface HeatmapTraits {
 interface CellItems {
   rows: Item[] | null;
   columns: Item[] | null;
-  /** Its name, and names of rows and columns, may have `*` for the layer and the head of the cell. */
-  all: Item;
+  all: Item; // Its name, and names of rows and columns, may have `*` for the layer and the head of the cell.
 }
 
 /** A result with two dimensions, in the order in which it is seen: the top row first. */
 export interface ResultHeatmap {
   title: string | null;
-  /** What the numbers are. */
-  name: string;
+  name: string; // What the numbers are.
   rows: ResultSide;
   columns: ResultSide;
   /** The numbers of rows and columns of the result; a cell may be a block of these. */
@@ -320,48 +250,34 @@ export interface ResultHeatmap {
   map: "sequential" | "diverging";
   low: number;
   high: number;
-  /** Which number has no color, in words; `null`: all have one, or it is zero. */
-  center: string | null;
-  /** Why cells have no number. */
-  missing: string | null;
-  /** What cells are, if they are blocks. */
-  reduced: string | null;
-  /** As in `About`. */
-  model_id: string;
+  center: string | null; // Which number has no color, in words; `null`: all have one, or it is zero.
+  missing: string | null; // Why cells have no number.
+  reduced: string | null; // What cells are, if they are blocks.
+  model_id: string; // As in `About`.
 }
 
 export interface ResultSide {
-  /** The dimension. */
-  name: string;
+  name: string; // The dimension.
   title: string;
-  /** The coordinate of each row or column; of a block, the first and the last. */
-  values: string[];
-  /** The labels beside the cells, shortened; `null`: none. */
-  labels: string[] | null;
+  values: string[]; // The coordinate of each row or column; of a block, the first and the last.
+  labels: string[] | null; // The labels beside the cells, shortened; `null`: none.
   /** The full texts of tokens, with invisible characters escaped; `null` if they are not tokens. */
   tokens: string[] | null;
 }
 
 interface AboutView {
-  /** Which view it is. */
-  view: "tree" | "attention" | "lens" | "generation" | "result";
-  /** The variable that holds the graph: `pg`. */
-  name: string;
-  /** The widget's model id, by which it is found among the outputs of a notebook. */
-  model_id: string;
-  /** The version of graphpatch-notebook. */
-  version: string;
+  view: "tree" | "attention" | "lens" | "generation" | "result"; // Which view it is.
+  name: string; // The variable that holds the graph: `pg`.
+  model_id: string; // The widget's model id, by which it is found among the outputs of a notebook.
+  version: string; // The version of graphpatch-notebook.
 }
 
 export interface About extends AboutView {
-  /** The class of the model. */
-  module: string;
-  /** How many nodes can be patched. */
-  nodes: number;
+  module: string; // The class of the model.
+  nodes: number; // How many nodes can be patched.
   /** The example inputs as the Python code of a call: `ids, attention_mask=mask`; `null` if unknown. */
   arguments: string | null;
-  /** Why there are no example inputs that *Run* could use; `null`: there are some. */
-  no_inputs: string | null;
+  no_inputs: string | null; // Why there are no example inputs that *Run* could use; `null`: there are some.
   /** Whether runs are made on inputs that were given to the browser instead of the example inputs. */
   has_given_inputs: boolean;
   has_tokenizer: boolean;
@@ -378,14 +294,9 @@ export interface Request<N extends RequestName = RequestName> {
   payload: Requests[N]["payload"];
 }
 
-/** What the kernel sends; binary parts come beside it as buffers. */
-export type Reply<N extends RequestName = RequestName> =
-  | { id: number; result: Requests[N]["result"] }
-  | { id: number; error: RequestError };
-
+/** What the kernel refuses a request with; it sends `{id, result}`, with binary parts as buffers, or `{id, error}`. */
 export interface RequestError {
-  /** In words: what failed, and what to do. */
-  message: string;
+  message: string; // In words: what failed, and what to do.
   /** The field of the patch that is wrong, or `inputs`, `plane`, `version` (the patches have changed since). */
   field: string | null;
 }

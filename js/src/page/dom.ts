@@ -2,44 +2,76 @@
 
 /** A string, number or `true` becomes an attribute, a function a listener; `null`, `undefined` and `false` are left out. */
 export type AttributeValue = string | number | boolean | null | undefined | ((event: never) => void);
+export type Attributes = Record<string, AttributeValue>;
 type Child = Node | string | null | undefined | false;
+type Content = Attributes | Child;
 
 const SVG = "http://www.w3.org/2000/svg";
 
 /**
- * Returns a new element.
+ * Returns a new element. The tag can have classes; attributes can be left out.
  *
- *     element("button", { class: "gp-button", onclick: () => run(), disabled: !canRun }, icon("play"), "Run")
+ *     element("span.gp-note.gp-wide", { title: "Runs it", onclick: () => run() }, icon("play"), "Run")
  */
 export function element<K extends keyof HTMLElementTagNameMap>(
-  tag: K,
-  attributes: Record<string, AttributeValue> = {},
-  ...children: Child[]
+  tag: K | `${K}.${string}`,
+  ...content: Content[]
 ): HTMLElementTagNameMap[K] {
-  return withContent(document.createElement(tag), attributes, children);
+  return withContent(tag, (name) => document.createElement(name as K), content);
 }
 
 /** A button that does not submit a form, of class `gp-button` unless another class is given. */
-export function buttonElement(attributes: Record<string, AttributeValue>, ...children: Child[]): HTMLButtonElement {
+export function buttonElement(attributes: Attributes, ...children: Child[]): HTMLButtonElement {
   return element("button", { type: "button", class: "gp-button", ...attributes }, ...children);
+}
+
+/** A button that is only a picture, with a name for screen readers. */
+export function iconButton(picture: keyof typeof ICONS, name: string, more: Attributes): HTMLButtonElement {
+  return buttonElement({ class: "gp-button gp-quiet", "aria-label": name, title: name, ...more }, icon(picture));
+}
+
+/** A field for Python or a number. */
+export function textField(label: string, more: Attributes = {}): HTMLInputElement {
+  return element("input.gp-field.gp-mono", { type: "text", "aria-label": label, spellcheck: "false", ...more });
+}
+
+export function checkbox(label: string, isChecked: boolean, onchange: (isChecked: boolean) => void): HTMLElement {
+  const box = element("input", { type: "checkbox", checked: isChecked, onchange: () => onchange(box.checked) });
+  return element("label.gp-pair.gp-check", box, label);
+}
+
+/** Replaces the options of a select element. */
+export function setOptions(
+  select: HTMLSelectElement,
+  options: readonly (readonly [value: string | number, text: string])[],
+  chosen: string | number,
+): void {
+  replaceChildren(select, ...options.map(([value, text]) => element("option", { value }, text)));
+  select.value = String(chosen);
 }
 
 /** As `element`, for SVG. */
 export function svgElement<K extends keyof SVGElementTagNameMap>(
-  tag: K,
-  attributes: Record<string, AttributeValue> = {},
-  ...children: Child[]
+  tag: K | `${K}.${string}`,
+  ...content: Content[]
 ): SVGElementTagNameMap[K] {
-  return withContent(document.createElementNS(SVG, tag), attributes, children);
+  return withContent(tag, (name) => document.createElementNS(SVG, name as K), content);
 }
 
-function withContent<E extends Element>(made: E, attributes: Record<string, AttributeValue>, children: Child[]): E {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (typeof value === "function") made.addEventListener(name.replace(/^on/, ""), value as EventListener);
-    else setAttribute(made, name, value);
+function withContent<E extends Element>(tag: string, make: (name: string) => E, content: Content[]): E {
+  const [name = "", ...classes] = tag.split(".");
+  const made = make(name);
+  if (classes.length > 0) setAttribute(made, "class", classes.join(" "));
+  for (const part of content) {
+    if (typeof part !== "object" || part === null || part instanceof Node) append(made, [part]);
+    else for (const [name, value] of Object.entries(part)) setOrListen(made, name, value);
   }
-  append(made, children);
   return made;
+}
+
+function setOrListen(made: Element, name: string, value: AttributeValue): void {
+  if (typeof value === "function") made.addEventListener(name.replace(/^on/, ""), value as EventListener);
+  else setAttribute(made, name, value);
 }
 
 /** Sets an attribute, or removes it for `null`, `undefined` and `false`. Booleans of `aria-...` attributes are written out. */
@@ -49,7 +81,11 @@ export function setAttribute(target: Element, name: string, value: string | numb
   else target.setAttribute(name, value === true ? "" : String(value));
 }
 
-/** Replaces the children of an element. */
+/** Adds the classes that are `true`, and removes the others. */
+export function toggleClasses(target: Element | undefined, classes: Record<string, boolean>): void {
+  for (const [name, isOn] of Object.entries(classes)) target?.classList.toggle(name, isOn);
+}
+
 export function replaceChildren(target: Element, ...children: Child[]): void {
   target.replaceChildren();
   append(target, children);
@@ -69,10 +105,15 @@ export function showFieldError(field: Element, message: HTMLElement, error: stri
   setAttribute(field, "aria-describedby", error === null ? null : message.id);
 }
 
+/** Keeps an event from the page around. */
+export function consume(event: Event): void {
+  event.preventDefault();
+  event.stopPropagation();
+}
+
 /** SVG paths in a view box of 16 by 16, drawn with a stroke of 1.4. */
 export const ICONS = {
   add: "M8 3.5v9M3.5 8h9",
-  arrow: "M3 8h10M9 4l4 4-4 4",
   check: "M3 8.5l3.5 3.5L13 4.5",
   chevron: "M6 4l4 4-4 4",
   close: "M4 4l8 8M12 4l-8 8",
@@ -81,14 +122,12 @@ export const ICONS = {
   down: "M8 3v10M4 9l4 4 4-4",
   edit: "M3 13l.6-3L10.5 3 13 5.5 6 12.4z",
   expand: "M4 6l4-4 4 4M4 10l4 4 4-4",
-  fold: "M3 3h10M3 13h10M5 6.5l3 2.5 3-2.5",
   info: "M8 2.5a5.5 5.5 0 1 0 0 11 5.5 5.5 0 1 0 0-11M8 7.3v3.7M8 5v.3",
   insert: "M2.5 3h11v4h-11zM8 9.5v4M6 11.5h4",
   play: "M5 3.5v9l7-4.5z",
   redo: "M13 6H6.5a3.5 3.5 0 0 0 0 7H9M10 3l3 3-3 3",
   remove: "M3 4.5h10M6 4.5V3h4v1.5M4.5 4.5l.5 8.5h6l.5-8.5",
   search: "M7 2.5a4.5 4.5 0 1 0 0 9 4.5 4.5 0 1 0 0-9M10.3 10.3l3.2 3.2",
-  stop: "M4 4h8v8H4z",
   undo: "M3 6h6.5a3.5 3.5 0 0 1 0 7H7M6 3L3 6l3 3",
   up: "M8 13V3M4 7l4-4 4 4",
   warning: "M8 2.5l6 11H2zM8 6.5v3.5M8 11.7v.3",
@@ -97,7 +136,7 @@ export const ICONS = {
 /** An icon without a label: the button around it has one. */
 export function icon(name: keyof typeof ICONS): SVGSVGElement {
   const outline = svgElement("path", { d: ICONS[name] });
-  return svgElement("svg", { class: "gp-icon", viewBox: "0 0 16 16", "aria-hidden": true }, outline);
+  return svgElement("svg.gp-icon", { viewBox: "0 0 16 16", "aria-hidden": true }, outline);
 }
 
 /** Copies text; resolves to whether that succeeded. */
@@ -114,12 +153,8 @@ export async function copyText(text: string, near: HTMLElement): Promise<boolean
 function copySelected(text: string, near: HTMLElement): boolean {
   const scope = near.getRootNode() as Document | ShadowRoot;
   const focused = scope.activeElement;
-  const area = document.createElement("textarea");
-  area.className = "gp-visually-hidden";
-  area.readOnly = true;
-  area.tabIndex = -1;
-  area.setAttribute("aria-hidden", "true");
-  area.value = text;
+  const hidden = { readonly: true, tabindex: -1, "aria-hidden": true };
+  const area = element("textarea.gp-visually-hidden", hidden, text);
   // Inside `near`, so that an open dialog keeps the focus.
   near.append(area);
   area.select();

@@ -1,7 +1,8 @@
 /** A dialog beside its anchor: a popover, or a panel below the tree in browsers without popovers. */
 
 import type { Part, View } from "../view";
-import { element } from "./dom";
+import { element, iconButton } from "./dom";
+import { clamp } from "./grid";
 
 const MARGIN = 8;
 const GAP = 4;
@@ -29,7 +30,7 @@ export class Dialog implements Part {
   private anchorBox = { top: 0, bottom: 0, left: 0 };
   private side: "below" | "above" = "below";
   private opener: Element | null = null;
-  private undos: (() => void)[] = [];
+  private listening = new AbortController();
 
   constructor(
     private readonly view: View,
@@ -61,6 +62,15 @@ export class Dialog implements Part {
     this.position();
   }
 
+  /** Replaces the content, and keeps the focus inside. `buttons`: those beside the one that closes it. */
+  fill(title: string, body: HTMLElement, ...buttons: HTMLElement[]): void {
+    const hadFocus = this.element.contains(focusedElement(this.element));
+    const close = iconButton("close", "Close", { title: "Close (Esc)", onclick: () => this.options.onEscape() });
+    const heading = element("div.gp-floating-title.gp-mono", title);
+    this.element.replaceChildren(element("div.gp-floating-header", heading, ...buttons, close), body);
+    if (hadFocus) this.element.focus({ preventScroll: true });
+  }
+
   /** Closes it, and restores the focus if it is inside. */
   close(): void {
     if (!this.isOpen) return;
@@ -77,7 +87,7 @@ export class Dialog implements Part {
 
   private stopListening(): void {
     this.isOpen = false;
-    for (const undo of this.undos.splice(0)) undo();
+    this.listening.abort();
   }
 
   private restoreFocus(): void {
@@ -88,21 +98,23 @@ export class Dialog implements Part {
   }
 
   private listen(): void {
-    const on = (target: EventTarget, event: string, listener: (event: never) => void) => {
-      target.addEventListener(event, listener as EventListener, { capture: true, passive: true });
-      this.undos.push(() => target.removeEventListener(event, listener as EventListener, { capture: true }));
-    };
-    if (this.options.closesOnOutsideClick) on(document, "pointerdown", (event: Event) => this.onPointerDown(event));
+    this.listening = new AbortController();
+    const { signal } = this.listening;
+    const options = { capture: true, passive: true, signal };
+    if (this.options.closesOnOutsideClick) {
+      document.addEventListener("pointerdown", (event) => this.onPointerDown(event), options);
+    }
     if (!this.isPopover) return;
     const position = () => this.position();
-    on(window, "resize", position);
-    on(window, "scroll", (event: Event) => {
-      if (!(event.target instanceof Node && this.element.contains(event.target))) position();
-    });
+    const onScroll = ({ target }: Event) => {
+      if (!(target instanceof Node && this.element.contains(target))) position();
+    };
+    window.addEventListener("resize", position, options);
+    window.addEventListener("scroll", onScroll, options);
     const observer = new ResizeObserver(position);
     observer.observe(this.element);
     observer.observe(this.view.root);
-    this.undos.push(() => observer.disconnect());
+    signal.addEventListener("abort", () => observer.disconnect());
   }
 
   private onPointerDown(event: Event): void {
@@ -165,8 +177,4 @@ export class Dialog implements Part {
 export function focusedElement(inside: Element): Element | null {
   const scope = inside.getRootNode() as Partial<DocumentOrShadowRoot>;
   return scope.activeElement ?? null;
-}
-
-function clamp(value: number, least: number, most: number): number {
-  return Math.min(Math.max(value, least), most);
 }

@@ -1,17 +1,17 @@
 /** The messages of a view: to screen readers, in an error bar, and about a kernel that is busy, lost, or was never there. */
 
 import type { Kernel, Notices, Part } from "../view";
-import { buttonElement, element, icon } from "./dom";
+import { element, icon, iconButton } from "./dom";
 
 const BUSY = "The kernel is busy: the answer follows when it is idle.";
 const LOST_TOO = "You can still browse the tree.";
 
 /** Returns the notices, with their element, which goes above the tree. */
 export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void): Notices & Part {
-  const spoken = element("div", { class: "gp-visually-hidden", role: "status", "aria-live": "polite" });
-  const words = element("div", { class: "gp-notice-text" });
-  const close = buttonElement({ class: "gp-button gp-quiet", "aria-label": "Close the message" }, icon("close"));
-  const bar = element("div", { class: "gp-notice gp-notice-error", hidden: true }, icon("warning"), words, close);
+  const spoken = element("div.gp-visually-hidden", { role: "status", "aria-live": "polite" });
+  const words = element("div.gp-notice-text");
+  const close = iconButton("close", "Close the message", { onclick: () => clear() });
+  const bar = element("div.gp-notice.gp-notice-error", { hidden: true }, icon("warning"), words, close);
   // The alert exists before it has a text: some screen readers do not read one that is inserted with its text.
   const alert = element("div", { role: "alert" }, bar);
   const banner = element("div", { role: "status" });
@@ -19,12 +19,11 @@ export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void
     bar.hidden = true;
     words.textContent = "";
   };
-  close.addEventListener("click", clear);
   const show = () => banner.replaceChildren(...kernelNotice(kernel));
   onRemove(kernel.onState(show));
   show();
   return {
-    element: element("div", { class: "gp-notices" }, spoken, alert, banner),
+    element: element("div.gp-stack.gp-notices", spoken, alert, banner),
     announce: (text) => {
       // Screen readers read a repeated message only if the text changes.
       spoken.textContent = spoken.textContent === text ? `${text}\u00a0` : text;
@@ -40,14 +39,9 @@ export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void
 function kernelNotice({ state, lostReason: why = "The kernel has stopped.", isSaved }: Kernel): HTMLElement[] {
   if (state === "idle") return [];
   const notice = (kind: string, picture: Element, text: string) => [
-    element(
-      "div",
-      { class: `gp-notice gp-notice-${kind}` },
-      picture,
-      element("div", { class: "gp-notice-text" }, text),
-    ),
+    element("div", { class: `gp-notice gp-notice-${kind}` }, picture, element("div.gp-notice-text", text)),
   ];
-  if (state === "busy") return notice("busy", element("span", { class: "gp-spinner", "aria-hidden": true }), BUSY);
+  if (state === "busy") return notice("busy", element("span.gp-spinner", { "aria-hidden": true }), BUSY);
   if (isSaved) return notice("saved", icon("info"), why);
   return notice("lost", icon("warning"), `${why} ${LOST_TOO}`);
 }

@@ -8,6 +8,8 @@
  * `DisplayedWidget.save_html` writes such a page, and the documentation is made of them.
  */
 
+import { importText } from "../import_text";
+
 interface SavedState {
   state: Record<string, unknown>;
   buffers?: { data: string; path: string[] }[];
@@ -74,22 +76,13 @@ function scripts<T>(type: string): [HTMLScriptElement, T][] {
   return [...found].map((script) => [script, JSON.parse(script.textContent ?? "") as T]);
 }
 
-async function frontEndOf(code: string): Promise<FrontEnd> {
-  const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
-  try {
-    return ((await import(/* @vite-ignore */ url)) as { default: FrontEnd }).default;
-  } finally {
-    URL.revokeObjectURL(url);
-  }
-}
-
 /** Inserts each view after its script element. */
 export async function showSavedViews(): Promise<void> {
   const states = Object.assign({}, ...scripts<{ state: object }>("widget-state").map(([, { state }]) => state));
   const models = new Map<string, [SavedModel, Promise<FrontEnd>]>();
   for (const [id, state] of Object.entries<SavedState>(states)) {
     const code = state.state._esm;
-    if (typeof code === "string") models.set(id, [new SavedModel(state), frontEndOf(code)]);
+    if (typeof code === "string") models.set(id, [new SavedModel(state), importText<FrontEnd>(code)]);
   }
   await Promise.all(
     scripts<{ model_id: string }>("widget-view").map(async ([mark, { model_id }]) => {

@@ -86,7 +86,9 @@ export function shapeText(shape: readonly number[]): string {
   return `[${shape.join(", ")}]`;
 }
 
-export function fieldsOf(patch: PatchState): PatchFields {
-  const { path, kind, slice, value, name, steps, positions, position_dim, any_shape, allow_empty } = patch;
-  return { path, kind, slice, value, name, steps, positions, position_dim, any_shape, allow_empty };
+/** Whether what users type is equal in two patches. */
+export function areEqual(one: PatchFields, other: PatchFields): boolean {
+  const keys = ["path", "kind", "slice", "value", "name", "steps", "positions", "position_dim"] as const;
+  const flags = ["any_shape", "allow_empty"] as const;
+  return [...keys, ...flags].every((key) => one[key] === other[key]);
 }

@@ -1,34 +1,26 @@
 /** The chosen patches, in the order in which they are applied, and their export as Python. */
-
-import { asRequestError } from "../kernel/kernel";
+import { asRequestError, property } from "../kernel/kernel";
 import type { Edit, PatchState, SessionState } from "../kernel/protocol";
-import {
-  type AttributeValue,
-  buttonElement,
-  copyText,
-  element,
-  type ICONS,
-  icon,
-  replaceChildren,
-  setAttribute,
-} from "../page/dom";
+import { buttonElement, copyText, element, type ICONS, icon, replaceChildren, setAttribute } from "../page/dom";
 import { focusedElement } from "../page/floating";
-import { visible } from "../page/visible";
-import { inputsOf } from "../runs/inputs";
+import { visible } from "../page/text";
+import { inputsOf } from "../runs/jobs";
 import { listen, type Part, type View } from "../view";
 import { describe, restrictions, shapeText, targetText, tryEdit } from "./edits";
-import { findCellInserter } from "./new_cell";
 
 const EMPTY = "No patches yet. Choose a node in the tree and press +, or its + button, to patch it.";
-const NO_CELLS =
-  "This notebook editor does not let widgets insert cells. The code is in the clipboard: paste it into a new cell.";
+const NO_CELLS = "This notebook editor does not let widgets insert cells";
+const TO_PASTE = "The code is in the clipboard: paste it into a new cell.";
 const TO_COPY = "The browser does not allow copying: copy the selected text by hand.";
+
+type Side = "before" | "after";
+type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove" | "trust";
 
 export class PatchList implements Part {
   readonly element: HTMLElement;
-  private readonly list = element("ol", { class: "gp-patches" });
-  private readonly empty = element("p", { class: "gp-muted gp-patches-empty" }, EMPTY);
-  private readonly count = element("span", { class: "gp-count" });
+  private readonly list = element("ol.gp-list.gp-patches");
+  private readonly empty = element("p.gp-muted.gp-patches-empty", EMPTY);
+  private readonly count = element("span.gp-count.gp-muted");
   private readonly undo = this.button("Undo", "undo", () => this.edit(() => ({ action: "undo" }), "undone"));
   private readonly redo = this.button("Redo", "redo", () => this.edit(() => ({ action: "redo" }), "redone"));
   private readonly clear = this.button("Clear", "remove", () => this.edit(() => ({ action: "clear" }), "all removed"));
@@ -36,25 +28,20 @@ export class PatchList implements Part {
   private readonly insert = this.button("Insert cell", "insert", () =>
     this.exportCode((code) => this.insertCell(code)),
   );
-  private readonly box = element("div", { class: "gp-code-box", hidden: true });
+  private readonly box = element("div.gp-stack.gp-code-box", { hidden: true });
+  private dragged: number | null = null;
 
   constructor(private readonly view: View) {
     const group = (name: string, ...buttons: HTMLElement[]) =>
-      element("div", { class: "gp-button-group", role: "group", "aria-label": name }, ...buttons);
-    this.element = element(
-      "section",
-      { class: "gp-panel gp-patch-list", role: "region", "aria-label": "Patches" },
-      element(
-        "div",
-        { class: "gp-panel-header" },
-        element("h2", { class: "gp-panel-title" }, "Patches", this.count),
-        group("Changes of the patches", this.undo, this.redo, this.clear),
-        group("Copy the patches as code", this.copy, this.insert),
-      ),
-      this.empty,
-      this.list,
-      this.box,
+      element("div.gp-line.gp-tight.gp-button-group", { role: "group", "aria-label": name }, ...buttons);
+    const header = element(
+      "div.gp-line",
+      element("h2.gp-panel-title", "Patches", this.count),
+      group("Changes of the patches", this.undo, this.redo, this.clear),
+      group("Copy the patches as code", this.copy, this.insert),
     );
+    const attributes = { class: "gp-stack gp-box gp-patch-list", role: "region", "aria-label": "Patches" };
+    this.element = element("section", attributes, header, this.empty, this.list, this.box);
     const show = () => this.show(view.model.get("session"));
     listen(view, "change:session", show);
     this.watchDrags();
@@ -65,8 +52,7 @@ export class PatchList implements Part {
     const { patches } = session;
     this.endDrag();
     const focus = this.focusKey();
-    const context = { count: patches.length, act: this.act };
-    replaceChildren(this.list, ...patches.map((patch, position) => patchItem(patch, position, context)));
+    replaceChildren(this.list, ...patches.map((patch, at) => this.item(patch, at, patches.length)));
     this.list.hidden = patches.length === 0;
     this.empty.hidden = patches.length > 0;
     const enabled = patches.filter((patch) => patch.is_enabled).length;
@@ -79,8 +65,6 @@ export class PatchList implements Part {
     if (focus !== null) this.restoreFocus(focus, patches);
   }
 
-  // -- focus, which would be lost when a new session replaces the items ----------------------------------------------
-
   private focusKey(): { number: number; action: string; position: number } | null {
     const focused = focusedElement(this.element);
     if (!(focused instanceof HTMLElement) || !this.list.contains(focused)) return null;
@@ -90,17 +74,12 @@ export class PatchList implements Part {
   }
 
   private restoreFocus(focus: { number: number; action: string; position: number }, patches: PatchState[]): void {
-    const isThere = patches.some(({ number }) => number === focus.number);
-    const next = isThere ? focus.number : patches[Math.min(focus.position, patches.length - 1)]?.number;
-    if (next === undefined) this.undo.focus();
-    else {
-      const item = this.list.querySelector(`[data-number="${next}"]`);
-      const same = item?.querySelector<HTMLElement>(`[data-action="${focus.action}"]`);
-      (same ?? item?.querySelector<HTMLElement>("[data-action]"))?.focus();
-    }
+    const same = patches.find(({ number }) => number === focus.number);
+    const next = same ?? patches[Math.min(focus.position, patches.length - 1)];
+    const item = next && this.list.querySelector(`[data-number="${next.number}"]`);
+    const control = item?.querySelector<HTMLElement>(`[data-action="${focus.action}"]`);
+    (control ?? item?.querySelector<HTMLElement>("[data-action]") ?? this.undo).focus();
   }
-
-  // -- edits ---------------------------------------------------------------------------------------------------------
 
   private edit(edit: () => Edit | null, said: string): void {
     void tryEdit(this.view, edit, said).then((isMade) => {
@@ -109,8 +88,8 @@ export class PatchList implements Part {
     });
   }
 
-  private readonly act: PatchAction = (action, patch, anchor) => {
-    const { number } = patch;
+  private act(action: Action, patch: PatchState, anchor: Element): void {
+    const { number, is_enabled, untrusted } = patch;
     const what = `#${number} ${describe(patch)}`;
     if (action === "reveal") {
       this.view.reveal(patch.row);
@@ -120,18 +99,14 @@ export class PatchList implements Part {
     } else if (action === "remove") {
       this.edit(() => ({ action: "remove", numbers: [number] }), `removed ${what}`);
     } else if (action === "trust") {
-      this.edit(() => ({ action: "trust", number }), `trusted ${patch.untrusted}`);
+      this.edit(() => ({ action: "trust", number }), `trusted ${untrusted}`);
     } else if (action === "enable") {
-      const is_enabled = !patch.is_enabled;
-      this.edit(
-        () => ({ action: "enable", number, is_enabled }),
-        is_enabled ? `${what} is applied` : `${what} is not applied`,
-      );
+      const said = `${what} ${is_enabled ? "is not applied" : "is applied"}`;
+      this.edit(() => ({ action: "enable", number, is_enabled: !is_enabled }), said);
     } else {
-      const by = action === "up" ? -1 : 1;
-      this.move(number, (own) => own + by, `moved #${number} ${action}`);
+      this.move(number, (own) => own + (action === "up" ? -1 : 1), `moved #${number} ${action}`);
     }
-  };
+  }
 
   /** `to`: returns the new position, from the old one and the order of the other patches. */
   private move(number: number, to: (own: number, others: number[]) => number, said: string): void {
@@ -145,10 +120,6 @@ export class PatchList implements Part {
     }, said);
   }
 
-  // -- dragging ------------------------------------------------------------------------------------------------------
-
-  private dragged: number | null = null;
-
   private watchDrags(): void {
     const { list } = this;
     list.addEventListener("dragstart", (event) => {
@@ -158,28 +129,24 @@ export class PatchList implements Part {
       event.dataTransfer?.setData("text/plain", `#${this.dragged}`);
       event.dataTransfer?.setDragImage(item, 8, 8);
     });
-    list.addEventListener("dragover", (event) =>
-      this.onDrag(event, (item, side) => item.setAttribute("data-drop", side)),
-    );
-    list.addEventListener("drop", (event) =>
-      this.onDrag(event, (item, side) => this.drop(Number(item.dataset.number), side)),
-    );
+    /** Calls `act` with the patch under the pointer and its nearer side; the notebook does not get the event. */
+    const on = (name: "dragover" | "drop", act: (item: HTMLElement, side: Side) => void) =>
+      list.addEventListener(name, (event) => {
+        const item = itemOf(event);
+        if (this.dragged === null || !item) return;
+        event.preventDefault();
+        event.stopPropagation();
+        this.clearDrop();
+        const box = item.getBoundingClientRect();
+        act(item, event.clientY < box.top + box.height / 2 ? "before" : "after");
+      });
+    on("dragover", (item, side) => item.setAttribute("data-drop", side));
+    on("drop", (item, side) => this.drop(Number(item.dataset.number), side));
     list.addEventListener("dragleave", () => this.clearDrop());
     list.addEventListener("dragend", () => this.endDrag());
   }
 
-  /** Calls `act` with the patch under the pointer and its nearer side; the notebook does not get the event. */
-  private onDrag(event: DragEvent, act: (item: HTMLElement, side: "before" | "after") => void): void {
-    const item = itemOf(event);
-    if (this.dragged === null || !item) return;
-    event.preventDefault();
-    event.stopPropagation();
-    this.clearDrop();
-    const box = item.getBoundingClientRect();
-    act(item, event.clientY < box.top + box.height / 2 ? "before" : "after");
-  }
-
-  private drop(target: number, side: "before" | "after"): void {
+  private drop(target: number, side: Side): void {
     const { dragged } = this;
     this.endDrag();
     if (dragged === null || dragged === target) return;
@@ -195,8 +162,6 @@ export class PatchList implements Part {
     this.dragged = null;
     this.clearDrop();
   }
-
-  // -- as Python -----------------------------------------------------------------------------------------------------
 
   private async exportCode(take: (code: string) => Promise<void>): Promise<void> {
     this.box.hidden = true;
@@ -219,28 +184,23 @@ export class PatchList implements Part {
     const place = findCellInserter(model.widget_manager, model.get("about").model_id, root);
     if (place !== null) {
       place.insert(code.trimEnd());
-      this.showDone(this.insert, "Inserted", "a cell with the patches was inserted below");
-      return;
+      return this.showDone(this.insert, "Inserted", "a cell with the patches was inserted below");
     }
     const isCopied = await copyText(code, this.element);
-    this.showCode(code, isCopied ? NO_CELLS : `${NO_CELLS.split(":")[0]}. ${TO_COPY}`);
+    this.showCode(code, `${NO_CELLS}. ${isCopied ? TO_PASTE : TO_COPY}`);
   }
 
   private showCode(code: string, words: string): void {
-    const lines = Math.min(code.split("\n").length + 1, 14);
-    const area = element("textarea", {
-      class: "gp-field gp-code-field",
-      readonly: true,
-      rows: lines,
-      "aria-label": "Python code",
-    });
+    const rows = Math.min(code.split("\n").length + 1, 14);
+    const attributes = { class: "gp-field gp-code-field gp-mono", readonly: true, rows, "aria-label": "Python code" };
+    const area = element("textarea", attributes);
     area.value = code;
     const close = () => {
       this.box.hidden = true;
       this.copy.focus();
     };
     const button = buttonElement({ onclick: close }, "Close");
-    replaceChildren(this.box, element("p", { role: "status" }, words), area, element("div", {}, button));
+    replaceChildren(this.box, element("p", { role: "status" }, words), area, element("div", button));
     this.box.hidden = false;
     area.focus();
     area.select();
@@ -250,7 +210,7 @@ export class PatchList implements Part {
   /** Shows success on the button for a moment. */
   private showDone(button: HTMLButtonElement, word: string, said: string): void {
     this.view.notices.announce(said);
-    const mark = element("span", { class: "gp-done", "aria-hidden": true }, icon("check"), word);
+    const mark = element("span.gp-done", { "aria-hidden": true }, icon("check"), word);
     button.append(mark);
     const timer = setTimeout(() => mark.remove(), 1500);
     this.view.onRemove(() => clearTimeout(timer));
@@ -263,6 +223,90 @@ export class PatchList implements Part {
     });
     return button;
   }
+
+  /** Returns the item of a patch; each of its controls has `data-action`. */
+  private item(patch: PatchState, position: number, count: number): HTMLLIElement {
+    const what = `#${patch.number} ${patch.kind} ${targetText(patch)}`;
+    const button = (action: Action, name: string, picture: keyof typeof ICONS, isOff = false, keys = "") =>
+      buttonElement(
+        {
+          class: "gp-button gp-quiet",
+          "data-action": action,
+          "aria-label": `${name} ${what}`,
+          "aria-disabled": isOff ? "true" : null,
+          title: keys ? `${name} (${keys})` : name,
+          onclick: (event: MouseEvent) => {
+            if (!isOff) this.act(action, patch, event.currentTarget as Element);
+          },
+        },
+        icon(picture),
+      );
+    const box = element("input", {
+      type: "checkbox",
+      "data-action": "enable",
+      "aria-label": `Apply ${what}`,
+      title: "Apply it",
+      onchange: () => this.act("enable", patch, box),
+    });
+    box.checked = patch.is_enabled;
+    return element(
+      "li",
+      {
+        class: patch.is_enabled ? "gp-patch" : "gp-patch gp-patch-off",
+        "data-number": patch.number,
+        onkeydown: (event: KeyboardEvent) => this.onKey(event, patch),
+      },
+      element("span.gp-grip", { draggable: "true", title: "Drag to reorder (Alt+↑, Alt+↓)" }),
+      box,
+      element("span.gp-patch-number.gp-muted", `#${patch.number}`),
+      element("span", { class: `gp-kind gp-kind-${patch.kind}` }, patch.kind),
+      element("div.gp-patch-what", this.place(patch), ...facts(patch), this.trustNotice(patch)),
+      element(
+        "div.gp-patch-buttons",
+        button("up", "Move up", "up", position === 0, "Alt+↑"),
+        button("down", "Move down", "down", position === count - 1, "Alt+↓"),
+        button("edit", "Edit", "edit"),
+        button("remove", "Remove", "remove", false, "Delete"),
+      ),
+    );
+  }
+
+  private place(patch: PatchState): HTMLElement {
+    const path = element("span.gp-patch-path", visible(patch.path));
+    const slice = patch.slice === null ? null : element("span.gp-patch-slice", `[${patch.slice}]`);
+    if (patch.row < 0) return element("span.gp-patch-place.gp-mono", path, slice);
+    const attributes = {
+      class: "gp-node-link gp-patch-place",
+      "data-action": "reveal",
+      title: "Show it in the tree",
+    };
+    const onclick = (event: MouseEvent) => this.act("reveal", patch, event.currentTarget as Element);
+    return buttonElement({ ...attributes, onclick }, path, slice);
+  }
+
+  /** A notice that a value is not evaluated, with a button that trusts its file. */
+  private trustNotice(patch: PatchState): HTMLElement | null {
+    if (!patch.untrusted) return null;
+    const file = visible(patch.untrusted);
+    const why = `This value is code from ${file}, which you have not trusted: it is not run. Read it first.`;
+    const attributes = {
+      "data-action": "trust",
+      "aria-label": `Trust file ${file}, which #${patch.number} is from`,
+      title: "Run the code of all values from this file, as long as the file does not change",
+      onclick: (event: MouseEvent) => this.act("trust", patch, event.currentTarget as Element),
+    };
+    const button = buttonElement(attributes, "Trust file");
+    return element("div.gp-warning", icon("warning"), element("span", why), button);
+  }
+
+  private onKey(event: KeyboardEvent, patch: PatchState): void {
+    const moves: Record<string, Action> = { ArrowUp: "up", ArrowDown: "down" };
+    const action = event.altKey ? moves[event.key] : event.key === "Delete" ? "remove" : undefined;
+    if (action === undefined) return;
+    this.act(action, patch, event.currentTarget as Element);
+    event.preventDefault();
+    event.stopPropagation();
+  }
 }
 
 function itemOf(event: Event): HTMLElement | null {
@@ -274,118 +318,77 @@ function setEnabled(button: HTMLButtonElement, isEnabled: boolean): void {
   setAttribute(button, "aria-disabled", isEnabled ? null : "true");
 }
 
-type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove" | "trust";
-type PatchAction = (action: Action, patch: PatchState, anchor: Element) => void;
-
-interface ItemContext {
-  readonly count: number;
-  readonly act: PatchAction;
-}
-
-/** Returns the item of a patch; each of its controls has `data-action`. */
-function patchItem(patch: PatchState, position: number, { count, act }: ItemContext): HTMLLIElement {
-  const what = `#${patch.number} ${patch.kind} ${targetText(patch)}`;
-  const button = (action: Action, name: string, picture: keyof typeof ICONS, isOff = false, keys = "") =>
-    buttonElement(
-      {
-        class: "gp-button gp-quiet",
-        "data-action": action,
-        "aria-label": `${name} ${what}`,
-        "aria-disabled": isOff ? "true" : null,
-        title: keys ? `${name} (${keys})` : name,
-        onclick: (event: MouseEvent) => {
-          if (!isOff) act(action, patch, event.currentTarget as Element);
-        },
-      },
-      icon(picture),
-    );
-  const item = element(
-    "li",
-    { class: patch.is_enabled ? "gp-patch" : "gp-patch gp-patch-off", "data-number": patch.number },
-    element("span", { class: "gp-grip", draggable: "true", title: "Drag to reorder (Alt+↑, Alt+↓)" }),
-    checkbox(patch, what, act),
-    element("span", { class: "gp-patch-number" }, `#${patch.number}`),
-    element("span", { class: `gp-kind gp-kind-${patch.kind}` }, patch.kind),
-    element(
-      "div",
-      { class: "gp-patch-what" },
-      placeButton(patch, act),
-      ...describeParts(patch),
-      ...trustNotice(patch, act),
-    ),
-    element(
-      "div",
-      { class: "gp-patch-buttons" },
-      button("up", "Move up", "up", position === 0, "Alt+↑"),
-      button("down", "Move down", "down", position === count - 1, "Alt+↓"),
-      button("edit", "Edit", "edit"),
-      button("remove", "Remove", "remove", false, "Delete"),
-    ),
-  );
-  item.addEventListener("keydown", (event) => onKey(event, patch, act));
-  return item;
-}
-
-function checkbox(patch: PatchState, what: string, act: PatchAction): HTMLElement {
-  const box = element("input", {
-    type: "checkbox",
-    "data-action": "enable",
-    "aria-label": `Apply ${what}`,
-    title: "Apply it",
-  });
-  box.checked = patch.is_enabled;
-  box.addEventListener("change", () => act("enable", patch, box));
-  return box;
-}
-
-function placeButton(patch: PatchState, act: PatchAction): HTMLElement {
-  const path = element("span", { class: "gp-patch-path" }, visible(patch.path));
-  const slice = patch.slice === null ? null : element("span", { class: "gp-patch-slice" }, `[${patch.slice}]`);
-  if (patch.row < 0) return element("span", { class: "gp-patch-place" }, path, slice);
-  const attributes: Record<string, AttributeValue> = {
-    class: "gp-node-link gp-patch-place",
-    "data-action": "reveal",
-    title: "Show it in the tree",
-    onclick: (event: MouseEvent) => act("reveal", patch, event.currentTarget as Element),
-  };
-  return buttonElement(attributes, path, slice);
-}
-
-function describeParts(patch: PatchState): HTMLElement[] {
-  const fact = (name: string, text: string) => element("span", { class: `gp-patch-fact gp-patch-${name}` }, text);
-  const found: HTMLElement[] = [];
-  if (patch.value !== null) found.push(fact("value", visible(patch.value)));
-  if (patch.name !== null) found.push(fact("name", `→ ${patch.name}`));
+function facts(patch: PatchState): HTMLElement[] {
   const shape = patch.sliced ?? patch.shape;
-  if (shape !== null) found.push(fact("shape", shapeText(shape)));
-  for (const option of restrictions(patch)) found.push(fact("option", option));
-  if (patch.row < 0) found.push(fact("gone", "not in the graph any more"));
-  if (patch.warning !== null) found.push(element("span", { class: "gp-warning" }, icon("warning"), patch.warning));
+  const texts: [name: string, text: string | null][] = [
+    ["value", patch.value && visible(patch.value)],
+    ["name", patch.name && `→ ${patch.name}`],
+    ["shape", shape && shapeText(shape)],
+    ...restrictions(patch).map((option): [string, string] => ["option", option]),
+    ["gone", patch.row < 0 ? "not in the graph any more" : null],
+  ];
+  const found = texts.flatMap(([name, text]) =>
+    text === null ? [] : [element("span", { class: `gp-patch-fact gp-muted gp-patch-${name}` }, text)],
+  );
+  if (patch.warning !== null) found.push(element("span.gp-warning", icon("warning"), patch.warning));
   return found;
 }
 
-/** A notice that a value is not evaluated, with a button that trusts its file. */
-function trustNotice(patch: PatchState, act: PatchAction): HTMLElement[] {
-  const { number, untrusted } = patch;
-  if (!untrusted) return [];
-  const file = visible(untrusted);
-  const why = `This value is code from ${file}, which you have not trusted: it is not run. Read it first.`;
-  const attributes: Record<string, AttributeValue> = {
-    "data-action": "trust",
-    "aria-label": `Trust file ${file}, which #${number} is from`,
-    title: "Run the code of all values from this file, as long as the file does not change",
-    onclick: (event: MouseEvent) => act("trust", patch, event.currentTarget as Element),
-  };
-  const button = buttonElement(attributes, "Trust file");
-  return [element("div", { class: "gp-warning" }, icon("warning"), element("span", {}, why), button)];
+// -- Puts code in a new cell, if the host supports it --------------------------------------------------------------------
+
+const VIEW = "application/vnd.jupyter.widget-view+json";
+
+/** The used part of JupyterLab's shared notebook model (`YNotebook`). */
+interface SharedNotebook {
+  readonly cells: ArrayLike<unknown>;
+  insertCell(index: number, cell: { cell_type: "code"; source: string; metadata: Record<string, unknown> }): unknown;
 }
 
-function onKey(event: KeyboardEvent, patch: PatchState, act: PatchAction): void {
-  const anchor = event.currentTarget as Element;
-  const isArrow = event.key === "ArrowUp" || event.key === "ArrowDown";
-  if (event.altKey && isArrow) act(event.key === "ArrowUp" ? "up" : "down", patch, anchor);
-  else if (event.key === "Delete") act("remove", patch, anchor);
-  else return;
-  event.preventDefault();
-  event.stopPropagation();
+export interface CellInserter {
+  /** Inserts a code cell after the cell of the view. */
+  insert(source: string): void;
+}
+
+/** Returns where cells can be inserted; `null` if widgets cannot do so, or if the notebook is read-only. */
+export function findCellInserter(manager: unknown, modelId: string, root: Element): CellInserter | null {
+  const notebookModel = property(property(manager, "context"), "model");
+  const shared = property(notebookModel, "sharedModel");
+  if (!isNotebook(shared) || property(notebookModel, "readOnly") === true) return null;
+  return {
+    insert: (source) => {
+      shared.insertCell(positionAfter(shared, modelId, root), {
+        cell_type: "code",
+        source,
+        // The user has asked for this cell, so its outputs may be shown.
+        metadata: { trusted: true },
+      });
+    },
+  };
+}
+
+function isNotebook(shared: unknown): shared is SharedNotebook {
+  const length = property(property(shared, "cells"), "length");
+  return typeof length === "number" && typeof property(shared, "insertCell") === "function";
+}
+
+/** The position after the cell of this view; else after the first cell that shows its model; else the end. */
+function positionAfter(notebook: SharedNotebook, modelId: string, root: Element): number {
+  const here = cellOf(root, notebook.cells.length);
+  const showing = Array.from(notebook.cells).flatMap((cell, index) => (showsModel(cell, modelId) ? [index] : []));
+  if (here !== null && (showing.length === 0 || showing.includes(here))) return here + 1;
+  return showing[0] === undefined ? notebook.cells.length : showing[0] + 1;
+}
+
+/** The position of the view's cell, if known: JupyterLab 4 and Notebook 7 number their cells. */
+function cellOf(root: Element, count: number): number | null {
+  const numbered = root.closest<HTMLElement>("[data-windowed-list-index]");
+  const index = Number(numbered?.dataset.windowedListIndex ?? Number.NaN);
+  return Number.isInteger(index) && index >= 0 && index < count ? index : null;
+}
+
+function showsModel(cell: unknown, modelId: string): boolean {
+  const read = property(cell, "getOutputs");
+  const outputs = typeof read === "function" ? read.call(cell) : property(cell, "outputs");
+  if (!Array.isArray(outputs)) return false;
+  return outputs.some((output) => property(property(property(output, "data"), VIEW), "model_id") === modelId);
 }

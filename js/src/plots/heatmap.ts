@@ -1,12 +1,11 @@
 /** A heatmap on a canvas, with axes, a color scale, and a cell cursor that follows the mouse and the arrow keys. */
 
 import type { Heatmap } from "../kernel/protocol";
-import { buttonElement, element } from "../page/dom";
-import { formatCount, formatNumber, sentence } from "../page/numbers";
-import { visibleToken } from "../page/visible";
-import { type AxisLabels, HeatmapFrame, makeZoom, widest, type Zoom } from "./heatmap_frame";
+import { buttonElement, element, icon, replaceChildren, setAttribute } from "../page/dom";
+import { type Cell, clamp, placeBox, type Size, watchCells } from "../page/grid";
+import { formatCount, formatNumber, sentence, visibleToken } from "../page/text";
 import {
-  type CellSize,
+  type ColorMap,
   cellSize,
   colorOf,
   cssColor,
@@ -31,7 +30,6 @@ export interface PlotOptions {
   columnTokens?: string[] | null;
   /** Whether it is one of several in a list. */
   isSmall?: boolean;
-  /** For the heatmap of a result. */
   result?: ResultOptions;
 }
 
@@ -65,19 +63,18 @@ export interface ResultOptions {
   /** The color of a cell that combines several values, instead of a color of the scale; with its legend. */
   overlay?: { color(index: number): Rgb; legend: HTMLElement };
   /** The approximate size of all cells together. */
-  box?: CellSize;
+  box?: Size;
 }
 
 /** The value that a heatmap shows a part of; a result has no slice. */
 type HeatmapSource = Pick<Heatmap, "full" | "reduced"> & { slice?: string };
 
-export type Cell = [row: number, column: number];
 /** A cell that is selected; with `null`, a whole row or column. */
 export type CellSelection = [row: number | null, column: number | null];
 
-const BOX: CellSize = { width: 420, height: 320 };
-const SMALL_BOX: CellSize = { width: 240, height: 132 };
-const RESULT_BOX: CellSize = { width: 720, height: 480 };
+const BOX: Size = { width: 420, height: 320 };
+const SMALL_BOX: Size = { width: 240, height: 132 };
+const RESULT_BOX: Size = { width: 720, height: 480 };
 /** The size of a zoomed cell, in CSS pixels, beside which labels are easy to read. */
 const LARGE_CELL = 36;
 /** The maximum side of a canvas, in device pixels: browsers do not draw larger ones. */
@@ -88,9 +85,8 @@ const FONT_SIZE = 11;
 /** The maximum width of cells of a result that are widened so that labels stay horizontal, in CSS pixels. */
 const WIDE_CELL = 56;
 const LABEL_GAP = 6;
-const PAGE_STEP = 10;
 
-function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, cell: CellSize): void {
+function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, cell: Size): void {
   context.fillStyle = cssColor(MISSING);
   context.fillRect(x, y, cell.width, cell.height);
   if (Math.min(cell.width, cell.height) < 4) return;
@@ -113,7 +109,7 @@ function drawMatrix(
   canvas: HTMLCanvasElement,
   plane: Matrix,
   colorAt: (value: number, index: number) => Rgb | null,
-  cell: CellSize,
+  cell: Size,
   isKept: (index: number) => boolean = () => true,
 ): void {
   canvas.width = plane.columns * cell.width;
@@ -156,15 +152,22 @@ function describeHeatmap(heatmap: HeatmapSource, { rows, columns }: Matrix, summ
 }
 
 /** `row 3 (␣the)`, or `rows 6 to 8` where a cell represents a block of several; all blocks but the last have the same size. */
-function describePosition(noun: string, index: number, count: number, full: number, labels: string[] | null): string {
+export function describePosition(
+  noun: string,
+  index: number,
+  count: number,
+  full: number,
+  labels: readonly string[] | null,
+  plural = `${noun}s`,
+): string {
   if (count !== full) {
     const block = Math.ceil(full / count);
     const first = index * block;
     const last = Math.min(first + block, full) - 1;
-    return last > first ? `${noun}s ${first} to ${last}` : `${noun} ${first}`;
+    return last > first ? `${plural} ${first} to ${last}` : `${noun} ${first}`;
   }
   const label = labels?.[index];
-  return label === undefined ? `${noun} ${index}` : `${noun} ${index} (${visibleToken(label)})`;
+  return label === undefined ? `${noun} ${index}` : `${noun} ${index} (${label})`;
 }
 
 function tokenLabels(tokens: string[] | null | undefined, count: number): AxisLabels | null {
@@ -183,18 +186,16 @@ function truncated(context: CanvasRenderingContext2D, text: string, room: number
 export class HeatmapFigure {
   readonly element: HTMLElement;
   private readonly summary: Summary;
-  private readonly fittedCell: CellSize;
+  private readonly fittedCell: Size;
   private readonly frame: HeatmapFrame;
   private readonly zoom: Zoom | null;
   private readonly ratio = globalThis.devicePixelRatio || 1;
   private readonly canvas: HTMLCanvasElement;
-  private readonly cursor = element("div", { class: "gp-heatmap-cursor", hidden: true });
-  private readonly marks = element("div", { class: "gp-heatmap-marks" });
-  private readonly readout = element("div", { class: "gp-readout" });
-  private readonly legend = element("div", { class: "gp-legend" });
+  private readonly cursor = element("div.gp-heatmap-cursor", { hidden: true });
+  private readonly marks = element("div.gp-heatmap-marks");
+  private readonly readout = element("div.gp-caption.gp-readout");
+  private readonly legend = element("div.gp-line.gp-tight.gp-legend.gp-muted");
   private isClipped: boolean;
-  private row = 0;
-  private column = 0;
   private selected: readonly CellSelection[] = [];
 
   constructor(
@@ -209,24 +210,25 @@ export class HeatmapFigure {
     const label = describeHeatmap(heatmap, matrix, this.summary, options.title);
     const more = result ? " Enter selects one." : "";
     this.canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label + more });
-    const cells = element("div", { class: "gp-heatmap-cells" }, this.canvas, this.marks, this.cursor);
+    const cells = element("div.gp-heatmap-cells", this.canvas, this.marks, this.cursor);
     this.frame = new HeatmapFrame(cells, () => this.cursor.hidden && this.clearCursor());
     this.zoom = result ? makeZoom(this.maxZoom(), () => this.layOut()) : null;
-    this.element = element("figure", { class: "gp-plot gp-heatmap" });
-    const legend = this.zoom ? element("div", { class: "gp-legend" }, this.legend, this.zoom.element) : this.legend;
+    this.element = element("figure.gp-plot.gp-heatmap");
+    const legend = this.zoom
+      ? element("div.gp-line.gp-tight.gp-legend.gp-muted", this.legend, this.zoom.element)
+      : this.legend;
     this.element.append(...this.titled(), this.readout, legend, ...this.notes());
     this.clearCursor();
     this.listen();
     this.layOut();
   }
 
-  /** Marks what is selected. */
   markSelected(chosen: readonly CellSelection[]): void {
     this.selected = chosen;
     const { rows, columns } = this.matrix;
     const marks = chosen.map(([row, column]) => {
-      const mark = element("div", { class: "gp-heatmap-mark" });
-      this.placeBox(mark, row ?? 0, column ?? 0, row === null ? rows : 1, column === null ? columns : 1);
+      const mark = element("div.gp-heatmap-mark");
+      this.placeBox(mark, [row ?? 0, column ?? 0], row === null ? rows : 1, column === null ? columns : 1);
       return mark;
     });
     this.marks.replaceChildren(...marks);
@@ -235,18 +237,18 @@ export class HeatmapFigure {
   /** Moves the cursor to a cell that another figure points at; `null` hides it. */
   preview(cell: Cell | null): void {
     this.cursor.hidden = cell === null;
-    if (cell !== null) this.placeBox(this.cursor, ...cell);
+    if (cell !== null) this.placeBox(this.cursor, cell);
   }
 
   /** In whole device pixels. */
-  private get cell(): CellSize {
+  private get cell(): Size {
     const factor = this.zoom?.factor ?? 1;
     const most = LARGE_CELL * this.ratio;
     const zoomed = (size: number) => Math.round(Math.min(size * factor, Math.max(size, most)));
     return { width: zoomed(this.fittedCell.width), height: zoomed(this.fittedCell.height) };
   }
 
-  private get cssCell(): CellSize {
+  private get cssCell(): Size {
     const { width, height } = this.cell;
     return { width: width / this.ratio, height: height / this.ratio };
   }
@@ -259,7 +261,7 @@ export class HeatmapFigure {
     return wide * columns * this.ratio <= MAX_CANVAS_SIDE ? wide : TEXT_CELL.narrow;
   }
 
-  private fittingCell(): CellSize {
+  private fittingCell(): Size {
     const { isSmall, result } = this.options;
     const fitting = cellSize(this.matrix, result?.box ?? (result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX), this.ratio);
     if (result?.cellText) {
@@ -284,9 +286,9 @@ export class HeatmapFigure {
   private titled(): HTMLElement[] {
     const { result } = this.options;
     if (result === undefined) return [this.frame.element];
-    const rows = element("div", { class: "gp-heatmap-row-title" }, result.rowTitle);
-    const columns = element("div", { class: "gp-heatmap-column-title" }, result.columnTitle);
-    return [rows, element("div", { class: "gp-heatmap-titled" }, this.frame.element, columns)];
+    const rows = element("div.gp-caption.gp-heatmap-row-title", result.rowTitle);
+    const columns = element("div.gp-caption.gp-heatmap-column-title", result.columnTitle);
+    return [rows, element("div.gp-heatmap-titled", this.frame.element, columns)];
   }
 
   private layOut(): void {
@@ -310,7 +312,7 @@ export class HeatmapFigure {
     const { missing } = this.summary;
     const why = this.options.result?.missing ?? "NaN, infinite, or the fill value of a mask";
     if (missing > 0) notes.push(`${formatCount(missing, "value")} hatched: ${why}.`);
-    return notes.map((note) => element("p", { class: "gp-note" }, note));
+    return notes.map((note) => element("p.gp-note", note));
   }
 
   private isKept(index: number): boolean {
@@ -351,125 +353,75 @@ export class HeatmapFigure {
 
   private legendParts(scale: Scale): HTMLElement[] {
     if (this.summary.minimum === null) return [];
-    const bar = element("span", { class: "gp-legend-bar", "aria-hidden": "true" });
-    bar.style.backgroundImage = cssGradient(scale.map);
-    const { full: whole, clipped: cut, outliers: beyond } = this.summary;
+    const { clipped: cut, maximum, minimum, outliers: beyond } = this.summary; // of float32 numbers
     const { result } = this.options;
     if (result?.overlay) return [result.overlay.legend];
-    const end = (value: number, isCut: boolean, sign: string) => {
-      const text = result?.endText?.(value) ?? formatNumber(value, 3);
-      return element("span", { class: "gp-number" }, `${isCut ? `${sign} ` : ""}${text}`);
-    };
-    if (result !== undefined) {
-      const { minimum, maximum } = this.summary; // of float32 numbers
-      const ends = [
-        end(scale.low, minimum < Math.fround(scale.low), "≤"),
-        bar,
-        end(scale.high, (maximum ?? 0) > Math.fround(scale.high), "≥"),
-      ];
-      return [element("span", {}, result.name), element("span", { class: "gp-range" }, ...ends)];
-    }
-    const parts = [
-      end(scale.low, this.isClipped && scale.low > whole.low, "≤"),
-      bar,
-      end(scale.high, this.isClipped && scale.high < whole.high, "≥"),
-    ];
-    if (cut === null) return parts;
+    const end = (value: number, isCut: boolean, sign: string) =>
+      `${isCut ? `${sign} ` : ""}${result?.endText?.(value) ?? formatNumber(value, 3)}`;
+    const low = end(scale.low, minimum < Math.fround(scale.low), "≤");
+    const range = makeRange(scale.map, low, end(scale.high, (maximum ?? 0) > Math.fround(scale.high), "≥"));
+    if (result !== undefined) return [element("span", result.name), range];
+    if (cut === null) return [range];
     const text = this.isClipped ? `${formatCount(beyond, "value")} beyond the scale` : "Outliers included";
     const toggle = buttonElement({ class: "gp-underlined", "aria-pressed": String(this.isClipped) }, text);
     toggle.title = this.isClipped
-      ? `Values go from ${formatNumber(this.summary.minimum)} to ${formatNumber(this.summary.maximum)}. Click for colors over all of them.`
+      ? `Values go from ${formatNumber(minimum)} to ${formatNumber(maximum)}. Click for colors over all of them.`
       : "Click for colors over nearly all values, without the outliers.";
     toggle.addEventListener("click", () => {
       this.isClipped = !this.isClipped;
       this.draw();
       this.legend.querySelector("button")?.focus();
     });
-    return [...parts, toggle];
+    return [range, toggle];
   }
 
   private listen(): void {
-    const point = (event: PointerEvent | MouseEvent) => {
-      const { width, height } = this.canvas.getBoundingClientRect();
-      this.readout.removeAttribute("aria-live");
-      this.moveTo(
-        Math.floor((event.offsetY / height) * this.matrix.rows),
-        Math.floor((event.offsetX / width) * this.matrix.columns),
-      );
-    };
-    this.canvas.addEventListener("pointermove", point);
-    this.canvas.addEventListener("click", (event) => {
-      point(event);
-      this.options.result?.onSelect(this.row, this.column, event.shiftKey);
-    });
-    this.canvas.addEventListener("pointerleave", () => this.clearCursor());
-    this.canvas.addEventListener("blur", () => this.clearCursor());
-    this.canvas.addEventListener("keydown", (event) => this.onKey(event));
-  }
-
-  private onKey(event: KeyboardEvent): void {
-    const isWhole = event.ctrlKey || event.metaKey;
     const { rows, columns } = this.matrix;
-    const targets: Record<string, [row: number, column: number]> = {
-      ArrowUp: [this.row - 1, this.column],
-      ArrowDown: [this.row + 1, this.column],
-      ArrowLeft: [this.row, this.column - 1],
-      ArrowRight: [this.row, this.column + 1],
-      PageUp: [this.row - PAGE_STEP, this.column],
-      PageDown: [this.row + PAGE_STEP, this.column],
-      Home: [isWhole ? 0 : this.row, 0],
-      End: [isWhole ? rows - 1 : this.row, columns - 1],
-    };
-    const target = targets[event.key];
-    const chooses = this.options.result !== undefined && (event.key === "Enter" || event.key === " ");
-    if (!(target || chooses) || event.altKey) return;
-    event.preventDefault();
-    event.stopPropagation();
-    if (target === undefined) {
-      if (!this.cursor.hidden) this.options.result?.onSelect(this.row, this.column, event.shiftKey);
-      return;
-    }
-    this.readout.setAttribute("aria-live", "polite");
-    // The first key only shows the cursor.
-    if (this.cursor.hidden) this.moveTo(this.row, this.column);
-    else this.moveTo(...target);
-    this.frame.keepInSight(this.cursor);
+    const onSelect = this.options.result?.onSelect;
+    const at = (part: number, count: number) => clamp(Math.floor(part * count), 0, count - 1);
+    watchCells(this.canvas, {
+      rows: () => rows,
+      columns: () => columns,
+      cellAt: (x, y) => [at(y, rows), at(x, columns)],
+      show: (cell, isByKey) => {
+        setAttribute(this.readout, "aria-live", isByKey ? "polite" : null);
+        if (cell === null) return this.clearCursor();
+        this.moveTo(cell);
+        if (isByKey) this.frame.keepInSight(this.cursor);
+      },
+      ...(onSelect && { choose: (cell, isMore) => onSelect(...cell, isMore) }),
+    });
   }
 
-  private placeBox(box: HTMLElement, row: number, column: number, rows = 1, columns = 1): void {
+  private placeBox(box: HTMLElement, cell: Cell, rows = 1, columns = 1): void {
     const { width, height } = this.cssCell;
-    box.style.transform = `translate(${column * width}px, ${row * height}px)`;
-    box.style.width = `${columns * width}px`;
-    box.style.height = `${rows * height}px`;
+    placeBox(box, cell, this.cssCell, { width: columns * width, height: rows * height });
   }
 
-  private moveTo(row: number, column: number): void {
+  private moveTo([row, column]: Cell): void {
     const { rows, columns, values } = this.matrix;
     if (rows === 0 || columns === 0) return;
-    this.row = Math.min(Math.max(row, 0), rows - 1);
-    this.column = Math.min(Math.max(column, 0), columns - 1);
     this.cursor.hidden = false;
-    this.placeBox(this.cursor, this.row, this.column);
+    this.placeBox(this.cursor, [row, column]);
     const { full } = this.heatmap;
-    const where = this.describe(full);
     const { result } = this.options;
-    const number = values[this.row * columns + this.column] ?? Number.NaN;
-    const value = result?.valueText?.(this.row, this.column) ?? formatNumber(number, 5);
+    const value = result?.valueText?.(row, column) ?? formatNumber(values[row * columns + column] ?? Number.NaN, 5);
     this.readout.replaceChildren(
-      element("span", {}, `${where}: `),
-      element("strong", { class: "gp-number" }, value),
+      element("span", `${this.describe(row, column)}: `),
+      element("strong.gp-number", value),
       rows === full[0] && columns === full[1] ? "" : " (several values)",
     );
-    result?.onHover?.([this.row, this.column]);
+    result?.onHover?.([row, column]);
   }
 
-  private describe(full: readonly number[]): string {
+  private describe(row: number, column: number): string {
     const { rowTokens = null, columnTokens = null, result } = this.options;
-    if (result !== undefined) return result.describe(this.row, this.column);
+    if (result !== undefined) return result.describe(row, column);
     const { rows, columns } = this.matrix;
+    const [allRows, allColumns] = this.heatmap.full;
     return [
-      describePosition("row", this.row, rows, full[0] ?? rows, rowTokens),
-      describePosition("column", this.column, columns, full[1] ?? columns, columnTokens),
+      describePosition("row", row, rows, allRows, rowTokens?.map(visibleToken) ?? null),
+      describePosition("column", column, columns, allColumns, columnTokens?.map(visibleToken) ?? null),
     ].join(", ");
   }
 
@@ -478,14 +430,187 @@ export class HeatmapFigure {
     this.cursor.hidden = true;
     this.options.result?.onHover?.(null);
     const { slice, full } = this.heatmap;
-    this.readout.removeAttribute("aria-live");
     if (this.options.result) {
       const more = this.frame.hasMore ? "; scroll to see the others" : "";
       this.readout.replaceChildren(`${full[0]} × ${full[1]}: point at a cell, click to select it${more}`);
-    } else this.readout.replaceChildren(element("code", {}, `[${slice}]`), ` ${full[0]} × ${full[1]}`);
+    } else this.readout.replaceChildren(element("code", `[${slice}]`), ` ${full[0]} × ${full[1]}`);
   }
+}
+
+/** A color map with what is at its ends. */
+export function makeRange(map: ColorMap, low: string, high: string): HTMLElement {
+  const bar = element("span.gp-legend-bar", { "aria-hidden": "true" });
+  bar.style.backgroundImage = cssGradient(map);
+  return element("span.gp-pair.gp-range", element("span.gp-number", low), bar, element("span.gp-number", high));
 }
 
 export function makeHeatmap(heatmap: Heatmap, buffers: readonly DataView[], options: PlotOptions): HTMLElement {
   return new HeatmapFigure(heatmap, readMatrix(heatmap, buffers), options).element;
+}
+
+// -- The frame in which the cells of a heatmap scroll, with labels, and arrows at edges with more cells ------------------
+
+/** The labels of the rows or columns. */
+export interface AxisLabels {
+  texts: readonly string[];
+  /** The full text of a label. */
+  describe(index: number): string;
+}
+
+const SIDES = ["left", "right", "top", "bottom"] as const;
+/** The minimum size of a cell with a label, in CSS pixels. */
+const MIN_LABELED_SIZE = 11;
+/** The approximate width of a character of a label, and of a full-width character, in CSS pixels. */
+const [LETTER_WIDTH, SQUARE_WIDTH] = [6.1, 10];
+const FIRST_SQUARE = 0x1100;
+
+/** The approximate width of a label, in CSS pixels. */
+function labelWidth(text: string): number {
+  let width = 0;
+  for (const character of text) width += (character.codePointAt(0) ?? 0) < FIRST_SQUARE ? LETTER_WIDTH : SQUARE_WIDTH;
+  return width;
+}
+
+export function widest(texts: readonly string[]): number {
+  return texts.reduce((most, text) => Math.max(most, labelWidth(text)), 0);
+}
+
+function makeAxis(name: string, { texts, describe: whole }: AxisLabels, size: number): HTMLElement {
+  const spans = texts.map((text, index) => element("span", { title: whole(index) }, text));
+  const made = element("div", { class: `gp-heatmap-${name} gp-muted`, "aria-hidden": "true" }, ...spans);
+  made.style.setProperty("--gp-cell", `${size}px`);
+  return made;
+}
+
+export class HeatmapFrame {
+  readonly element: HTMLElement;
+  private readonly frame = element("div.gp-heatmap-frame");
+  private readonly edges = SIDES.map((side) =>
+    element("span.gp-heatmap-edge", { "data-side": side, "aria-hidden": "true", hidden: true }, icon("chevron")),
+  );
+  private columns: HTMLElement | null = null;
+
+  /** `onMore`: called when `hasMore` changes. */
+  constructor(
+    private readonly cells: HTMLElement,
+    private readonly onMore: () => void,
+  ) {
+    this.element = element("div.gp-heatmap-scroll", this.frame, ...this.edges);
+    this.frame.addEventListener("scroll", () => this.showEdges(), { passive: true });
+    const observer = new ResizeObserver(() => this.showEdges());
+    observer.observe(this.frame);
+    observer.observe(cells);
+  }
+
+  /** Whether some of the cells are out of sight. */
+  get hasMore(): boolean {
+    return this.edges.some((edge) => !edge.hidden);
+  }
+
+  /** Shows labels if cells of this size have space for them; keeps the cell in the middle in place. */
+  layOut(cell: Size, resize: () => void, rows: AxisLabels | null, columns: AxisLabels | null): void {
+    const { frame, cells } = this;
+    const place = this.middle();
+    resize();
+    const fits = columns !== null && widest(columns.texts) <= cell.width - 2;
+    this.columns = columns && cell.width >= MIN_LABELED_SIZE ? makeAxis("columns", columns, cell.width) : null;
+    this.columns?.toggleAttribute("data-level", fits);
+    const labels = rows && cell.height >= MIN_LABELED_SIZE ? makeAxis("rows", rows, cell.height) : null;
+    const corner = labels && this.columns && element("div.gp-heatmap-corner", { "aria-hidden": "true" });
+    replaceChildren(frame, labels, cells, corner, this.columns);
+    const { left, below } = this.margins();
+    frame.scrollLeft = place.x * cells.offsetWidth - (frame.clientWidth - left) / 2;
+    frame.scrollTop = place.y * cells.offsetHeight - (frame.clientHeight - below) / 2;
+    this.showEdges();
+  }
+
+  /** Scrolls a box into view, within the frame only. */
+  keepInSight(box: HTMLElement): void {
+    const cell = box.getBoundingClientRect();
+    const frame = this.frame.getBoundingClientRect();
+    const { left, below } = this.margins();
+    const [right, bottom] = [frame.left + this.frame.clientWidth, frame.top + this.frame.clientHeight];
+    const over = (first: number, last: number) => Math.max(last, 0) + Math.min(first, 0);
+    this.frame.scrollLeft += over(cell.left - frame.left - left, cell.right - right);
+    this.frame.scrollTop += over(cell.top - frame.top, cell.bottom - bottom + below);
+  }
+
+  /** The middle of the visible cells, as a fraction of all cells. */
+  private middle(): { x: number; y: number } {
+    const { frame, cells } = this;
+    const { left, below } = this.margins();
+    const part = (before: number, seen: number, all: number) =>
+      all > 0 ? (before + Math.min(seen, all) / 2) / all : 0;
+    return {
+      x: part(frame.scrollLeft, frame.clientWidth - left, cells.offsetWidth),
+      y: part(frame.scrollTop, frame.clientHeight - below, cells.offsetHeight),
+    };
+  }
+
+  /** The space of the labels in the frame. */
+  private margins(): { left: number; below: number } {
+    return { left: this.cells.offsetLeft - this.frame.offsetLeft, below: this.columns?.offsetHeight ?? 0 };
+  }
+
+  private showEdges(): void {
+    const { frame } = this;
+    const { left, below } = this.margins();
+    const [width, height] = [frame.offsetWidth - frame.clientWidth, frame.offsetHeight - frame.clientHeight];
+    const margins = { left, right: width, top: 0, bottom: below + height };
+    for (const [side, size] of Object.entries(margins)) this.element.style.setProperty(`--gp-${side}`, `${size}px`);
+    this.element.parentElement?.style.setProperty("--gp-labels", `${left}px`);
+    const beyond = {
+      left: frame.scrollLeft,
+      right: frame.scrollWidth - frame.clientWidth - frame.scrollLeft,
+      top: frame.scrollTop,
+      bottom: frame.scrollHeight - frame.clientHeight - frame.scrollTop,
+    };
+    const had = this.hasMore;
+    for (const [index, side] of SIDES.entries()) {
+      const edge = this.edges[index];
+      if (edge) edge.hidden = beyond[side] < 4; // the margin does not belong to the cells
+    }
+    if (had !== this.hasMore) this.onMore();
+  }
+}
+
+const STEP = 1.5;
+
+export interface Zoom {
+  readonly element: HTMLElement;
+  /** The size of cells relative to their initial size. */
+  readonly factor: number;
+}
+
+/** `most`: the largest factor; `onChange`: called after each change. */
+export function makeZoom(most: number, onChange: () => void): Zoom {
+  let steps = 0;
+  const largest = Math.max(0, Math.floor(Math.log(Math.max(most, 1)) / Math.log(STEP)));
+  const button = (by: number, text: string, label: string) =>
+    buttonElement({ class: "gp-button gp-step", "aria-label": label, onclick: () => change(by) }, text);
+  const smaller = button(-1, "−", "Smaller cells");
+  const larger = button(1, "+", "Larger cells");
+  const show = () => {
+    setAttribute(smaller, "aria-disabled", steps === 0);
+    setAttribute(larger, "aria-disabled", steps === largest);
+  };
+  const change = (by: number) => {
+    const wanted = Math.min(Math.max(steps + by, 0), largest);
+    if (wanted === steps) return;
+    steps = wanted;
+    show();
+    onChange();
+  };
+  show();
+  return {
+    element: element(
+      "span.gp-pair.gp-zoom",
+      { role: "group", "aria-label": "Size of cells", hidden: largest === 0 },
+      smaller,
+      larger,
+    ),
+    get factor() {
+      return STEP ** steps;
+    },
+  };
 }

@@ -1,5 +1,6 @@
 /** The values of a heatmap, and their colors. */
 import type { Heatmap } from "../kernel/protocol";
+import type { Size } from "../page/grid";
 
 export type ColorMap = "sequential" | "diverging";
 export type Rgb = [red: number, green: number, blue: number];
@@ -13,29 +14,14 @@ export const MISSING_STRIPE: Rgb = [74, 74, 74];
  * OKLCH, hues 260 and 28, with the same lightness and chroma at the same distance from the middle.
  */
 const STOPS: Record<ColorMap, readonly Rgb[]> = {
-  sequential: [
-    [68, 1, 84],
-    [71, 44, 122],
-    [59, 81, 139],
-    [44, 113, 142],
-    [33, 144, 141],
-    [39, 173, 129],
-    [92, 200, 99],
-    [170, 220, 50],
-    [253, 231, 37],
-  ],
-  diverging: [
-    [23, 63, 129],
-    [54, 105, 190],
-    [106, 152, 229],
-    [173, 201, 246],
-    [245, 245, 245],
-    [242, 183, 174],
-    [219, 120, 108],
-    [176, 67, 57],
-    [117, 32, 26],
-  ],
+  sequential: "440154 472c7a 3b518b 2c718e 21908d 27ad81 5cc863 aadc32 fde725".split(" ").map(rgbOf),
+  diverging: "173f81 3669be 6a98e5 adc9f6 f5f5f5 f2b7ae db786c b04339 75201a".split(" ").map(rgbOf),
 };
+
+function rgbOf(hex: string): Rgb {
+  const number = Number.parseInt(hex, 16);
+  return [number >> 16, (number >> 8) & 255, number & 255];
+}
 
 /** The color of a value, which is clamped to 0 to 1. */
 export function color(value: number, map: ColorMap): Rgb {
@@ -98,12 +84,10 @@ export function readMatrix(
   if (view === undefined || view.byteLength < 4 * count) {
     throw new Error(`The kernel sent ${view?.byteLength ?? 0} bytes for a heatmap of ${rows} x ${columns} values.`);
   }
-  const values = new Float32Array(count);
-  for (let index = 0; index < count; index++) values[index] = view.getFloat32(4 * index, true);
-  return { rows, columns, values };
+  const bytes = new Uint8Array(view.buffer, view.byteOffset, 4 * count);
+  return { rows, columns, values: new Float32Array(bytes.slice().buffer) };
 }
 
-/** Whether a value has a color on a scale. */
 function isOnScale(value: number): boolean {
   return Math.abs(value) < MAX_MAGNITUDE;
 }
@@ -189,13 +173,8 @@ export function colorOf(value: number, { map, low, high }: Scale): Rgb | null {
   return color(high > low ? (value - low) / (high - low) : 0.5, map);
 }
 
-export interface CellSize {
-  width: number;
-  height: number;
-}
-
 /** The size of a cell in whole device pixels (so that all cells look the same), for a plot of about `box` CSS pixels. */
-export function cellSize(plane: { rows: number; columns: number }, box: CellSize, ratio: number): CellSize {
+export function cellSize(plane: { rows: number; columns: number }, box: Size, ratio: number): Size {
   const fit = (length: number, count: number) =>
     Math.max(Math.ceil(ratio), Math.min(Math.floor((length * ratio) / Math.max(count, 1)), Math.round(26 * ratio)));
   const width = fit(box.width, plane.columns);

@@ -1,7 +1,8 @@
-/** The plot that the kernel chose for a value. */
-import type { Heatmap, Histogram, Plot } from "../kernel/protocol";
-import { element, svgElement } from "../page/dom";
-import { formatCount, formatNumber, sentence } from "../page/numbers";
+/** A value: its statistics, and the plot that the kernel chose for it. */
+import type { ActivationView, Heatmap, Histogram, Plot, Statistics } from "../kernel/protocol";
+import { element, setAttribute, svgElement, toggleClasses } from "../page/dom";
+import { clamp, watchCells } from "../page/grid";
+import { formatCount, formatNumber, formatPercent, formatShape, sentence, visibleToken } from "../page/text";
 import { makeHeatmap, type PlotOptions } from "./heatmap";
 
 const WIDTH = 320;
@@ -36,12 +37,12 @@ function bars(histogram: Histogram, width: number, height: number): SVGElement[]
     const wide = span > 0 ? place(bin + 1) - x : width / counts.length;
     const high = count === 0 ? 0 : Math.max(1.5, (count / most) * (height - 4));
     const gap = wide > 3 ? 0.5 : 0;
-    return svgElement("rect", { class: "gp-bar", x: x + gap, y: height - high, width: wide - 2 * gap, height: high });
+    return svgElement("rect.gp-bar", { x: x + gap, y: height - high, width: wide - 2 * gap, height: high });
   });
-  const axis = svgElement("line", { class: "gp-axis", x1: 0, x2: width, y1: height + 0.5, y2: height + 0.5 });
+  const axis = svgElement("line.gp-axis", { x1: 0, x2: width, y1: height + 0.5, y2: height + 0.5 });
   if (first < 0 && first + span > 0) {
     const zero = (-first / span) * width;
-    return [svgElement("line", { class: "gp-zero", x1: zero, x2: zero, y1: 0, y2: height }), ...rects, axis];
+    return [svgElement("line.gp-zero", { x1: zero, x2: zero, y1: 0, y2: height }), ...rects, axis];
   }
   return [...rects, axis];
 }
@@ -49,31 +50,16 @@ function bars(histogram: Histogram, width: number, height: number): SVGElement[]
 /** Shows the bin under the mouse, or the one that arrow keys select. */
 function listen(svg: SVGElement, histogram: Histogram, readout: HTMLElement, resting: string): void {
   const rects = [...svg.querySelectorAll(".gp-bar")];
-  let current = -1;
-  const show = (bin: number, isSpoken: boolean) => {
-    current = bin;
-    rects.forEach((rect, index) => {
-      rect.classList.toggle("gp-current", index === bin);
-    });
-    if (isSpoken) readout.setAttribute("aria-live", "polite");
-    else readout.removeAttribute("aria-live");
-    readout.textContent = bin < 0 ? resting : describeBin(histogram, bin);
-  };
-  svg.addEventListener("pointermove", (event) => {
-    const { left, width } = svg.getBoundingClientRect();
-    const bin = Math.floor(((event.clientX - left) / width) * rects.length);
-    show(Math.min(Math.max(bin, 0), rects.length - 1), false);
-  });
-  svg.addEventListener("pointerleave", () => show(-1, false));
-  svg.addEventListener("blur", () => show(-1, false));
-  svg.addEventListener("keydown", (event) => {
-    const last = rects.length - 1;
-    const targets: Record<string, number> = { ArrowLeft: current - 1, ArrowRight: current + 1, Home: 0, End: last };
-    const target = targets[event.key];
-    if (target === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
-    event.preventDefault();
-    event.stopPropagation();
-    show(Math.min(Math.max(target, 0), last), true);
+  const { length } = rects;
+  watchCells(svg, {
+    rows: () => 1,
+    columns: () => length,
+    cellAt: (x) => [0, clamp(Math.floor(x * length), 0, length - 1)],
+    show: (cell, isByKey) => {
+      for (const [bin, rect] of rects.entries()) toggleClasses(rect, { "gp-current": bin === cell?.[1] });
+      setAttribute(readout, "aria-live", isByKey ? "polite" : null);
+      readout.textContent = cell === null ? resting : describeBin(histogram, cell[1]);
+    },
   });
 }
 
@@ -92,14 +78,44 @@ function makeHistogram(histogram: Histogram, options: PlotOptions): HTMLElement 
   const edge = (index: number) => formatNumber(histogram.edges.at(index) ?? Number.NaN, 3);
   const total = histogram.counts.reduce((sum, count) => sum + count, 0);
   const resting = `${formatCount(total, "value")}, at most ${formatNumber(Math.max(...histogram.counts, 0))} in a bin`;
-  const readout = element("div", { class: "gp-readout" }, resting);
+  const readout = element("div.gp-caption.gp-readout", resting);
   listen(svg, histogram, readout, resting);
-  const ends = element("div", { class: "gp-histogram-ends gp-number", "aria-hidden": "true" });
-  ends.append(element("span", {}, edge(0)), element("span", {}, edge(-1)));
+  const ends = element("div.gp-histogram-ends.gp-number.gp-muted", { "aria-hidden": "true" });
+  ends.append(element("span", edge(0)), element("span", edge(-1)));
   ends.style.width = `${width}px`;
-  const figure = element("figure", { class: "gp-plot gp-histogram" });
+  const figure = element("figure.gp-plot.gp-histogram");
   figure.append(svg, ends, readout);
   return figure;
+}
+
+interface TokenLine {
+  token: string;
+  probability: number;
+  isMarked: boolean;
+  /** What is said beside the token, and in a column of its own. */
+  note?: string | false;
+  more?: HTMLElement;
+}
+
+/** A table of tokens with their probabilities. */
+export function makeTokenTable(caption: string | null, lines: readonly TokenLine[]): HTMLElement {
+  const rows = lines.map(({ token, probability, isMarked, note, more }) =>
+    element(
+      "tr",
+      { class: isMarked ? "gp-lens-target" : null },
+      element("td", element("code", visibleToken(token)), note && element("span.gp-muted", note)),
+      probabilityCell(probability),
+      more && element("td", more),
+    ),
+  );
+  return element("table.gp-lens-list", caption !== null && element("caption", caption), element("tbody", ...rows));
+}
+
+/** A table cell with a probability, as a number with a bar behind it: as wide as its part of `most`. */
+export function probabilityCell(probability: number, most = 1): HTMLElement {
+  const bar = element("span.gp-probability-bar", { "aria-hidden": "true" });
+  bar.style.width = `${most > 0 ? Math.round((100 * probability) / most) : 0}%`;
+  return element("td.gp-number.gp-probability", bar, formatPercent(probability));
 }
 
 /** A text instead of a heatmap, whose single color would depend on a scale from the value to itself. */
@@ -112,8 +128,43 @@ function constantText({ constant, slice }: Heatmap): string | null {
 export function makePlot(plot: Plot, buffers: readonly DataView[], options: PlotOptions): HTMLElement {
   if (plot.type === "heatmap") {
     const text = constantText(plot);
-    return text === null ? makeHeatmap(plot, buffers, options) : element("p", { class: "gp-note" }, text);
+    return text === null ? makeHeatmap(plot, buffers, options) : element("p.gp-note", text);
   }
   if (plot.type === "histogram") return makeHistogram(plot, options);
-  return element("p", { class: "gp-note" }, sentence(plot.why));
+  return element("p.gp-note", sentence(plot.why));
+}
+
+export function statisticsRows(statistics: Statistics): [term: string, value: string, isWarning?: boolean][] {
+  const { shape, dtype, device, count, mean, std, min, max, nan, infinite } = statistics;
+  const isKnown = mean !== null || min !== null;
+  const moments = isKnown ? Object.entries({ mean, std, min, max }) : [];
+  // The moments leave these out.
+  const odd = Object.entries({ NaN: nan, infinite }).filter(([, many]) => many > 0);
+  return [
+    ["shape", formatShape(shape)],
+    ["dtype", dtype],
+    ["device", device],
+    ["values", formatNumber(count)],
+    ...moments.map(([name, value]): [string, string] => [name, formatNumber(value)]),
+    ...odd.map(([name, many]): [string, string, boolean] => [name, formatCount(many, "value"), true]),
+  ];
+}
+
+/** The statistics of a value, as a description list, and its plot; `isSmall`: it is one of several in a list. */
+export function makeValue(
+  { statistics, plot, row_labels: rowTokens, column_labels: columnTokens }: ActivationView,
+  buffers: readonly DataView[],
+  title: string,
+  isSmall = false,
+): HTMLElement[] {
+  const pairs = statisticsRows(statistics).map(([term, value, isWarning]) =>
+    element(
+      "div",
+      { class: isWarning ? "gp-statistic gp-warned" : "gp-statistic" },
+      element("dt", term),
+      element("dd.gp-number", value),
+    ),
+  );
+  const list = element("dl.gp-line.gp-statistics", ...pairs);
+  return [list, makePlot(plot, buffers, { title, rowTokens, columnTokens, isSmall })];
 }

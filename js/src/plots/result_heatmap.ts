@@ -1,17 +1,14 @@
 /** The heatmap of a result: what `show_heatmap` of the kernel shows. A click on a cell goes back as the trait `cell`. */
 
-import { SAVED_MESSAGE, STOPPED_MESSAGE, watchKernel } from "../kernel/kernel_status";
+import { SAVED_MESSAGE, STOPPED_MESSAGE, watchKernel } from "../kernel/kernel";
 import type { HeatmapTraits, Item, LinkedTraits, ResultHeatmap, ResultSide } from "../kernel/protocol";
 import { element, setAttribute } from "../page/dom";
-import { formatNumber } from "../page/numbers";
+import { formatNumber } from "../page/text";
 import { type Linked, listen, type Model, saveChanges } from "../view";
-import { makeActions } from "../views/actions";
-import { type MakeView, makePatchStrip } from "../views/linked_view";
-import { isOfOneStack } from "../views/selection";
-import { makeFilterNote } from "../views/shared_filter";
-import { type CellSelection, HeatmapFigure, type ResultOptions } from "./heatmap";
-import type { AxisLabels } from "./heatmap_frame";
-import { readMatrix } from "./matrix";
+import { type MakeView, makeActions, makePatchStrip } from "../views/linked_view";
+import { isOfOneStack, makeFilterNote } from "../views/selection";
+import { type AxisLabels, type CellSelection, HeatmapFigure, type ResultOptions } from "./heatmap";
+import { type Matrix, readMatrix } from "./matrix";
 
 /** `position 5 (␣the)`, `path transformer.h_3.mlp.output`. */
 function describeSide({ name, values, tokens }: ResultSide, index: number): string {
@@ -40,9 +37,11 @@ export function makeResultHeatmap(
   onRemove: (undo: () => void) => void,
   view: ResultView | null = null,
 ): HTMLElement {
-  const [result, values] = [model.get("heatmap"), model.get("values")];
+  const result = model.get("heatmap");
   const { title, rows, columns } = result;
-  const selection = element("p", { class: "gp-note", "aria-live": "polite" });
+  const size = { rows: rows.values.length, columns: columns.values.length };
+  const matrix = readMatrix({ ...size, buffer: 0 }, [model.get("values")]);
+  const selection = element("p.gp-note", { "aria-live": "polite" });
 
   const linked = view && linkCells(view);
   const showCell = () => {
@@ -52,8 +51,8 @@ export function makeResultHeatmap(
     figure.markSelected(others.length > 0 ? others : own);
     selection.hidden = cell === null;
     if (cell === null) return;
-    const value = values.getFloat32(4 * (cell[0] * columns.values.length + cell[1]), true);
-    const number = element("strong", { class: "gp-number" }, formatNumber(value, 5));
+    const value = matrix.values[cell[0] * matrix.columns + cell[1]] ?? Number.NaN;
+    const number = element("strong.gp-number", formatNumber(value, 5));
     selection.replaceChildren(`Selected: ${describeCell(result, ...cell)}: `, number);
   };
   const choose = (row: number, column: number, isMore: boolean) => {
@@ -63,7 +62,7 @@ export function makeResultHeatmap(
     linked?.click(row, column, isMore);
     if (!saveChanges(model) && view === null) lost(STOPPED_MESSAGE);
   };
-  const warning = element("p", { class: "gp-note gp-error", role: "status", hidden: true });
+  const warning = element("p.gp-note.gp-error", { role: "status", hidden: true });
   const lost = (why: string) => {
     if (why === SAVED_MESSAGE) return;
     warning.textContent = `${why} Selections are not sent to the kernel.`;
@@ -85,11 +84,7 @@ export function makeResultHeatmap(
     onSelect: choose,
     ...(linked && { isKept: linked.isKept }),
   };
-  const size = { rows: rows.values.length, columns: columns.values.length };
-  const figure = new HeatmapFigure(result, readMatrix({ ...size, buffer: 0 }, [values]), {
-    title: title ?? result.name,
-    result: options,
-  });
+  const figure = new HeatmapFigure(result, matrix, { title: title ?? result.name, result: options });
   const follow = () => {
     const [row, column] = linked?.places().find((place) => !place.includes(null)) ?? [null, null];
     const cell: HeatmapTraits["cell"] = row === null || column === null ? null : [row, column];
@@ -102,12 +97,12 @@ export function makeResultHeatmap(
   }
   listen({ model, onRemove }, "change:cell", showCell);
   showCell();
-  const heading = title !== null && element("h3", { class: "gp-heading" }, title);
+  const heading = title !== null && element("h3.gp-heading.gp-muted", title);
   return element(
-    "section",
-    { class: "gp-result gp-stack", "aria-label": "Heatmap" },
+    "section.gp-result.gp-stack",
+    { "aria-label": "Heatmap" },
     heading,
-    linked && makeThreshold(linked, result, values),
+    linked && makeThreshold(linked, result.name, matrix),
     linked && makeFilterNote(linked.filter, onRemove),
     figure.element,
     selection,
@@ -147,11 +142,10 @@ function linkCells({ filter, model, selection }: ResultView) {
 /** A field for a minimum magnitude: smaller scores are faint here, and in all views of the graph. */
 function makeThreshold(
   { filter, itemOf }: NonNullable<ReturnType<typeof linkCells>>,
-  { columns, name, rows }: ResultHeatmap,
-  values: DataView,
+  name: string,
+  { columns, values }: Matrix,
 ): HTMLElement {
-  const field = element("input", {
-    class: "gp-field gp-minimum",
+  const field = element("input.gp-field.gp-minimum", {
     inputmode: "decimal",
     placeholder: "all",
     "aria-label": `Minimum size of ${name}`,
@@ -161,20 +155,15 @@ function makeThreshold(
     const least = Number(typed);
     setAttribute(field, "aria-invalid", Number.isNaN(least));
     if (typed === "" || Number.isNaN(least)) return filter.set(null);
-    const items: Item[] = [];
-    for (const row of rows.values.keys()) {
-      for (const column of columns.values.keys()) {
-        const value = values.getFloat32(4 * (row * columns.values.length + column), true);
-        if (Math.abs(value) >= least) items.push(itemOf(row, column));
-      }
-    }
+    const kept = [...values.keys()].filter((at) => Math.abs(values[at] ?? Number.NaN) >= least);
+    const items = kept.map((at) => itemOf(Math.floor(at / columns), at % columns));
     filter.set({ items, words: `|${name}| ≥ ${formatNumber(least)}` });
   };
   field.addEventListener("input", choose); // some hosts keep Enter, and with it the event `change`
   filter.onChange(() => {
     if (filter.isFromOtherView) field.value = "";
   });
-  return element("label", { class: "gp-check" }, `Only |${name}| ≥`, field);
+  return element("label.gp-pair.gp-check", `Only |${name}| ≥`, field);
 }
 
 /** The name of a component of a layer and a head, for one with `*`; `null` if one of them is not known. */

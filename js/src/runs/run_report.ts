@@ -1,10 +1,18 @@
 /** The report of a run: the next tokens, the changes of the output, and the values of probes. */
 import type { Change, ProbeReport, RunReport, Token } from "../kernel/protocol";
 import { buttonElement, element } from "../page/dom";
-import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape, sentence } from "../page/numbers";
-import { visible, visibleLines, visibleToken } from "../page/visible";
-import { makePlot } from "../plots/plots";
-import { makeStatistics } from "../plots/statistics";
+import {
+  formatCount,
+  formatNumber,
+  formatPercent,
+  formatSeconds,
+  formatShape,
+  sentence,
+  visible,
+  visibleLines,
+  visibleToken,
+} from "../page/text";
+import { makeValue, probabilityCell } from "../plots/plots";
 
 interface ReportContext {
   buffers: readonly DataView[];
@@ -21,21 +29,19 @@ function head({ call, seconds, patches }: RunReport): HTMLElement {
       ? "without patches"
       : `with ${patches.length === 1 ? "patch" : "patches"} ${numbered(patches)}`;
   return element(
-    "p",
-    { class: "gp-report-head" },
-    element("code", {}, visible(call)),
+    "p.gp-report-head.gp-muted",
+    element("code", visible(call)),
     ` ran ${what} in ${formatSeconds(seconds)}.`,
   );
 }
 
 function warnings(texts: readonly string[]): HTMLElement | null {
   if (texts.length === 0) return null;
-  const items = texts.map((text) => element("li", {}, sentence(visibleLines(text))));
+  const items = texts.map((text) => element("li", sentence(visibleLines(text))));
   return element(
-    "div",
-    { class: "gp-warnings" },
-    element("strong", {}, formatCount(texts.length, "warning")),
-    element("ul", {}, ...items),
+    "div.gp-message.gp-warnings",
+    element("strong", formatCount(texts.length, "warning")),
+    element("ul", ...items),
   );
 }
 
@@ -49,17 +55,15 @@ function largest(change: Change): HTMLElement | null {
   if (change.largest.length === 0 || change.norm_difference === 0) return null;
   const items = change.largest.map(({ index, before, after }) =>
     element(
-      "li",
-      { class: "gp-number" },
-      element("code", {}, `[${index.join(", ")}]`),
+      "li.gp-number",
+      element("code", `[${index.join(", ")}]`),
       ` ${formatNumber(before)} → ${formatNumber(after)}`,
     ),
   );
   return element(
-    "details",
-    { class: "gp-largest" },
-    element("summary", {}, "Entries of ", element("code", {}, visible(change.path)), " that changed most"),
-    element("ol", {}, ...items),
+    "details.gp-largest",
+    element("summary", "Entries of ", element("code", visible(change.path)), " that changed most"),
+    element("ol", ...items),
   );
 }
 
@@ -73,86 +77,59 @@ function changeRows(change: Change): HTMLElement[] {
   const numbers = [...norms, relativeChange(change)];
   const row = element(
     "tr",
-    {},
     element("th", { scope: "row" }, element("code", { title: path }, path)),
-    element("td", { class: "gp-number" }, `${formatShape(shape)} ${dtype}`),
-    ...numbers.map((text) => element("td", { class: "gp-number" }, text)),
+    element("td.gp-number", `${formatShape(shape)} ${dtype}`),
+    ...numbers.map((text) => element("td.gp-number", text)),
   );
   if (note === null) return [row];
-  return [
-    row,
-    element("tr", {}, element("td", { class: "gp-muted", colspan: CHANGE_HEADS.length }, sentence(visible(note)))),
-  ];
+  return [row, element("tr", element("td.gp-muted", { colspan: CHANGE_HEADS.length }, sentence(visible(note))))];
 }
 
 function changes(report: RunReport): HTMLElement | null {
   if (report.changes.length === 0) return null;
   const heads = CHANGE_HEADS.map((text) => element("th", { scope: "col" }, text));
   const rows = report.changes.flatMap(changeRows);
-  const tokenTable = element(
-    "table",
-    { class: "gp-changes" },
-    element("thead", {}, element("tr", {}, ...heads)),
-    element("tbody", {}, ...rows),
-  );
+  const tokenTable = element("table.gp-changes", element("thead", element("tr", ...heads)), element("tbody", ...rows));
   const isSame = report.changes.every((change) => change.note === null && change.norm_difference === 0);
-  const same = element("p", { class: "gp-note" }, "The patches change nothing at the output.");
+  const same = element("p.gp-note", "The patches change nothing at the output.");
   return element(
-    "section",
-    { class: "gp-report-part" },
-    element("h4", {}, "At the output"),
+    "section.gp-report-part",
+    element("h4", "At the output"),
     isSame && report.patches.length > 0 ? same : null,
     // A wide table scrolls, also with the keyboard.
-    element(
-      "div",
-      { class: "gp-scroll", tabindex: 0, role: "group", "aria-label": "Changes at the output" },
-      tokenTable,
-    ),
+    element("div.gp-scroll", { tabindex: 0, role: "group", "aria-label": "Changes at the output" }, tokenTable),
     ...report.changes.map(largest),
   );
 }
 
 function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HTMLElement {
-  const { number, statistics, plot, note } = report;
+  const { change, number, view, note } = report;
   const [name, path] = [visible(report.name), visible(report.path)];
-  const reveal = revealPatch(number);
-  const place = element("code", {}, path);
-  const link =
-    reveal === null
-      ? place
-      : buttonElement({ class: "gp-underlined", onclick: reveal, title: "Show in the tree" }, place);
-  const options = {
-    title: `${name}, ${path}`,
-    rowTokens: report.row_labels,
-    columnTokens: report.column_labels,
-    isSmall: true,
-  };
+  const onclick = revealPatch(number);
+  const place = element("code", path);
+  const link = onclick && buttonElement({ class: "gp-underlined", onclick, title: "Show in the tree" }, place);
   return element(
-    "li",
-    { class: "gp-probe" },
-    element("div", { class: "gp-probe-head" }, element("code", { class: "gp-probe-name" }, name), ` #${number} `, link),
-    note === null ? null : element("p", { class: "gp-note" }, sentence(visibleLines(note))),
-    report.change ? makeProbeChange(report.change) : null,
-    statistics === null ? null : makeStatistics(statistics),
-    statistics === null ? null : makePlot(plot, buffers, options),
+    "li.gp-stack.gp-box.gp-probe",
+    element("div.gp-caption", element("code.gp-probe-name", name), ` #${number} `, link ?? place),
+    note !== null && element("p.gp-note", sentence(visibleLines(note))),
+    change && makeProbeChange(change),
+    ...(view === null ? [] : makeValue(view, buffers, `${name}, ${path}`, true)),
   );
 }
 
 function probes(report: RunReport, context: ReportContext): HTMLElement | null {
   if (report.probes.length === 0) return null;
   return element(
-    "section",
-    { class: "gp-report-part" },
-    element("h4", {}, "Probes"),
-    element("ul", { class: "gp-probes" }, ...report.probes.map((one) => probe(one, context))),
+    "section.gp-report-part",
+    element("h4", "Probes"),
+    element("ul.gp-list.gp-probes", ...report.probes.map((one) => probe(one, context))),
   );
 }
 
 export function makeRunReport(report: RunReport, context: ReportContext): HTMLElement {
   const isPatched = report.patches.length > 0;
   return element(
-    "div",
-    { class: "gp-report" },
+    "div.gp-stack.gp-report",
     head(report),
     warnings(report.warnings),
     report.tokens === null ? null : makeNextTokens(report.tokens, isPatched),
@@ -163,62 +140,46 @@ export function makeRunReport(report: RunReport, context: ReportContext): HTMLEl
 
 type Tokens = NonNullable<RunReport["tokens"]>;
 
-/** How many ranks a token went up; `null`: it was not among the top tokens before. */
-function rankChange(token: Token, rank: number, before: readonly Token[]): number | null {
-  const old = before.findIndex(([text]) => text === token[0]);
-  return old < 0 ? null : old - rank;
-}
-
+/** How many ranks a token went up or down. */
 function rankCell(token: Token, rank: number, before: readonly Token[]): HTMLElement {
-  const places = rankChange(token, rank, before);
-  const [text, name, words] =
-    places === null
-      ? ["new", "up", "not among the first before"]
-      : places === 0
-        ? ["", "same", ""]
-        : places > 0
-          ? [`▲${places}`, "up", `up ${places}`]
-          : [`▼${-places}`, "down", `down ${-places}`];
-  const made = element("td", { class: `gp-rank gp-rank-${name}` });
-  if (text !== "")
-    made.append(
-      element("span", { "aria-hidden": "true" }, text),
-      element("span", { class: "gp-visually-hidden" }, words),
-    );
-  return made;
-}
-
-function probabilityCell(probability: number, most: number): HTMLElement {
-  const filled = element("span", { class: "gp-token-bar", "aria-hidden": "true" });
-  filled.style.setProperty("--gp-part", String(most > 0 ? probability / most : 0));
-  return element("td", { class: "gp-number gp-probability" }, filled, element("span", {}, formatPercent(probability)));
+  const old = before.findIndex(([text]) => text === token[0]);
+  if (old === rank) return element("td.gp-rank.gp-rank-same");
+  const isUp = old < 0 || old > rank;
+  const places = Math.abs(old - rank);
+  const [text, words] =
+    old < 0
+      ? ["new", "not among the first before"]
+      : [`${isUp ? "▲" : "▼"}${places}`, `${isUp ? "up" : "down"} ${places}`];
+  return element(
+    "td",
+    { class: `gp-rank gp-rank-${isUp ? "up" : "down"}` },
+    element("span", { "aria-hidden": "true" }, text),
+    element("span.gp-visually-hidden", words),
+  );
 }
 
 function table(caption: string, tokens: readonly Token[], before: readonly Token[] | null, most: number): HTMLElement {
   const rows = tokens.map((token, rank) =>
     element(
       "tr",
-      {},
-      element("td", { class: "gp-number gp-muted" }, String(rank + 1)),
-      element("th", { scope: "row" }, element("code", { class: "gp-token" }, visibleToken(token[0]))),
+      element("td.gp-number.gp-muted", String(rank + 1)),
+      element("th", { scope: "row" }, element("code.gp-token", visibleToken(token[0]))),
       probabilityCell(token[1], most),
       before === null ? null : rankCell(token, rank, before),
     ),
   );
-  return element("table", { class: "gp-tokens" }, element("caption", {}, caption), element("tbody", {}, ...rows));
+  return element("table.gp-tokens", element("caption", caption), element("tbody", ...rows));
 }
 
 /** `isPatched`: whether a patch was applied; without one there is nothing to compare. */
 function makeNextTokens({ position, before, after }: Tokens, isPatched: boolean): HTMLElement {
   const most = Math.max(...[...before, ...after].map(([, probability]) => probability), 0);
-  const tables = isPatched
-    ? [table("Without patches", before, null, most), table("With patches", after, before, most)]
-    : [table("Without patches", before, null, most)];
+  const tables = [table("Without patches", before, null, most)];
+  if (isPatched) tables.push(table("With patches", after, before, most));
   return element(
-    "section",
-    { class: "gp-report-part" },
-    element("h4", {}, `Next token after position ${position}`),
-    element("div", { class: "gp-token-tables" }, ...tables),
+    "section.gp-report-part",
+    element("h4", `Next token after position ${position}`),
+    element("div.gp-beside.gp-token-tables", ...tables),
   );
 }
 
@@ -236,9 +197,8 @@ function makeProbeChange(change: Change): HTMLElement {
   const text = changeText(change);
   const { note } = change;
   return element(
-    "div",
-    { class: "gp-probe-change" },
-    text === "" ? null : element("div", { class: "gp-number" }, text),
-    note === null ? null : element("p", { class: "gp-note" }, sentence(visibleLines(note))),
+    "div.gp-probe-change",
+    text !== "" && element("div.gp-number", text),
+    note !== null && element("p.gp-note", sentence(visibleLines(note))),
   );
 }

@@ -1,28 +1,29 @@
-/**
- * The keys of the tree (WAI-ARIA tree view), and those of the whole widget.
- *
- * | key | what it does |
- * | --- | --- |
- * | ↑ ↓ Home End PageUp PageDown | go to another row; the row that has the focus is the selected one |
- * | → ← | open, then go in; close, then go out |
- * | letters | go to the next row whose name begins with them |
- * | * | open all siblings |
- * | Enter | details |
- * | Space | select: announces the row's path, shape and patches, and saves which row is selected |
- * | + | patch the selected row |
- * | Delete, Backspace | remove the patches of the selected row |
- * | Ctrl+C | copy the path of the selected row |
- * | Ctrl+Z; Ctrl+Shift+Z, Ctrl+Y | undo; redo |
- * | / | search |
- * | F3, Shift+F3 | next match, the one before; anywhere in the widget |
- * | Esc | back to the tree, anywhere in the widget; in the tree, ends the search |
- */
+/** The keys of the tree (WAI-ARIA tree view), and those of the whole widget. */
 
 import type { Edit } from "../kernel/protocol";
 import type { View } from "../view";
 import { ROW } from "./row_view";
 import { CLOSED, OPEN } from "./rows";
+import type { Toolbar } from "./toolbar";
 import type { TreeState } from "./tree_state";
+import type { TreeView } from "./tree_view";
+
+/** What `?` shows. */
+export const KEYS: readonly (readonly [keys: string, what: string])[] = [
+  ["↑ ↓ Home End PageUp PageDown", "go to another row"],
+  ["→ ←", "open, then go in; close, then go out"],
+  ["*", "open all siblings"],
+  ["a letter", "next name that starts with it"],
+  ["/", "search"],
+  ["Enter, F3, Shift+F3", "next match while searching, the one before"],
+  ["Esc", "back to the tree; there, end the search"],
+  ["Enter", "details of a row"],
+  ["Space", "select it and read it out"],
+  ["+", "patch it"],
+  ["Delete, Backspace", "remove its patches"],
+  ["Ctrl+C", "copy its path"],
+  ["Ctrl+Z; Ctrl+Shift+Z, Ctrl+Y", "undo; redo"],
+];
 
 const TYPING_PAUSE_MS = 700;
 
@@ -34,12 +35,6 @@ export interface TreeActions {
   copy(text: string): Promise<boolean>;
 }
 
-/** The elements of the tree. */
-interface DrawnTree {
-  show(id: number): void;
-  elementOf(id: number): HTMLElement;
-}
-
 export class TreeKeys {
   private typed = "";
   private typedAt = 0;
@@ -47,7 +42,7 @@ export class TreeKeys {
   constructor(
     private readonly view: View,
     private readonly tree: TreeState,
-    private readonly drawn: DrawnTree,
+    private readonly drawn: Pick<TreeView, "show" | "elementOf">,
     private readonly actions: TreeActions,
   ) {}
 
@@ -203,21 +198,20 @@ export class TreeKeys {
   }
 }
 
-/** The search field, which keys of the whole widget control. */
-export interface SearchBox {
-  focus(): void;
-  goToMatch(step: 1 | -1): void;
-  /** Ends the search. */
-  clearSearch(): void;
-}
-
 /** Handles the keys that work everywhere in the tree's widget. */
-export function watchKeys(view: View, box: SearchBox): void {
+export function watchKeys(view: View, search: Pick<Toolbar, "focus" | "goToMatch" | "clearSearch">): void {
   const { root } = view;
   const onKey = (event: KeyboardEvent) => {
     const isTyping = isEditable(event.composedPath()[0]);
-    if (!event.defaultPrevented && !event.isComposing && onWidgetKey(view, box, event, isTyping))
-      event.preventDefault();
+    const isPlain = !hasCommandKey(event) && !event.altKey;
+    if (event.defaultPrevented || event.isComposing) return;
+    if (event.key === "F3" && isPlain) search.goToMatch(event.shiftKey ? -1 : 1);
+    else if (event.key === "/" && isPlain && !isTyping) search.focus();
+    else if (event.key === "Escape") {
+      if (isInTree(event)) search.clearSearch();
+      view.focusTree();
+    } else return;
+    event.preventDefault();
   };
   root.addEventListener("keydown", onKey);
   view.onRemove(() => root.removeEventListener("keydown", onKey));
@@ -241,20 +235,6 @@ export function stopKeyPropagation(root: HTMLElement, onRemove: (undo: () => voi
 const WIDGET_KEYS = new Set(
   "ArrowUp ArrowDown ArrowLeft ArrowRight Home End PageUp PageDown Enter Delete Backspace Escape F3".split(" "),
 );
-
-function onWidgetKey(view: View, box: SearchBox, event: KeyboardEvent, isTyping: boolean): boolean {
-  if (event.key === "F3" && !hasCommandKey(event) && !event.altKey) {
-    box.goToMatch(event.shiftKey ? -1 : 1);
-  } else if (event.key === "Escape") {
-    if (isInTree(event)) box.clearSearch();
-    view.focusTree();
-  } else if (event.key === "/" && !isTyping && !hasCommandKey(event) && !event.altKey) {
-    box.focus();
-  } else {
-    return false;
-  }
-  return true;
-}
 
 function isInTree(event: Event): boolean {
   return event.composedPath().some((node) => node instanceof Element && node.getAttribute("role") === "tree");

@@ -1,10 +1,8 @@
 /** One line of the tree as an element: made once, filled again whenever something about it changes. */
 
-import type { Component, PatchState, Spec } from "../kernel/protocol";
-import { FLAG } from "../kernel/protocol";
+import { type Component, FLAG, type PatchState, type Spec } from "../kernel/protocol";
 import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
-import { formatCount } from "../page/numbers";
-import { visible } from "../page/visible";
+import { formatCount, visible } from "../page/text";
 import { CLOSED, type Folded, LEAF, PLUMBING } from "./rows";
 import { scoreText, textOfBest } from "./scores";
 import type { Skeleton } from "./skeleton";
@@ -16,7 +14,6 @@ export const ROW = 22;
 /** With more patches, a row shows their count only. */
 const MAX_BADGES = 2;
 
-/** The content of a line. */
 interface RowContent {
   name: string;
   /** The text in the op column: torch function, class of the module, or kind. */
@@ -32,9 +29,9 @@ interface RowContent {
 export class RowView {
   readonly element: HTMLDivElement;
   // In the row only if they are not empty, so that few elements exist for 50,000 rows.
-  private readonly chevron = element("span", { class: "gp-chevron" });
-  private readonly badges = element("span", { class: "gp-badges" });
-  private readonly score = element("span", { class: "gp-score" });
+  private readonly chevron = element("span.gp-chevron.gp-muted");
+  private readonly badges = element("span.gp-badges");
+  private readonly score = element("span.gp-score");
   private badgesKey = "[0,0,[]]";
   private scoreText = "";
   private readonly op: HTMLElement;
@@ -54,11 +51,11 @@ export class RowView {
     this.path = skeleton.path(id < 0 ? ~id : id);
     const { name, op, label, kind, isPatchable, countBadge: mark, note } = this.content;
     const path = folded ? name : visible(this.path);
-    this.op = element("span", { class: "gp-op", title: note ?? op }, mark ?? op);
+    this.op = element("span.gp-op.gp-cut.gp-muted", { title: note ?? op }, mark ?? op);
     this.element = element(
       "div",
       { id: rowId(prefix, id), role: "treeitem", class: "gp-row", "data-id": id, "data-kind": kind },
-      element("span", { class: "gp-name", title: path }, name),
+      element("span.gp-name.gp-cut", { title: path }, name),
       " ",
       this.op,
       " ",
@@ -137,8 +134,8 @@ export class RowView {
     const title = components.map(({ name, axes }) => `${name}: ${axes.join(", ")}`).join("\n");
     const type = this.componentType();
     return [
-      element("span", { class: "gp-component-type", "data-type": type, title }, type),
-      element("span", { class: "gp-component", title }, this.componentText()),
+      element("span.gp-component-type", { "data-type": type, title }, type),
+      element("span.gp-component.gp-cut.gp-muted", { title }, this.componentText()),
     ];
   }
 
@@ -192,10 +189,9 @@ function badgeText({ kind, number }: PatchState): string {
 }
 
 function mark(text: string): HTMLElement {
-  return element("span", { class: "gp-badge gp-below" }, text);
+  return element("span.gp-badge.gp-below", text);
 }
 
-/** The id of the element of a line. */
 export function rowId(prefix: string, id: number): string {
   return `${prefix}-${id < 0 ? `folded-${~id}` : id}`;
 }
@@ -203,15 +199,11 @@ export function rowId(prefix: string, id: number): string {
 /** The shape and dtype; for a sharded model, preceded by the placement of the value. */
 function valueLabel(label: string, spec: Spec | null): HTMLElement {
   const [, , , what, placement] = spec ?? [];
-  const attributes = { class: "gp-label", title: label, "data-what": what };
+  const attributes = { class: "gp-label gp-cut gp-mono gp-muted", title: label, "data-what": what };
   const word = visible(placement ?? "").split(":")[0];
   if (!placement || !word) return element("span", attributes, label);
   const title = `${visible(placement)}, over the processes of the model`;
-  const badge = element(
-    "span",
-    { class: "gp-placement", "data-is": word, title },
-    word.replace("along dimension ", ""),
-  );
+  const badge = element("span.gp-placement", { "data-is": word, title }, word.replace("along dimension ", ""));
   return element("span", attributes, badge, " ", label.replace(` ${word}`, ""));
 }
 
@@ -239,33 +231,20 @@ function contentOfRow(skeleton: Skeleton, row: number, rootName: string): RowCon
 
 const ABOUT_PLUMBING = "Masks, indices and positions: integers, booleans, and what is made of them alone";
 
-function contentOfFolded(skeleton: Skeleton, folded: Folded): RowContent {
-  if (folded.name === PLUMBING) {
-    const op = formatCount(folded.rows.length, "row");
-    return { name: PLUMBING, op, label: "", kind: "folded", isPatchable: false, note: ABOUT_PLUMBING, countBadge: op };
-  }
-  if (folded.name !== undefined) {
-    const op = formatCount(folded.rows.length, "component");
-    return {
-      name: visible(folded.name),
-      op,
-      label: "",
-      kind: "graph",
-      isPatchable: false,
-      note: null,
-      countBadge: null,
-    };
-  }
-  const [first = 0, last = 0] = [folded.rows[0], folded.rows.at(-1)];
-  const op = folded.period === 1 ? visible(skeleton.opOf(first)) : formatCount(folded.period, "row");
+function contentOfFolded(skeleton: Skeleton, { name, period, rows, times }: Folded): RowContent {
+  const folded = { label: "", kind: "folded", isPatchable: false, note: null };
+  const count = formatCount(rows.length, name === PLUMBING ? "row" : "component");
+  if (name === PLUMBING) return { ...folded, name, op: count, note: ABOUT_PLUMBING, countBadge: count };
+  if (name !== undefined) return { ...folded, name: visible(name), op: count, kind: "graph", countBadge: null };
+  const [first = 0, last = 0] = [rows[0], rows.at(-1)];
+  const op = `×${times} ${period === 1 ? visible(skeleton.opOf(first)) : formatCount(period, "row")}`;
+  const label = period === 1 ? visible(skeleton.labelOf(first)) : "";
   return {
+    ...folded,
     name: visible(`${skeleton.nameOf(first)} … ${skeleton.nameOf(last)}`),
-    op: `×${folded.times} ${op}`,
-    label: folded.period === 1 ? visible(skeleton.labelOf(first)) : "",
-    kind: "folded",
-    isPatchable: false,
-    note: null,
-    countBadge: `×${folded.times} ${op}`,
+    op,
+    label,
+    countBadge: op,
   };
 }
 

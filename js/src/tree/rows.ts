@@ -25,7 +25,7 @@ const MANY_TIMES = 4;
 /** Finds repetitions among rows. Rows for which `isShown` is false are ignored. */
 export class Folding {
   private readonly stems: Int32Array;
-  private readonly hashes: Float64Array;
+  private readonly shapes: Int32Array;
   /** By parent: the result for the last siblings. */
   private readonly cache = new Map<number, { siblings: readonly number[]; repetitions: Repetition[] }>();
 
@@ -34,7 +34,7 @@ export class Folding {
     private readonly isShown: (row: number) => boolean,
   ) {
     this.stems = stemsOf(skeleton.columns.names);
-    this.hashes = hashesOf(skeleton, isShown);
+    this.shapes = shapesOf(skeleton, isShown);
   }
 
   /** The repetitions among siblings, in order; rows that are in none are left out. */
@@ -93,9 +93,9 @@ export class Folding {
     return splitPlumbing(this.skeleton, [...this.skeleton.children(row)].filter(this.isShown)).flat();
   }
 
-  /** A hash that ignores the number at the end of the row's own name. */
+  /** Equal for rows that differ only in the number at the end of their own names. */
   private key(row: number): number {
-    return hashPair(this.hashes[row] ?? 0, this.stems[this.skeleton.name[row] ?? 0] ?? 0);
+    return (this.shapes[row] ?? 0) * (this.stems.length + 1) + (this.stems[this.skeleton.name[row] ?? 0] ?? 0);
   }
 }
 
@@ -124,26 +124,19 @@ function stemsOf(names: readonly string[]): Int32Array {
   });
 }
 
-/** By row: a hash of the row and its descendants, without the row's own name. */
-function hashesOf(skeleton: Skeleton, isShown: (row: number) => boolean): Float64Array {
-  const patterns = new Float64Array(skeleton.length);
+/** By row: a number that is equal for rows whose descendants are equal, whatever their own names. */
+function shapesOf(skeleton: Skeleton, isShown: (row: number) => boolean): Int32Array {
+  const known = new Map<string, number>();
+  const shapes = new Int32Array(skeleton.length);
   for (let row = skeleton.length - 1; row >= 0; row--) {
-    let pattern = hashPair(skeleton.op[row] ?? 0, skeleton.spec[row] ?? 0);
-    pattern = hashPair(pattern, (skeleton.kind[row] ?? 0) * 2 + Number(skeleton.has(row, FLAG.opaque)));
-    for (let child = row + 1; child < (skeleton.end[row] ?? 0); child = skeleton.end[child] ?? skeleton.length) {
-      if (isShown(child)) pattern = hashPair(hashPair(pattern, skeleton.name[child] ?? 0), patterns[child] ?? 0);
-    }
-    patterns[row] = pattern;
+    const { op, spec, kind, name } = skeleton;
+    const parts = [op[row], spec[row], kind[row], Number(skeleton.has(row, FLAG.opaque))];
+    for (const child of skeleton.children(row)) if (isShown(child)) parts.push(name[child], shapes[child]);
+    const text = parts.join();
+    shapes[row] = known.get(text) ?? known.size;
+    known.set(text, shapes[row] ?? 0);
   }
-  return patterns;
-}
-
-/** Returns a 53-bit hash of two numbers. */
-function hashPair(a: number, b: number): number {
-  const low = Math.imul(a ^ (b >>> 15), 0x85ebca6b) ^ Math.imul(b + 0x165667b1, 0x9e3779b1);
-  const highs = Math.floor(a / 0x100000000) ^ Math.imul(Math.floor(b / 0x100000000) + 0x27d4eb2f, 0xc2b2ae35);
-  const high = Math.imul(highs ^ (low >>> 13), 0x2545f491) ^ Math.imul(low ^ (low >>> 16), 0x7feb352d);
-  return ((high >>> 0) & 0x1fffff) * 0x100000000 + ((low ^ (low >>> 15)) >>> 0);
+  return shapes;
 }
 
 export const LEAF = 0;
@@ -247,7 +240,6 @@ export class Lines {
   }
 }
 
-/** Lays out the tree. */
 export function layOut(skeleton: Skeleton, choice: LayoutOptions): Lines {
   // A marker replaces three rows at least.
   const lines = new Lines(skeleton, skeleton.length + (choice.folding ? Math.ceil(skeleton.length / 3) : 0));
@@ -355,19 +347,12 @@ function isVisible(row: number, { isShown, keptRows: kept }: LayoutOptions): boo
 }
 
 function hasChild(skeleton: Skeleton, row: number, choice: LayoutOptions): boolean {
-  const end = skeleton.end[row] ?? 0;
-  for (let child = row + 1; child < end; child = skeleton.end[child] ?? end) {
-    if (isVisible(child, choice)) return true;
-  }
+  for (const child of skeleton.children(row)) if (isVisible(child, choice)) return true;
   return false;
 }
 
 function childrenOf(skeleton: Skeleton, row: number, choice: LayoutOptions): number[] {
-  const end = skeleton.end[row] ?? 0;
-  const rows: number[] = [];
-  for (let child = row + 1; child < end; child = skeleton.end[child] ?? end) {
-    if (isVisible(child, choice)) rows.push(child);
-  }
+  const rows = [...skeleton.children(row)].filter((child) => isVisible(child, choice));
   return choice.order ? rows.sort(choice.order) : rows;
 }
 

@@ -1,6 +1,6 @@
 /** The scores of nodes: their values, filter, order and colors. */
 
-import { formatNumber } from "../page/numbers";
+import { formatNumber } from "../page/text";
 import type { Skeleton } from "./skeleton";
 
 /** Keeps the rows with at least a minimum (or with such a magnitude), or with the `count` strongest scores. */
@@ -109,7 +109,6 @@ export class Scores {
     return rows.filter((row) => (this.rank[row] ?? Number.NaN) < filter.count);
   }
 
-  /** A filter as text. */
   describeFilter(filter: ScoreFilter): string {
     if ("count" in filter) return `the ${filter.count} ${this.isByMagnitude ? "largest" : "highest"} of ${this.name}`;
     return this.isByMagnitude

@@ -1,5 +1,5 @@
 /**
- * Finds rows by a query, as `graphpatch_notebook/notebook/search/search.py` finds nodes; its docstring explains the
+ * Finds rows by a query, as `graphpatch_notebook/notebook/search.py` finds nodes; its docstring explains the
  * grammar. tests/notebook/search/test_search_parity.py compares the two.
  */
 
@@ -62,7 +62,6 @@ function parseTerm(word: string): { key: string; value: string } {
 
 /** The properties of rows that queries test. */
 export class SearchIndex {
-  /** By row: its path. */
   readonly paths: readonly string[];
   /** By row: the torch function of an op, in lower case; else empty. */
   private readonly ops: readonly string[];

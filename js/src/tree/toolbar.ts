@@ -1,10 +1,9 @@
 /** The toolbar above the tree: the search field with its result, toggles, and the legend of the scores. */
-
-import { buttonElement, element, icon, replaceChildren, setAttribute } from "../page/dom";
-import { formatCount, formatNumber } from "../page/numbers";
+import { buttonElement, element, icon, iconButton, replaceChildren, setAttribute } from "../page/dom";
+import { formatCount, formatNumber } from "../page/text";
 import type { Part, View } from "../view";
-import type { SearchBox } from "./keyboard";
-import { Legend } from "./legend";
+import { KEYS } from "./keyboard";
+import { type ScoreFilter, type Scores, scoreText } from "./scores";
 import type { TreeState } from "./tree_state";
 
 /** A pause, so that screen readers do not announce the count after each letter. */
@@ -12,16 +11,12 @@ const ANNOUNCE_AFTER_MS = 600;
 
 let count = 0;
 
-export class Toolbar implements Part, SearchBox {
+export class Toolbar implements Part {
   readonly element: HTMLElement;
   private readonly field: HTMLInputElement;
-  private readonly count = element("span", { class: "gp-found-count gp-muted" });
-  private readonly error = element("p", {
-    class: "gp-error gp-query-error",
-    id: `gp-query-error-${++count}`,
-    hidden: true,
-  });
-  private readonly hint = element("p", { class: "gp-muted gp-query-error", hidden: true });
+  private readonly count = element("span.gp-found-count.gp-muted");
+  private readonly error = element("p.gp-error.gp-query-error", { id: `gp-query-error-${++count}`, hidden: true });
+  private readonly hint = element("p.gp-muted.gp-query-error", { hidden: true });
   private readonly steps: HTMLButtonElement[];
   private readonly sizes: HTMLButtonElement;
   private readonly folding: HTMLButtonElement;
@@ -35,21 +30,20 @@ export class Toolbar implements Part, SearchBox {
   ) {
     this.field = this.searchField();
     this.steps = [
-      iconButton("up", "Previous match", "Previous match (Shift+F3)", () => this.goToMatch(-1)),
-      iconButton("down", "Next match", "Next match (F3)", () => this.goToMatch(1)),
+      iconButton("up", "Previous match", { title: "Previous match (Shift+F3)", onclick: () => this.goToMatch(-1) }),
+      iconButton("down", "Next match", { title: "Next match (F3)", onclick: () => this.goToMatch(1) }),
     ];
     this.sizes = toggle("Sizes", "Show what only carries sizes, constants and flags", () =>
       tree.setShowsSizes(!tree.showsSizes),
     );
     this.folding = toggle("Fold repeats", "Fold equal layers into one row, and masks, indices and positions", () =>
-      tree.setFolded(!tree.isFolded),
+      tree.change({ isFolded: !tree.isFolded }),
     );
     this.components = toggle("Components", "Show layers and their components in place of modules and nodes", () =>
       tree.setByComponent(!tree.isByComponent),
     );
     this.element = element(
-      "div",
-      { class: "gp-toolbar" },
+      "div.gp-stack.gp-toolbar",
       this.bar(),
       this.error,
       this.hint,
@@ -79,14 +73,16 @@ export class Toolbar implements Part, SearchBox {
   private bar(): HTMLElement {
     const { tree } = this;
     return element(
-      "div",
-      { class: "gp-tools" },
-      element("span", { class: "gp-search", role: "search" }, icon("search"), this.field, this.count, ...this.steps),
+      "div.gp-line.gp-tight.gp-tools",
+      element("span.gp-search", { role: "search" }, icon("search"), this.field, this.count, ...this.steps),
       this.components,
       this.sizes,
       this.folding,
-      iconButton("expand", "Expand all", "Expand all below the selected row", () => tree.expandBelow(tree.activeRow)),
-      iconButton("collapse", "Collapse all", "Collapse all", () => tree.collapseAll()),
+      iconButton("expand", "Expand all", {
+        title: "Expand all below the selected row",
+        onclick: () => tree.expandBelow(tree.activeRow),
+      }),
+      iconButton("collapse", "Collapse all", { onclick: () => tree.collapseAll() }),
       keysHelp(),
     );
   }
@@ -171,30 +167,118 @@ op:mul  shape:64  shape:[1,*,64]
 is:patched  is:opaque  is:parameter  is:size
 -term  without`;
 
-const KEYS = [
-  ["↑ ↓ ← →", "move, open, close"],
-  ["*", "open all siblings"],
-  ["a letter", "next name that starts with it"],
-  ["/", "search"],
-  ["Enter, F3", "next match, while searching"],
-  ["Esc", "back to the tree; there, end the search"],
-  ["Enter", "details of a row"],
-  ["+", "patch it"],
-  ["Delete", "remove its patches"],
-  ["Ctrl+C", "copy its path"],
-  ["Ctrl+Z, Ctrl+Shift+Z", "undo, redo"],
-] as const;
-
 function keysHelp(): HTMLElement {
-  const pairs = KEYS.flatMap(([keys, what]) => [element("dt", {}, keys), element("dd", {}, what)]);
-  const summary = element("summary", { class: "gp-button gp-quiet", "aria-label": "Keys", title: "Keys" }, "?");
-  return element("details", { class: "gp-keys" }, summary, element("dl", {}, ...pairs));
-}
-
-function iconButton(name: Parameters<typeof icon>[0], label: string, title: string, onclick: () => void) {
-  return buttonElement({ class: "gp-button gp-quiet", "aria-label": label, title, onclick }, icon(name));
+  const pairs = KEYS.flatMap(([keys, what]) => [element("dt", keys), element("dd", what)]);
+  const summary = element("summary.gp-button.gp-quiet", { "aria-label": "Keys", title: "Keys" }, "?");
+  return element("details.gp-keys", summary, element("dl", ...pairs));
 }
 
 function toggle(label: string, title: string, onclick: () => void): HTMLButtonElement {
   return buttonElement({ "aria-pressed": false, title, onclick }, label);
+}
+
+// -- The legend of the scores: their name, colors and range; sorts the tree by them, and filters it ----------------------
+
+const TOP_COUNTS = [10, 50, 200];
+
+export class Legend implements Part {
+  readonly element = element("div.gp-line.gp-tight.gp-scores", { role: "group", "aria-label": "Scores", hidden: true });
+  private shown: Scores | null = null;
+  private sort: HTMLButtonElement | null = null;
+  private filter: HTMLSelectElement | null = null;
+  private minimum: HTMLInputElement | null = null;
+
+  constructor(
+    view: View,
+    private readonly tree: TreeState,
+  ) {
+    view.onRemove(tree.onChange((change) => change === "lines" && this.show()));
+    this.show();
+  }
+
+  private show(): void {
+    const { tree } = this;
+    if (this.shown !== tree.scores) {
+      this.shown = tree.scores;
+      this.element.replaceChildren(...(tree.scores ? this.makeControls(tree.scores) : []));
+    }
+    this.element.hidden = tree.scores === null;
+    if (this.sort) setAttribute(this.sort, "aria-pressed", tree.isSorted);
+    if (this.filter && tree.filter === null && this.filter.value !== "least") this.filter.value = "all";
+  }
+
+  private makeControls(scores: Scores): HTMLElement[] {
+    const { tree } = this;
+    const { isByMagnitude: isBySize, maximum, minimum } = scores;
+    const middle = (isBySize ? Math.max(-minimum, maximum) : minimum + maximum) / 2;
+    this.sort = buttonElement(
+      { "aria-pressed": tree.isSorted, onclick: () => tree.change({ isSorted: !tree.isSorted }) },
+      isBySize ? "Sort by size of score" : "Sort by score",
+    );
+    this.minimum = element("input.gp-field.gp-minimum", {
+      inputmode: "decimal",
+      "aria-label": isBySize ? "Minimum size of a score" : "Minimum score",
+      hidden: true,
+      value: scoreText(middle),
+      oninput: () => this.applyFilter(),
+    });
+    this.filter = element(
+      "select.gp-field",
+      {
+        "aria-label": "Which scores",
+        title: "Rows with the same score have the same rank: most are names of one value",
+        onchange: () => this.applyFilter(),
+      },
+      element("option", { value: "all" }, `all ${formatNumber(scores.count)}`),
+      ...TOP_COUNTS.filter((count) => count < scores.rankCount).map((count) =>
+        element("option", { value: count }, `the ${count} ${isBySize ? "largest in size" : "highest"}`),
+      ),
+      element("option", { value: "least" }, isBySize ? "size at least …" : "at least …"),
+    );
+    const range = element(
+      "span.gp-pair.gp-range",
+      scoreText(scores.minimum),
+      this.scale(scores),
+      scoreText(scores.maximum),
+    );
+    return [
+      element("strong.gp-score-name.gp-cut", scores.name),
+      range,
+      this.sort,
+      this.filter,
+      this.minimum,
+      iconButton("close", "Hide scores", { onclick: () => tree.clearScores() }),
+    ];
+  }
+
+  private scale(scores: Scores): HTMLElement {
+    const scale = element("span.gp-scale", { "aria-hidden": true });
+    const color = (value: number) => {
+      const strength = scores.strength(value);
+      const share = Math.round(Math.abs(strength) * 100);
+      return `color-mix(in srgb, var(--gp-${strength < 0 ? "cold" : "hot"}) ${share}%, var(--gp-background))`;
+    };
+    const stops = scores.isDiverging ? [scores.minimum, 0, scores.maximum] : [scores.minimum, scores.maximum];
+    const span = scores.maximum - scores.minimum || 1;
+    const parts = stops.map((value) => `${color(value)} ${Math.round(((value - scores.minimum) / span) * 100)}%`);
+    scale.style.background = `linear-gradient(to right, ${parts.join(", ")})`;
+    return scale;
+  }
+
+  private applyFilter(): void {
+    const { filter, minimum, tree } = this;
+    if (!filter || !minimum) return;
+    minimum.hidden = filter.value !== "least";
+    const wanted = this.parseFilter(filter.value, minimum.value);
+    setAttribute(minimum, "aria-invalid", wanted === undefined);
+    if (wanted !== undefined) tree.change({ filter: wanted });
+  }
+
+  /** `undefined`: the text is not a number. */
+  private parseFilter(choice: string, typed: string): ScoreFilter | null | undefined {
+    if (choice === "all") return null;
+    if (choice !== "least") return { count: Number(choice) };
+    const minimum = Number(typed.replaceAll(",", "").trim() || Number.NaN);
+    return Number.isNaN(minimum) ? undefined : { minimum };
+  }
 }

@@ -5,12 +5,12 @@
 import type { Component, PatchState } from "../kernel/protocol";
 import { SharedTraits } from "../kernel/shared_traits";
 import { Listeners, type View } from "../view";
+import { itemOf } from "../views/selection";
 import { Folding, firstOpen, type Lines, layerOf, layOut, layOutComponents, withAncestors } from "./rows";
 import { type ScoreFilter, Scores } from "./scores";
 import { nextPosition, SearchResult } from "./search";
 import type { Skeleton } from "./skeleton";
 
-/** The chosen patches by row. */
 class PatchedRows {
   private readonly byRow = new Map<number, PatchState[]>();
   private readonly below = new Map<number, number>();
@@ -27,12 +27,10 @@ class PatchedRows {
     return new Set(this.byRow.keys());
   }
 
-  /** The patches of a row, in order. */
   at(row: number): readonly PatchState[] {
     return this.byRow.get(row) ?? [];
   }
 
-  /** The number of patches below a row. */
   countBelow(row: number): number {
     return this.below.get(row) ?? 0;
   }
@@ -58,7 +56,7 @@ export class TreeState {
   isByComponent = false;
   scores: Scores | null = null;
   /** The rows that pass the filter of another view; `null`: all. */
-  private filteredRows: readonly number[] | null = null;
+  filteredRows: readonly number[] | null = null;
   isSorted = false;
   filter: ScoreFilter | null = null;
   patched: PatchedRows;
@@ -101,7 +99,6 @@ export class TreeState {
     traits.listen("scores_name", () => this.update(() => this.readScores()));
   }
 
-  /** Returns a function that removes the listener. */
   onChange(listener: (change: Change) => void): () => void {
     return this.listeners.add(listener);
   }
@@ -135,8 +132,6 @@ export class TreeState {
     const id = this.lines.ids[this.activeLine] ?? 0;
     return id < 0 ? ~id : id;
   }
-
-  // -- selection -------------------------------------------------------------------------------------------------------
 
   /** Selects a row on a click, even if it is selected, so that all views follow; `isMore`: adds it to the selection. */
   click(id: number, isMore: boolean): void {
@@ -185,8 +180,6 @@ export class TreeState {
       this.openFolded.add(~seen);
     }
   }
-
-  // -- open rows -------------------------------------------------------------------------------------------------------
 
   /** Opens or closes a row, and the corresponding rows of all folded repetitions. */
   setOpen(id: number, isOpen: boolean): void {
@@ -257,13 +250,6 @@ export class TreeState {
     });
   }
 
-  setFolded(isFolded: boolean): void {
-    this.update(() => {
-      this.isFolded = isFolded;
-      this.openFolded.clear();
-    });
-  }
-
   setByComponent(isByComponent: boolean): void {
     this.update(() => {
       this.isByComponent = isByComponent;
@@ -293,8 +279,6 @@ export class TreeState {
     this.traits.set("shows_sizes", isShown);
   }
 
-  // -- search ----------------------------------------------------------------------------------------------------------
-
   /** Searches. If the text is not a valid query, `found.error` says why and the rows found before stay. */
   search(text: string): void {
     this.traits.set("query", text);
@@ -311,40 +295,19 @@ export class TreeState {
     return position + 1;
   }
 
-  // -- scores ----------------------------------------------------------------------------------------------------------
-
-  setSorted(isSorted: boolean): void {
+  /** Changes how the tree is sorted, folded or filtered. Closed rows of another filter are open again. */
+  change(choice: Partial<Pick<TreeState, "isSorted" | "isFolded" | "filter" | "filteredRows" | "scores">>): void {
     this.update(() => {
-      this.isSorted = isSorted;
-    });
-  }
-
-  setFilter(filter: ScoreFilter | null): void {
-    this.update(() => {
-      this.filter = filter;
-      this.closedMatches.clear();
-    });
-  }
-
-  /** Shows only the rows that pass the filter of another view; `null`: there is no filter. */
-  setFilteredRows(rows: readonly number[] | null): void {
-    if (rows === this.filteredRows) return;
-    this.update(() => {
-      this.filteredRows = rows;
-      this.closedMatches.clear();
+      Object.assign(this, choice);
+      if (!("isSorted" in choice)) this.closedMatches.clear();
+      if ("isFolded" in choice) this.openFolded.clear();
     });
   }
 
   /** Hides the scores in this view, until there are new ones. */
   clearScores(): void {
-    this.update(() => {
-      this.scores = null;
-      this.isSorted = false;
-      this.filter = null;
-    });
+    this.change({ scores: null, isSorted: false, filter: null });
   }
-
-  // -- layout ----------------------------------------------------------------------------------------------------------
 
   isShown(row: number): boolean {
     return this.showsSizes || !this.skeleton.isHiddenByDefault(row) || this.patched.isIn(row);
@@ -393,8 +356,6 @@ export class TreeState {
     this.lines = this.layOut();
     this.listeners.notify("lines");
   }
-
-  // -- traits ----------------------------------------------------------------------------------------------------------
 
   private saveOpen(): void {
     this.traits.set(
@@ -462,4 +423,77 @@ export class TreeState {
 function setMember(set: Set<number>, member: number, isIn: boolean): void {
   if (isIn) set.add(member);
   else set.delete(member);
+}
+
+// -- Connects the tree to the selection and the filter that all views of a graph share -----------------------------------
+
+/** Shares the filter of the tree's scores with the other views, and applies their filter to the rows. */
+export function connectFilter(view: View, state: TreeState): void {
+  const { filter, skeleton } = view;
+  let shared: [ScoreFilter | null, unknown] = [null, null];
+  const shareFilter = () => {
+    const { components, filter: own, scores } = state;
+    if (own === shared[0] && (own === null || components === shared[1])) return;
+    const wasShared = shared[0] !== null;
+    shared = [own, components];
+    if (own === null || scores === null) {
+      if (wasShared && !filter.isFromOtherView) filter.set(null);
+      return;
+    }
+    const names = (row: number) => components.get(row)?.map(({ name }) => name) ?? [skeleton.path(row)];
+    const items = scores.matching(own).flatMap((row) => names(row).map((name) => itemOf(name)));
+    filter.set({ items, words: scores.describeFilter(own) });
+  };
+  const applyFilter = () => {
+    if (filter.result === null || filter.isFromOtherView) {
+      shared = [null, null];
+      if (state.filter !== null) state.change({ filter: null });
+    }
+    const all = [...state.components.values()].flat();
+    const isKept = ({ name }: Component) => filter.keeps(itemOf(name));
+    const filteredRows = filter.isFromOtherView ? all.filter(isKept).map(({ row }) => row) : null;
+    if (filteredRows !== state.filteredRows) state.change({ filteredRows });
+  };
+  view.onRemove(filter.onChange(applyFilter));
+  view.onRemove(
+    state.onChange((change) => {
+      if (change === "lines") shareFilter();
+    }),
+  );
+  if (filter.isFromOtherView) applyFilter();
+}
+
+export function connectSelection(view: View, state: TreeState): void {
+  let isFollowing = false;
+  // The name of a component that was selected before the kernel has sent the components.
+  let pendingName: string | null = null;
+  const rowOf = (name: string | null): number | null => {
+    if (!name) return null;
+    const whole = name.replace(/heads\[\d+\]\./, "").replace(/(\w)\[[^[\]]*\]$/, "$1"); // of a head, or a slice
+    const meant = [...state.components.values()].flat().find((one) => one.name === name || one.name === whole);
+    return meant?.row ?? view.skeleton.find(name);
+  };
+  const applySelection = () => {
+    const name = view.selection.items.at(-1)?.name ?? null;
+    const row = rowOf(name);
+    pendingName = row === null ? name : null;
+    if (row === null || row === state.activeRow) return;
+    isFollowing = true;
+    view.reveal(row);
+    isFollowing = false;
+  };
+  const shareSelection = () => {
+    const row = state.active;
+    // A marker represents several rows: none of them is selected.
+    const name = row < 0 ? "" : (state.components.get(row)?.[0]?.name ?? view.skeleton.path(row));
+    if (!state.addsToSelection) view.selection.set(name ? [itemOf(name)] : []);
+    else if (name) view.selection.click(itemOf(name), true);
+  };
+  view.onRemove(view.selection.onChange(applySelection));
+  view.onRemove(
+    state.onChange((change) => {
+      if (change === "selected" && !isFollowing) shareSelection();
+      if (change === "lines" && pendingName !== null && state.components.size > 0) applySelection();
+    }),
+  );
 }

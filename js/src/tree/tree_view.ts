@@ -123,8 +123,6 @@ export class TreeView implements Part {
     setAttribute(this.element, "data-searched", this.tree.found.matches !== null);
   }
 
-  // -- mouse -----------------------------------------------------------------------------------------------------------
-
   private onMouseDown(event: MouseEvent): void {
     const id = idOf(event.target);
     if (id === null || event.button !== 0) return;

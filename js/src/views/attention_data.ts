@@ -1,6 +1,7 @@
 /** The attention patterns: as the kernel sent them, perhaps reduced, and the full patterns that were requested. */
 import { PackedNumbers } from "../inflate";
 import type { Attention, AttentionLayer, AttentionRun } from "../kernel/protocol";
+import type { Cell } from "../page/grid";
 import type { Kernel } from "../view";
 
 /** Weights; weights times the lengths of the value vectors; with the patches minus without. */
@@ -26,21 +27,16 @@ interface LayerData {
   heads: Head[];
   /** The lengths of the value vectors, for each value head; empty for the mean over a batch. */
   lengths: Head[];
-  /** For the mean over a batch: the means of the patterns times the lengths. */
-  products: Head[];
 }
 
 const LEVELS = 255;
 
 /** A head, by its layer's index in `Attention.layers`. */
-export interface HeadIndex {
-  layer: number;
-  head: number;
-}
+export type HeadIndex = Cell;
 
 export class Patterns {
   /** The full patterns that were requested. */
-  private readonly full = new Map<string, Promise<Head[]> | Head[]>();
+  private readonly full = new Map<string, Head>();
 
   private constructor(
     readonly about: Attention,
@@ -53,19 +49,17 @@ export class Patterns {
       Array.from(scales, (scale) => ({ scale, cells: packed.bytes(size) }));
     const read = ({ heads: count, value_heads, full, shape }: AttentionLayer): LayerData => {
       const scales = packed.floats(count);
-      const [isOfRow, isOfMean] = [value_heads > 0 && !about.is_mean, value_heads > 0 && about.is_mean];
-      const lengths = isOfRow ? heads(packed.floats(value_heads), full[1]) : [];
-      const products = isOfMean ? heads(packed.floats(count), shape[0] * shape[1]) : [];
-      return { heads: heads(scales, shape[0] * shape[1]), lengths, products };
+      const lengths = heads(packed.floats(value_heads), full[1]);
+      return { heads: heads(scales, shape[0] * shape[1]), lengths };
     };
     const runs = new Map(about.runs.map((run) => [run, about.layers.map(read)]));
     packed.checkAllRead();
     return new Patterns(about, runs);
   }
 
-  layer(place: HeadIndex): AttentionLayer {
-    const found = this.about.layers[place.layer];
-    if (found === undefined) throw new RangeError(`no layer ${place.layer}`);
+  layer([layer]: HeadIndex): AttentionLayer {
+    const found = this.about.layers[layer];
+    if (found === undefined) throw new RangeError(`no layer ${layer}`);
     return found;
   }
 
@@ -79,11 +73,8 @@ export class Patterns {
 
   /** The weights of a head, in the highest resolution so far. The mode `difference` ignores `run`. */
   pattern(place: HeadIndex, run: AttentionRun, mode: Mode): Pattern {
-    const isProduct = mode === "values" && this.about.is_mean;
     const heads =
-      mode === "difference"
-        ? [this.head(place, "patched"), this.head(place, "clean")]
-        : [this.head(place, run, isProduct)];
+      mode === "difference" ? [this.head(place, "patched"), this.head(place, "clean")] : [this.head(place, run)];
     const layer = this.layer(place);
     const size = Math.min(...heads.map(({ cells }) => cells.length));
     const isWhole = size === layer.full[0] * layer.full[1];
@@ -91,15 +82,14 @@ export class Patterns {
     const [rows, columns] = isWhole ? layer.full : layer.shape;
     const values = new Float32Array(rows * columns);
     const [first, second] = parts;
-    if (first === undefined) throw new RangeError(`no head ${place.head}`);
+    if (first === undefined) throw new RangeError(`no head ${place}`);
     const [up, down] = [first.scale / LEVELS, (second?.scale ?? 0) / LEVELS];
     for (let index = 0; index < values.length; index++) {
       values[index] = (first.cells[index] ?? 0) * up - (second?.cells[index] ?? 0) * down;
     }
-    // A byte is rounded by at most half a step; for a mean of products, both factors are rounded.
-    const error = isProduct ? up : (up + down) / 2;
-    const longest = mode === "values" && !isProduct ? this.scaleByLengths(values, place, run, rows, columns) : 1;
-    return { rows, columns, values, isFull: isWhole, error: error * longest };
+    const longest = mode === "values" ? this.scaleByLengths(values, place, run, rows, columns) : 1;
+    // A byte is rounded by at most half a step.
+    return { rows, columns, values, isFull: isWhole, error: (longest * (up + down)) / 2 };
   }
 
   /** Requests the full patterns of a head; resolves to whether that succeeded. */
@@ -113,38 +103,24 @@ export class Patterns {
     }
   }
 
-  private async request({ layer, head }: HeadIndex, run: AttentionRun, kernel: Kernel): Promise<void> {
-    const key = `${run} ${layer} ${head}`;
-    if (this.full.has(key)) {
-      await this.full.get(key);
-      return;
-    }
-    const asked = kernel
-      .ask("head", { version: this.about.version, run, layer, head }, true)
-      .then(({ result, buffers }) => {
-        if (buffers.length === 0) throw new Error("the kernel sent no pattern");
-        return buffers.map(({ buffer, byteOffset, byteLength }, at) => ({
-          scale: result.scales[at] ?? 0,
-          cells: new Uint8Array(buffer, byteOffset, byteLength),
-        }));
-      });
-    this.full.set(key, asked);
-    try {
-      this.full.set(key, await asked);
-    } catch (reason) {
-      this.full.delete(key);
-      throw reason;
-    }
+  private async request([layer, head]: HeadIndex, run: AttentionRun, kernel: Kernel): Promise<void> {
+    const key = `${run} ${[layer, head]}`;
+    if (this.full.has(key)) return;
+    const { result, buffers } = await kernel.ask("head", { version: this.about.version, run, layer, head }, true);
+    const [cells] = buffers;
+    if (cells === undefined) throw new Error("the kernel sent no pattern");
+    this.full.set(key, {
+      scale: result.scale,
+      cells: new Uint8Array(cells.buffer, cells.byteOffset, cells.byteLength),
+    });
   }
 
-  private head(place: HeadIndex, run: AttentionRun, isProduct = false): Head {
-    const known = this.full.get(`${run} ${place.layer} ${place.head}`);
-    const own = Array.isArray(known) ? known[isProduct ? 1 : 0] : undefined;
-    return own ?? this.received(place, run, isProduct);
+  private head(place: HeadIndex, run: AttentionRun): Head {
+    return this.full.get(`${run} ${place}`) ?? this.received(place, run);
   }
 
-  private received({ layer, head }: HeadIndex, run: AttentionRun, isProduct = false): Head {
-    const found = this.runs.get(run)?.[layer]?.[isProduct ? "products" : "heads"][head];
+  private received([layer, head]: HeadIndex, run: AttentionRun): Head {
+    const found = this.runs.get(run)?.[layer]?.heads[head];
     if (found === undefined) throw new RangeError(`no head ${head} in layer ${layer}`);
     return found;
   }
@@ -161,7 +137,8 @@ export class Patterns {
     columns: number,
   ): number {
     const { heads, full, value_heads } = this.layer(place);
-    const lengths = this.runs.get(run)?.[place.layer]?.lengths[Math.floor((place.head * value_heads) / heads)];
+    const [layer, head] = place;
+    const lengths = this.runs.get(run)?.[layer]?.lengths[Math.floor((head * value_heads) / heads)];
     if (lengths === undefined) return 1;
     const block = Math.ceil(full[1] / columns);
     for (let column = 0; column < columns; column++) {

@@ -4,20 +4,16 @@
  * with them, and the patterns without and with them are shown side by side.
  */
 import type { AttentionLayer, AttentionRun, AttentionTraits, Item } from "../kernel/protocol";
-import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
-import { formatWithError } from "../page/numbers";
-import { visibleToken } from "../page/visible";
-import { HeatmapFigure, type ResultOptions } from "../plots/heatmap";
+import { buttonElement, checkbox, element, replaceChildren, setAttribute, setOptions } from "../page/dom";
+import { formatWithError, visibleToken } from "../page/text";
+import { describePosition, HeatmapFigure, type ResultOptions } from "../plots/heatmap";
 import { type ColorMap, cssColor, largestMagnitude, type Rgb } from "../plots/matrix";
 import { type Linked, type Part, saveChanges } from "../view";
-import { makeActions } from "./actions";
 import { type HeadIndex, type Mode, type Pattern, Patterns } from "./attention_data";
-import { type MakeView, makePatchStrip, showTraits } from "./linked_view";
-import { isOfOneStack, itemOf } from "./selection";
-import { makeFilterNote } from "./shared_filter";
+import { type MakeView, makeActions, makePatchStrip, makeUpdates, showTraits } from "./linked_view";
+import { isOfOneStack, itemOf, makeFilterNote } from "./selection";
 import { Thumbnails } from "./thumbnails";
 import { type Side, TokenStrips } from "./token_strips";
-import { makeUpdates } from "./updates";
 
 const MODES: readonly { mode: Mode; name: string; title: string }[] = [
   { mode: "pattern", name: "Pattern", title: "The weights of attention" },
@@ -58,12 +54,18 @@ class AttentionView implements Part {
   private hovered: { query: number | null; key: number | null } | null = null;
   private readonly thumbnails: Thumbnails;
   private readonly strips: TokenStrips;
-  private readonly large = element("div", { class: "gp-beside gp-large-heads" });
-  private readonly title = element("h3", { class: "gp-heading gp-attention-title" });
-  private readonly modes = element("div", { class: "gp-button-group", role: "group", "aria-label": "What is shown" });
-  private readonly rowChoice = element("select", { class: "gp-field", "aria-label": "Row of the batch" });
-  private readonly mean = element("label", { class: "gp-check", hidden: true });
-  private readonly status = element("p", { class: "gp-note", role: "status" });
+  private readonly large = element("div.gp-beside.gp-large-heads");
+  private readonly title = element("h3.gp-muted.gp-attention-title");
+  private readonly modes = element("div.gp-line.gp-tight.gp-button-group", {
+    role: "group",
+    "aria-label": "What is shown",
+  });
+  private readonly rowChoice = element("select.gp-field", { "aria-label": "Row of the batch" });
+  private readonly mean = checkbox("Mean of the selected heads", false, (isChecked) => {
+    this.isMean = isChecked;
+    this.drawLarge();
+  });
+  private readonly status = element("p.gp-note", { role: "status", hidden: true });
   private readonly panel: HTMLElement;
   private figures: HeatmapFigure[] = [];
 
@@ -89,40 +91,25 @@ class AttentionView implements Part {
       view,
       () => model.get("attention").patches,
       () => kernel.ask("attend", {}),
-      (isFailed) => this.large.classList.toggle("gp-dimmed", isFailed),
+      this.large,
     );
-    const common = element("input", { type: "checkbox" });
-    common.addEventListener("change", () => {
-      this.isCommonScale = common.checked;
+    const common = checkbox("One scale for all heads", false, (isChecked) => {
+      this.isCommonScale = isChecked;
       this.draw();
     });
-    const mean = element("input", { type: "checkbox" });
-    mean.addEventListener("change", () => {
-      this.isMean = mean.checked;
-      this.drawLarge();
-    });
-    this.mean.append(mean, "Mean of the selected heads");
     this.rowChoice.addEventListener("change", () => this.chooseRow());
-    const head = element(
-      "div",
-      { class: "gp-line" },
-      this.modes,
-      this.rowChoice,
-      element("label", { class: "gp-check" }, common, "One scale for all heads"),
-      this.mean,
-    );
-    this.panel = element("div", { class: "gp-stack gp-attention-side" }, this.title, this.large, this.strips.element);
-    const actions = makeActions(view);
+    const head = element("div.gp-line", this.modes, this.rowChoice, common, this.mean);
+    this.panel = element("div.gp-stack.gp-attention-side", this.title, this.large, this.strips.element);
     this.element = element(
-      "section",
-      { class: "gp-stack gp-attention", role: "region", "aria-label": "Attention" },
+      "section.gp-stack.gp-attention",
+      { role: "region", "aria-label": "Attention" },
       head,
-      actions.element,
+      makeActions(view).element,
       makePatchStrip(view).element,
       updates.element,
       this.status,
       makeFilterNote(view.filter, view.onRemove),
-      element("div", { class: "gp-attention-body" }, this.thumbnails.element, this.panel),
+      element("div.gp-attention-body", this.thumbnails.element, this.panel),
     );
     this.listen();
   }
@@ -152,15 +139,12 @@ class AttentionView implements Part {
     );
   }
 
-  /** Shows new patterns. */
   show(patterns: Patterns): void {
     this.patterns = patterns;
     if (this.mode === "difference" && !patterns.has("patched")) this.mode = "pattern";
     this.showControls(patterns);
     this.draw();
   }
-
-  // -- the kernel ------------------------------------------------------------------------------------------------------
 
   private showStatus(text: string): void {
     this.status.textContent = text;
@@ -179,10 +163,8 @@ class AttentionView implements Part {
     this.rowChoice.title = isLost ? ROW_NEEDS_KERNEL : "";
   }
 
-  // -- selection -------------------------------------------------------------------------------------------------------
-
   private headItem(place: HeadIndex, more: Partial<Item> = {}, part = "z"): Item {
-    return itemOf(`${this.layer(place).name}.heads[${place.head}].${part}`, more);
+    return itemOf(`${this.layer(place).name}.heads[${place[1]}].${part}`, more);
   }
 
   private layer(place: HeadIndex): AttentionLayer {
@@ -197,7 +179,7 @@ class AttentionView implements Part {
     for (const { name, head } of this.view.selection.items) {
       const layer = layers.findIndex((one) => name?.startsWith(`${one.name}.`));
       const isThere = head !== null && head < (layers[layer]?.heads ?? 0);
-      if (isThere) found.set(`${layer} ${head}`, { layer, head });
+      if (isThere) found.set(`${layer} ${head}`, [layer, head]);
     }
     return [...found.values()];
   }
@@ -206,7 +188,7 @@ class AttentionView implements Part {
   private largeHeads(): HeadIndex[] {
     if (this.previewedHead !== null) return [this.previewedHead];
     const chosen = this.selectedHeads();
-    return chosen.length > 0 ? chosen : [{ layer: 0, head: 0 }];
+    return chosen.length > 0 ? chosen : [[0, 0]];
   }
 
   private chooseHead(place: HeadIndex, isMore: boolean): void {
@@ -215,8 +197,8 @@ class AttentionView implements Part {
   }
 
   private chooseLayer(layer: number): void {
-    const { heads } = this.layer({ layer, head: 0 });
-    this.view.selection.set(Array.from({ length: heads }, (_, head) => this.headItem({ layer, head })));
+    const { heads } = this.layer([layer, 0]);
+    this.view.selection.set(Array.from({ length: heads }, (_, head) => this.headItem([layer, head])));
   }
 
   /** Whether the large heads are of cross-attention. */
@@ -260,10 +242,8 @@ class AttentionView implements Part {
     if (place) this.view.selection.click(this.headItem(place, { position, key }, "pattern"), isMore);
   }
 
-  // -- drawing ---------------------------------------------------------------------------------------------------------
-
   private nameOf(place: HeadIndex): string {
-    return `Layer ${this.layer(place).title}, head ${place.head}`;
+    return `Layer ${this.layer(place).title}, head ${place[1]}`;
   }
 
   private showControls(patterns: Patterns): void {
@@ -285,9 +265,8 @@ class AttentionView implements Part {
     replaceChildren(this.modes, ...buttons);
     const { rows } = patterns.about;
     this.rowChoice.hidden = rows < 2;
-    const options = Array.from({ length: rows }, (_, row) => element("option", { value: row }, `Row ${row}`));
-    replaceChildren(this.rowChoice, element("option", { value: -1 }, `Mean of ${rows} rows`), ...options);
-    this.rowChoice.value = String(this.view.model.get("row"));
+    const names = Array.from({ length: rows }, (_, row) => [row, `Row ${row}`] as const);
+    setOptions(this.rowChoice, [[-1, `Mean of ${rows} rows`], ...names], this.view.model.get("row"));
   }
 
   private draw(): void {
@@ -309,27 +288,15 @@ class AttentionView implements Part {
     const width = this.view.root.clientWidth || WIDE_WIDTH;
     const isBeside = width >= WIDE_WIDTH;
     setAttribute(this.element, "data-narrow", !isBeside);
-    const known = new Map<string, Pattern>();
-    const patternOf = (place: HeadIndex) => {
-      const key = `${place.layer} ${place.head}`;
-      const found = known.get(key) ?? patterns.pattern(place, this.lastRun, this.mode);
-      known.set(key, found);
-      return found;
-    };
-    let limit: number | null = null;
+    const shown = patterns.about.layers.map(({ heads }, layer) =>
+      Array.from({ length: heads }, (_, head) => patterns.pattern([layer, head], this.lastRun, this.mode)),
+    );
     // Differences are only comparable on one scale.
-    if (this.isCommonScale || this.mode === "difference") {
-      limit = 0;
-      for (const [layer, { heads }] of patterns.about.layers.entries()) {
-        for (let head = 0; head < heads; head++)
-          limit = Math.max(limit, largestMagnitude(patternOf({ layer, head }).values));
-      }
-    }
-    this.limit = limit;
-    this.thumbnails.draw(patterns, isBeside ? Math.min(620, width / 2) : width, {
-      patternOf,
+    const isCommon = this.isCommonScale || this.mode === "difference";
+    this.limit = isCommon ? largestMagnitude(shown.flat().map(({ values }) => largestMagnitude(values))) : null;
+    this.thumbnails.draw(shown, patterns, isBeside ? Math.min(620, width / 2) : width, {
       map: this.map,
-      limit,
+      limit: this.limit,
       isKept: (place) => this.view.filter.keeps(this.headItem(place)),
     });
     this.mark();
@@ -337,12 +304,10 @@ class AttentionView implements Part {
 
   private mark(): void {
     const chosen = this.selectedHeads();
-    const many = chosen.length > 1;
-    const marks = chosen.map((place, at) => (many ? { ...place, color: cssColor(hue(at)) } : place));
     const { items } = this.view.selection;
     const layers = this.patterns?.about.layers ?? [];
     const marked = [...layers.keys()].filter((at) => items.some((item) => isOfLayer(item, layers[at])));
-    this.thumbnails.mark(marks, new Set(marked));
+    this.thumbnails.mark(chosen, (at) => cssColor(hue(at)), new Set(marked));
   }
 
   private drawLarge(): void {
@@ -354,9 +319,8 @@ class AttentionView implements Part {
     const runs: AttentionRun[] = this.mode === "difference" ? ["patched"] : patterns.about.runs;
     this.figures = [];
     const boxes = runs.map((run) => {
-      const caption =
-        runs.length > 1 ? element("p", { class: "gp-run-title" }, run === "clean" ? "Clean" : "Patched") : null;
-      return element("div", { class: "gp-large-head" }, caption, this.figureOf(places, run, runs.length));
+      const caption = runs.length > 1 ? element("p.gp-run-title", run === "clean" ? "Clean" : "Patched") : null;
+      return element("div.gp-large-head", caption, this.figureOf(places, run, runs.length));
     });
     setAttribute(this.large, "data-beside", runs.length > 1 && this.sideBySideSize !== null);
     replaceChildren(this.large, ...boxes);
@@ -382,9 +346,9 @@ class AttentionView implements Part {
     if (places.length === 1 && only) return [this.nameOf(only)];
     if (this.isMean) return [`Mean of ${places.map((place) => this.nameOf(place)).join("; ")}`];
     return places.flatMap((place, at) => {
-      const patch = element("span", { class: "gp-hue", "aria-hidden": true });
+      const patch = element("span.gp-hue", { "aria-hidden": true });
       patch.style.backgroundColor = cssColor(hue(at));
-      return [element("span", { class: "gp-hue-name" }, patch, this.nameOf(place))];
+      return [element("span.gp-pair.gp-hue-name", patch, this.nameOf(place))];
     });
   }
 
@@ -396,11 +360,7 @@ class AttentionView implements Part {
     const [pattern] = found;
     const isAlike = found.every(({ values }) => values.length === pattern?.values.length);
     if (pattern === undefined || !isAlike) {
-      return element(
-        "p",
-        { class: "gp-note" },
-        "These heads have patterns of different sizes: select heads of one kind.",
-      );
+      return element("p.gp-note", "These heads have patterns of different sizes: select heads of one kind.");
     }
     const layer = this.layer(first);
     const combined = this.combined(found, pattern);
@@ -423,7 +383,10 @@ class AttentionView implements Part {
       columnTitle: "key →",
       rowLabels: rowLabels.texts.length > 0 ? rowLabels : null,
       columnLabels: columnLabels.texts.length > 0 ? columnLabels : null,
-      describe: (row, column) => describeCell(pattern, layer, row, column, rowLabels.texts, columnLabels.texts),
+      describe: (row, column) => {
+        const query = describePosition("query", row, pattern.rows, layer.full[0], rowLabels.texts, "queries");
+        return `${query}, ${describePosition("key", column, pattern.columns, layer.full[1], columnLabels.texts)}`;
+      },
       onSelect: (row, column, isMore) => {
         if (pattern.isFull) this.chooseCell(row, column, isMore);
       },
@@ -449,8 +412,7 @@ class AttentionView implements Part {
   private get reducedText(): string {
     if (this.mode === "difference")
       return "each cell is the largest patched weight of a block minus the largest clean one";
-    const isBound = this.mode === "values" && !this.patterns?.about.is_mean;
-    return isBound
+    return this.mode === "values"
       ? "each cell is the largest weight of a block times the longest value"
       : "each cell is the largest of a block";
   }
@@ -495,7 +457,7 @@ class AttentionView implements Part {
     };
     const names = this.titleParts(places);
     const strongest = `${this.mode === "difference" ? "strongest, up or down" : "strongest"}: ${most.toPrecision(3)}`;
-    return { color, legend: element("span", { class: "gp-legend" }, ...names, strongest) };
+    return { color, legend: element("span.gp-line.gp-tight.gp-legend.gp-muted", ...names, strongest) };
   }
 
   private showTokens(): void {
@@ -559,22 +521,6 @@ function largestByMagnitude(patterns: readonly Pattern[]): Float32Array {
     }
   }
   return found;
-}
-
-function describeCell(
-  { rows, columns, isFull: isWhole }: Pattern,
-  { full }: AttentionLayer,
-  row: number,
-  column: number,
-  queries: readonly string[],
-  keys: readonly string[],
-): string {
-  if (isWhole) return `query ${row} (${queries[row] ?? ""}), key ${column} (${keys[column] ?? ""})`;
-  const range = (noun: string, at: number, count: number, all: number) => {
-    const block = Math.ceil(all / count);
-    return `${noun} ${at * block} to ${Math.min(all, (at + 1) * block) - 1}`;
-  };
-  return `${range("queries", row, rows, full[0])}, ${range("keys", column, columns, full[1])}`;
 }
 
 function isOfLayer({ name, layer }: Item, attention: AttentionLayer | undefined): boolean {

@@ -1,15 +1,25 @@
 /** The generation view: tokens colored by a score of each step, branches at a token, and patches of steps. */
 import { PackedNumbers } from "../inflate";
 import type { Act, Generation, GenerationTraits, Requests, Score } from "../kernel/protocol";
-import { buttonElement, element, icon, replaceChildren, setAttribute } from "../page/dom";
-import { formatNumber } from "../page/numbers";
-import { visibleToken } from "../page/visible";
+import {
+  buttonElement,
+  consume,
+  element,
+  iconButton,
+  replaceChildren,
+  setAttribute,
+  setOptions,
+  textField,
+} from "../page/dom";
+import { gridTarget } from "../page/grid";
+import { formatNumber, visibleToken } from "../page/text";
 import { tryEdit } from "../patches/edits";
-import { type ColorMap, color, cssColor, cssGradient, isLight } from "../plots/matrix";
+import { makeRange } from "../plots/heatmap";
+import { type ColorMap, color, cssColor, isLight } from "../plots/matrix";
+import { makeTokenTable } from "../plots/plots";
 import type { Linked, Part } from "../view";
-import { labeled, type MakeView, makePatchStrip, probabilityCell, Remarks, showTraits } from "./linked_view";
+import { labeled, type MakeView, makePatchStrip, makeUpdates, showRemarks, showTraits } from "./linked_view";
 import { itemOf } from "./selection";
-import { makeUpdates } from "./updates";
 
 const SCORES: Record<Score, string> = {
   log_probability: "log-probability (nats)",
@@ -26,18 +36,13 @@ const STEP_ACTIONS: readonly [act: Act, text: string, example: string | null][] 
 export const makeGenerationView: MakeView<GenerationTraits> = async (view, place, onError) => {
   const shown = new GenerationView(view);
   place(shown);
-  const read = async (generation: Generation) =>
-    [generation, await readGeneration(generation, view.model.get("numbers"))] as const;
-  await showTraits(
-    view,
-    ["generation", "numbers"],
-    () => read(view.model.get("generation")),
-    (found) => shown.show(...found),
-    onError,
-  );
+  const read = async () => {
+    const generation = view.model.get("generation");
+    return [generation, await readGeneration(generation, view.model.get("numbers"))] as const;
+  };
+  await showTraits(view, ["generation", "numbers"], read, (found) => shown.show(...found), onError);
 };
 
-/** The steps of one line. */
 interface StepNumbers {
   /** Positions in the vocabulary. */
   tokens: Uint32Array;
@@ -71,11 +76,11 @@ async function readGeneration(generation: Generation, data: DataView): Promise<G
 
 class GenerationView implements Part {
   readonly element: HTMLElement;
-  private readonly lines = element("div", { class: "gp-stack gp-generation-lines" });
-  private readonly details = element("div", { class: "gp-lens-details" });
-  private readonly legend = element("div", { class: "gp-legend" });
-  private readonly scores = element("select", { class: "gp-field" });
-  private readonly remarks = new Remarks();
+  private readonly lines = element("div.gp-stack.gp-generation-lines");
+  private readonly details = element("div.gp-lens-details");
+  private readonly legend = element("div.gp-line.gp-tight.gp-legend.gp-muted");
+  private readonly scores = element("select.gp-field");
+  private readonly remarks = element("ul.gp-remarks.gp-note");
   private readonly form: StepForm;
   private readonly updates;
   private generation!: Generation;
@@ -89,65 +94,58 @@ class GenerationView implements Part {
       view,
       () => view.model.get("generation").version,
       () => this.ask({}),
-      (isFailed) => this.lines.classList.toggle("gp-dimmed", isFailed),
+      this.lines,
     );
     this.form = new StepForm(view);
     this.scores.addEventListener("change", () => this.colorTokens());
     this.lines.addEventListener("keydown", (event) => this.onKey(event));
     const bar = element(
-      "div",
-      { class: "gp-line" },
-      element("h3", { class: "gp-heading" }, "Generation"),
+      "div.gp-line",
+      element("h3.gp-heading.gp-muted", "Generation"),
       labeled("Color", this.scores),
       this.legend,
       this.updates.element,
     );
     this.element = element(
-      "section",
-      { class: "gp-result gp-stack gp-generation", "aria-label": "Generation" },
+      "section.gp-result.gp-stack.gp-generation",
+      { "aria-label": "Generation" },
       bar,
-      element("div", { class: "gp-beside" }, this.lines, this.details),
-      this.remarks.element,
+      element("div.gp-beside", this.lines, this.details),
+      this.remarks,
       this.form.element,
       makePatchStrip(view).element,
     );
-    const followSelection = () => this.followSelection();
-    view.onRemove(view.selection.onChange(followSelection));
+    view.onRemove(view.selection.onChange(() => this.followSelection()));
     view.onRemove(view.kernel.onState(() => this.generation && this.showDetails()));
   }
 
-  /** Shows new tokens. */
   show(generation: Generation, numbers: GenerationNumbers): void {
     const before = this.scores.value;
     this.generation = generation;
     this.numbers = numbers;
     const known = (Object.keys(SCORES) as Score[]).filter((score) => score !== "given" || generation.has_given);
-    this.scores.replaceChildren(...known.map((value) => element("option", { value }, SCORES[value])));
-    this.scores.value = before || generation.score;
-    this.remarks.show(generation.remarks);
+    setOptions(
+      this.scores,
+      known.map((value) => [value, SCORES[value]]),
+      before || generation.score,
+    );
+    showRemarks(this.remarks, generation.remarks);
     const [line, step] = this.pinned ?? [-1, -1];
     if (step >= (generation.lines[line]?.steps ?? 0)) this.pinned = null;
     this.draw();
   }
 
-  // -- the tokens ----------------------------------------------------------------------------------------------------
-
   private draw(): void {
-    const prompt = this.generation.prompt.map((text) => element("span", { class: "gp-token" }, visibleToken(text)));
-    const first = element(
-      "p",
-      { class: "gp-generation-prompt" },
-      element("span", { class: "gp-muted" }, "Prompt "),
-      element("code", {}, ...prompt),
-    );
+    const prompt = this.generation.prompt.map((text) => element("span.gp-token", visibleToken(text)));
+    const first = element("p.gp-generation-prompt", element("span.gp-muted", "Prompt "), element("code", ...prompt));
     this.tokens = this.numbers.lines.map((steps, line) => this.buttonsOf(steps, line));
     const lines = this.generation.lines.map(({ name, branch }, line) => {
       const remove = branch === null ? null : this.removeButton(branch, name);
       return element(
-        "div",
-        { class: "gp-generation-line", role: "group", "aria-label": name },
-        element("h4", { class: "gp-run-title" }, name, remove),
-        element("div", { class: "gp-generation-tokens" }, ...(this.tokens[line] ?? [])),
+        "div.gp-generation-line",
+        { role: "group", "aria-label": name },
+        element("h4.gp-run-title", name, remove),
+        element("div.gp-line.gp-tight.gp-generation-tokens", ...(this.tokens[line] ?? [])),
       );
     });
     replaceChildren(this.lines, this.generation.prompt.length > 0 && first, ...lines);
@@ -159,26 +157,24 @@ class GenerationView implements Part {
     const start = this.generation.lines[line]?.start ?? 0;
     const isBranch = this.generation.lines[line]?.branch !== null;
     return Array.from(steps.tokens, (token, step) => {
-      const attributes = { class: "gp-generated", tabindex: line === 0 && step === 0 ? 0 : -1 };
+      const point = () => this.showDetails([line, step]);
+      const listeners = {
+        onpointerenter: point,
+        onfocus: point,
+        onpointerleave: () => this.showDetails(),
+        onclick: (event: MouseEvent) => this.selectToken(line, step, event.shiftKey),
+      };
+      const attributes = { class: "gp-generated", tabindex: line === 0 && step === 0 ? 0 : -1, ...listeners };
       const button = buttonElement(attributes, this.text(token));
       if (isBranch && step < start) button.classList.add("gp-generated-before");
       if (isBranch && step === start) button.classList.add("gp-generated-branch");
-      const point = () => this.showDetails([line, step]);
-      button.addEventListener("pointerenter", point);
-      button.addEventListener("focus", point);
-      button.addEventListener("pointerleave", () => this.showDetails());
-      button.addEventListener("click", (event) => this.selectToken(line, step, event.shiftKey));
       return button;
     });
   }
 
   private removeButton(branch: number, name: string): HTMLElement {
-    const remove = buttonElement(
-      { class: "gp-button gp-quiet", "aria-label": `Remove: ${name}`, title: "Remove" },
-      icon("close"),
-    );
-    remove.addEventListener("click", () => this.updates.follow(this.ask({ remove: branch })));
-    return remove;
+    const onclick = () => this.updates.follow(this.ask({ remove: branch }));
+    return iconButton("close", `Remove: ${name}`, { title: "Remove", onclick });
   }
 
   /** Asks for the tokens, with a new branch or without one of the branches. */
@@ -191,13 +187,10 @@ class GenerationView implements Part {
     return visibleToken(this.generation.vocabulary[token] ?? "");
   }
 
-  // -- the colors ---------------------------------------------------------------------------------------------------
-
   private get score(): Score {
     return this.scores.value as Score;
   }
 
-  /** The scores of a line, if it has any. */
   private scoresOf(line: number): Float32Array | null {
     const steps = this.numbers.lines[line];
     if (this.score === "given") return line === 0 ? this.numbers.given : null;
@@ -224,13 +217,8 @@ class GenerationView implements Part {
         setAttribute(button, "aria-label", `step ${step}: ${token}${words}`);
       });
     });
-    const bar = element("span", { class: "gp-legend-bar", "aria-hidden": "true" });
-    bar.style.backgroundImage = cssGradient(map);
-    const end = (value: number) => element("span", { class: "gp-number" }, formatNumber(value, 3));
-    replaceChildren(this.legend, element("span", { class: "gp-range" }, end(low), bar, end(high)));
+    replaceChildren(this.legend, makeRange(map, formatNumber(low, 3), formatNumber(high, 3)));
   }
-
-  // -- selection -----------------------------------------------------------------------------------------------------
 
   private selectToken(line: number, step: number, isMore: boolean): void {
     this.pinned = [line, step];
@@ -262,19 +250,10 @@ class GenerationView implements Part {
     const focused = event.target as HTMLButtonElement;
     const line = this.tokens.findIndex((buttons) => buttons.includes(focused));
     const step = this.tokens[line]?.indexOf(focused) ?? -1;
-    const targets: Record<string, [line: number, step: number]> = {
-      ArrowLeft: [line, step - 1],
-      ArrowRight: [line, step + 1],
-      ArrowUp: [line - 1, step],
-      ArrowDown: [line + 1, step],
-      Home: [line, 0],
-      End: [line, (this.tokens[line]?.length ?? 0) - 1],
-    };
-    const [to, at] = targets[event.key] ?? [-1, -1];
+    const [to, at] = gridTarget(event, [line, step], this.tokens.length, this.tokens[line]?.length ?? 0) ?? [-1, -1];
     const target = this.tokens[to]?.[at];
-    if (line < 0 || target === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
-    event.preventDefault();
-    event.stopPropagation();
+    if (line < 0 || target === undefined || event.ctrlKey || event.metaKey) return;
+    consume(event);
     for (const button of this.tokens.flat()) button.tabIndex = button === target ? 0 : -1;
     target.focus();
   }
@@ -288,47 +267,47 @@ class GenerationView implements Part {
     const isLost = this.view.kernel.state === "lost";
     const rows = Array.from({ length: top }, (_, rank) => {
       const token = steps.top[step * top + rank] ?? 0;
-      const probability = steps.probabilities[step * top + rank] ?? 0;
-      const isTaken = token === steps.tokens[step];
+      const isMarked = token === steps.tokens[step];
       const label = `Branch with ${this.text(token)} at step ${step}`;
-      const branch = buttonElement({ "aria-label": label }, "Branch");
-      branch.disabled = isLost;
-      branch.addEventListener("click", () => this.updates.follow(this.ask({ line, step, token: tokens[token] ?? 0 })));
-      return element(
-        "tr",
-        isTaken ? { class: "gp-lens-target" } : {},
-        element("td", {}, element("code", {}, this.text(token))),
-        probabilityCell(probability),
-        element("td", {}, isTaken ? element("span", { class: "gp-muted" }, "taken") : branch),
-      );
+      const onclick = () => this.updates.follow(this.ask({ line, step, token: tokens[token] ?? 0 }));
+      return {
+        token: this.generation.vocabulary[token] ?? "",
+        probability: steps.probabilities[step * top + rank] ?? 0,
+        isMarked,
+        more: isMarked
+          ? element("span.gp-muted", "taken")
+          : buttonElement({ "aria-label": label, disabled: isLost, onclick }, "Branch"),
+      };
     });
-    const heading = element("h4", { class: "gp-run-title" }, `${lines[line]?.name}, step ${step}`);
+    const heading = element("h4.gp-run-title", `${lines[line]?.name}, step ${step}`);
     const log = formatNumber(steps.logProbability[step] ?? 0, 3);
     const numbers = `log-probability ${log}, entropy ${formatNumber(steps.entropy[step] ?? 0, 3)} nats`;
-    const list = element("table", { class: "gp-lens-list gp-generation-list" }, element("tbody", {}, ...rows));
+    const list = element("div.gp-generation-list", makeTokenTable(null, rows));
     const how = "Point at a token to see what else was probable; click it to keep that.";
-    const hint = pointed === null && this.pinned === null && element("p", { class: "gp-note" }, how);
-    replaceChildren(this.details, heading, element("p", { class: "gp-note" }, numbers), hint, list);
+    const hint = pointed === null && this.pinned === null && element("p.gp-note", how);
+    replaceChildren(this.details, heading, element("p.gp-note", numbers), hint, list);
   }
 }
 
-/** A form that adds a patch of the selected steps. */
 class StepForm implements Part {
   readonly element: HTMLFormElement;
-  private readonly words = element("span", { class: "gp-muted" });
-  private readonly path = textField("Value to patch", "layers[0].mlp_out");
-  private readonly value = textField("Value, as Python", "");
-  private readonly act = element("select", { class: "gp-field", "aria-label": "What the patch does" });
+  private readonly words = element("span.gp-muted");
+  private readonly path = textField("Value to patch", { placeholder: "layers[0].mlp_out" });
+  private readonly value = textField("Value, as Python");
+  private readonly act = element("select.gp-field", { "aria-label": "What the patch does" });
   private readonly apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Patch these steps");
   private steps: number[] = [];
   /** The path of the selection, which the field shows until the user types another one. */
   private followedPath = "";
 
   constructor(private readonly view: Linked<GenerationTraits>) {
-    this.act.append(...STEP_ACTIONS.map(([value, text]) => element("option", { value }, text)));
+    setOptions(
+      this.act,
+      STEP_ACTIONS.map(([act, text]) => [act, text]),
+      "zero",
+    );
     this.element = element(
-      "form",
-      { class: "gp-line gp-action-form" },
+      "form.gp-line.gp-tight.gp-action-form",
       this.words,
       this.act,
       this.path,
@@ -368,8 +347,4 @@ class StepForm implements Part {
     const said = `patched ${item.name} in steps ${steps}`;
     await tryEdit(this.view, () => ({ action: "act", act: this.act.value as Act, items: [item], value, steps }), said);
   }
-}
-
-function textField(label: string, placeholder: string): HTMLInputElement {
-  return element("input", { class: "gp-field", type: "text", "aria-label": label, placeholder, spellcheck: "false" });
 }

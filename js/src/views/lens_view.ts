@@ -1,17 +1,23 @@
 /** The lens view: what each layer says at each position, without and with the patches, as heatmaps. */
 import { PackedNumbers } from "../inflate";
 import type { Item, Lens, LensTraits } from "../kernel/protocol";
-import { element, replaceChildren } from "../page/dom";
-import { formatNumber, formatPercent } from "../page/numbers";
-import { visibleToken } from "../page/visible";
-import { type Cell, type CellSelection, HeatmapFigure, type ResultOptions } from "../plots/heatmap";
+import { element, replaceChildren, setOptions } from "../page/dom";
+import type { Cell } from "../page/grid";
+import { formatNumber, formatPercent, visibleToken } from "../page/text";
+import { type CellSelection, HeatmapFigure, type ResultOptions } from "../plots/heatmap";
 import { largestMagnitude, type Scale } from "../plots/matrix";
+import { makeTokenTable } from "../plots/plots";
 import { type Linked, listen, type Part, saveChanges } from "../view";
-import { makeActions } from "./actions";
-import { labeled, type MakeView, makePatchStrip, probabilityCell, Remarks, showTraits } from "./linked_view";
-import { isOfOneStack, itemOf } from "./selection";
-import { makeFilterNote } from "./shared_filter";
-import { makeUpdates } from "./updates";
+import {
+  labeled,
+  type MakeView,
+  makeActions,
+  makePatchStrip,
+  makeUpdates,
+  showRemarks,
+  showTraits,
+} from "./linked_view";
+import { isOfOneStack, itemOf, makeFilterNote } from "./selection";
 
 /** What the color of a cell shows. */
 const COLORS = {
@@ -38,14 +44,11 @@ const [DEFAULT_WIDTH, DETAILS, GAP, LABELS_WIDTH, MIN_CELL] = [1000, 280, 20, 56
 export const makeLensView: MakeView<LensTraits> = async (view, place, onError) => {
   const shown = new LensView(view);
   place(shown);
-  const read = async (lens: Lens) => [lens, await readLens(lens, view.model.get("cells"))] as const;
-  await showTraits(
-    view,
-    ["lens", "cells"],
-    () => read(view.model.get("lens")),
-    (found) => shown.show(...found),
-    onError,
-  );
+  const read = async () => {
+    const lens = view.model.get("lens");
+    return [lens, await readLens(lens, view.model.get("cells"))] as const;
+  };
+  await showTraits(view, ["lens", "cells"], read, (found) => shown.show(...found), onError);
 };
 
 /** The readouts of one stream in one run; row by row, from the first layer. */
@@ -80,12 +83,12 @@ async function readLens(lens: Lens, data: DataView): Promise<LensRuns> {
 
 class LensView implements Part {
   readonly element: HTMLElement;
-  private readonly figures = element("div", { class: "gp-beside" });
-  private readonly details = element("div", { class: "gp-lens-details" });
-  private readonly streams = element("select", { class: "gp-field" });
-  private readonly colors = element("select", { class: "gp-field" });
-  private readonly batch = element("span", { class: "gp-muted" });
-  private readonly remarks = new Remarks();
+  private readonly figures = element("div.gp-beside");
+  private readonly details = element("div.gp-lens-details");
+  private readonly streams = element("select.gp-field");
+  private readonly colors = element("select.gp-field");
+  private readonly batch = element("span.gp-muted");
+  private readonly remarks = element("ul.gp-remarks.gp-note");
   private readonly updates;
   private lens!: Lens;
   private runs: LensRuns = [];
@@ -97,58 +100,46 @@ class LensView implements Part {
       view,
       () => view.model.get("lens").version,
       () => view.kernel.ask("lens", { stream: null }),
-      (isFailed) => this.figures.classList.toggle("gp-dimmed", isFailed),
+      this.figures,
     );
     this.streams.addEventListener("change", () => this.chooseStream(this.streams.value));
     this.colors.addEventListener("change", () => this.draw());
     const bar = element(
-      "div",
-      { class: "gp-line" },
-      element("h3", { class: "gp-heading" }, "Logit lens"),
+      "div.gp-line",
+      element("h3.gp-heading.gp-muted", "Logit lens"),
       this.batch,
       labeled("Stream", this.streams),
       labeled("Color", this.colors),
       this.updates.element,
     );
-    const actions = makeActions(view);
     this.element = element(
-      "section",
-      { class: "gp-result gp-stack gp-lens", "aria-label": "Logit lens" },
+      "section.gp-result.gp-stack.gp-lens",
+      { "aria-label": "Logit lens" },
       bar,
       makeFilterNote(view.filter, view.onRemove),
       this.figures,
-      this.remarks.element,
-      actions.element,
+      this.remarks,
+      makeActions(view).element,
       makePatchStrip(view).element,
     );
-    const followSelection = () => this.followSelection();
-    const redraw = () => {
+    view.onRemove(view.selection.onChange(() => this.followSelection()));
+    view.onRemove(view.filter.onChange(() => this.drawn.map((figure) => figure.draw())));
+    view.onRemove(view.kernel.onState(() => this.lens && this.showStreams()));
+    listen(view, "change:stream", () => {
       this.streams.value = view.model.get("stream");
       this.draw();
-    };
-    view.onRemove(view.selection.onChange(followSelection));
-    const filtered = () => {
-      for (const figure of this.drawn) figure.draw();
-    };
-    view.onRemove(view.filter.onChange(filtered));
-    listen(view, "change:stream", redraw);
-    const offer = () => {
-      if (this.streams.options.length > 0) this.showStreams(); // otherwise the numbers are not unpacked yet
-    };
-    view.onRemove(view.kernel.onState(offer));
+    });
   }
 
-  /** Shows new numbers. */
   show(lens: Lens, runs: LensRuns): void {
     const before = this.colors.value;
     this.lens = lens;
     this.runs = runs;
-    const colors = Object.entries(COLORS).map(([value, text]) => element("option", { value }, this.nameTarget(text)));
-    this.colors.replaceChildren(...colors);
-    this.colors.value = before || "target";
+    const colors = Object.entries(COLORS).map(([value, text]) => [value, this.nameTarget(text)] as const);
+    setOptions(this.colors, colors, before || "target");
     this.batch.textContent = lens.rows > 1 ? `row ${lens.row} of the batch (${lens.rows} rows)` : "";
     this.batch.hidden = !(lens.rows > 1);
-    this.remarks.show(lens.remarks);
+    showRemarks(this.remarks, lens.remarks);
     this.showStreams();
     this.draw();
   }
@@ -165,14 +156,12 @@ class LensView implements Part {
     const { available, streams } = this.lens;
     const isLost = this.view.kernel.state === "lost";
     const computed = new Set(streams.map(({ name }) => name));
-    const options = available.map((name) => {
-      const option = element("option", { value: name }, STREAMS[name] ?? name);
-      option.disabled = isLost && !computed.has(name);
+    const names = available.map((name) => [name, STREAMS[name] ?? name] as const);
+    setOptions(this.streams, names, this.stream);
+    for (const option of this.streams.options) {
+      option.disabled = isLost && !computed.has(option.value);
       if (option.disabled) option.title = NO_KERNEL;
-      return option;
-    });
-    this.streams.replaceChildren(...options);
-    this.streams.value = this.stream;
+    }
   }
 
   private get stream(): string {
@@ -194,13 +183,10 @@ class LensView implements Part {
   /** The stream to show once it is computed. */
   private requestedStream: string | null = null;
 
-  // -- the heatmaps --------------------------------------------------------------------------------------------------
-
   private get rows(): Lens["streams"][number]["rows"] {
     return this.lens.streams.find(({ name }) => name === this.stream)?.rows ?? [];
   }
 
-  /** The numbers of the stream, of a run. */
   private readoutsOf(run: number): Readouts | undefined {
     return this.runs[run]?.get(this.stream);
   }
@@ -216,8 +202,8 @@ class LensView implements Part {
     this.drawn = []; // new figures call `onHover` with `null`
     this.drawn = kinds.map((kind) => this.figure(kind));
     const sections = this.drawn.map(({ element: figure }, place) => {
-      const heading = this.lens.runs > 1 && element("h4", { class: "gp-run-title" }, RUNS[kinds[place] ?? "clean"]);
-      return element("div", { class: "gp-lens-figure" }, heading, figure);
+      const heading = this.lens.runs > 1 && element("h4.gp-run-title", RUNS[kinds[place] ?? "clean"]);
+      return element("div.gp-lens-figure", heading, figure);
     });
     this.figures.replaceChildren(...sections, this.details);
     this.followSelection();
@@ -306,8 +292,6 @@ class LensView implements Part {
     return (this.rows.length - 1 - row) * this.lens.target.length + column;
   }
 
-  // -- texts ---------------------------------------------------------------------------------------------------------
-
   private token(index: number): string {
     return visibleToken(this.lens.vocabulary[index] ?? "");
   }
@@ -321,8 +305,6 @@ class LensView implements Part {
     const { positions } = this.lens;
     return positions === null ? `position ${position}` : `position ${position} (${this.position(position)})`;
   }
-
-  // -- the selection -------------------------------------------------------------------------------------------------
 
   private item(row: number, column: number): Item {
     const { name, layer } = this.rows[this.rows.length - 1 - row] ?? { name: null, layer: null };
@@ -367,8 +349,8 @@ class LensView implements Part {
     const [row, column] = this.hovered ?? pinned ?? [0, this.lens.target.length - 1];
     const label = this.rows[this.rows.length - 1 - row]?.label ?? "";
     const lists = this.runs.map((_, run) => this.tokenTable(run, row, column));
-    const heading = element("h4", { class: "gp-run-title" }, `layer ${label}, ${this.describePosition(column)}`);
-    replaceChildren(this.details, heading, element("div", { class: "gp-beside" }, ...lists));
+    const heading = element("h4.gp-run-title", `layer ${label}, ${this.describePosition(column)}`);
+    replaceChildren(this.details, heading, element("div.gp-beside", ...lists));
   }
 
   private tokenTable(run: number, row: number, column: number): HTMLElement {
@@ -376,25 +358,15 @@ class LensView implements Part {
     const found = this.readoutsOf(run);
     const cell = this.index(row, column);
     const wanted = target[column] ?? 0;
-    const line = (token: number, probability: number, rank: string) => {
-      const isTarget = token === wanted;
-      return element(
-        "tr",
-        isTarget ? { class: "gp-lens-target" } : {},
-        element(
-          "td",
-          {},
-          element("code", {}, visibleToken(vocabulary[token] ?? "")),
-          isTarget && element("span", { class: "gp-muted" }, rank),
-        ),
-        probabilityCell(probability),
-      );
+    const rank = ` (${this.lens.has_target ? "target" : "prediction"}, rank ${formatNumber(found?.rank[cell] ?? 0)})`;
+    const line = (token: number, probability: number) => {
+      const isMarked = token === wanted;
+      return { token: vocabulary[token] ?? "", probability, isMarked, note: isMarked && rank };
     };
     const tokens = Array.from({ length: top }, (_, place) => found?.tokens[cell * top + place] ?? 0);
-    const rank = ` (${this.lens.has_target ? "target" : "prediction"}, rank ${formatNumber(found?.rank[cell] ?? 0)})`;
-    const lines = tokens.map((token, place) => line(token, found?.probabilities[cell * top + place] ?? 0, rank));
-    if (!tokens.includes(wanted)) lines.push(line(wanted, found?.target[cell] ?? 0, rank));
+    const lines = tokens.map((token, place) => line(token, found?.probabilities[cell * top + place] ?? 0));
+    if (!tokens.includes(wanted)) lines.push(line(wanted, found?.target[cell] ?? 0));
     const caption = this.runs.length > 1 ? (RUNS[run === 0 ? "clean" : "patched"] ?? "") : "Most probable tokens";
-    return element("table", { class: "gp-lens-list" }, element("caption", {}, caption), element("tbody", {}, ...lines));
+    return makeTokenTable(caption, lines);
   }
 }

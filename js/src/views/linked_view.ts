@@ -1,13 +1,13 @@
 /** The parts that all views of a graph share: the kernel, notices, the selection, and the chosen patches in one line. */
-import { connect } from "../kernel/kernel";
-import type { LinkedTraits } from "../kernel/protocol";
-import { buttonElement, element, icon, replaceChildren } from "../page/dom";
+
+import { asRequestError, connect } from "../kernel/kernel";
+import type { Act, Item, JobStatus, LinkedTraits } from "../kernel/protocol";
+import { buttonElement, copyText, element, icon, iconButton, replaceChildren, textField } from "../page/dom";
 import { makeNotices } from "../page/notices";
-import { formatPercent } from "../page/numbers";
 import { describe, tryEdit } from "../patches/edits";
+import { type JobReply, Poller } from "../runs/jobs";
 import { type Linked, listen, type Model, type Part } from "../view";
-import { Selection } from "./selection";
-import { SharedFilter } from "./shared_filter";
+import { Selection, SharedFilter } from "./selection";
 
 /** Creates the context of a view; the caller shows its notices above it. */
 export function link<T extends LinkedTraits>(
@@ -62,54 +62,206 @@ export async function showTraits<T extends LinkedTraits, Numbers>(
 
 let labelCount = 0;
 
-/** A select element with its label. */
 export function labeled(text: string, select: HTMLSelectElement): HTMLElement {
   select.id = `gp-choice-${labelCount++}`;
-  return element("span", { class: "gp-choice" }, element("label", { for: select.id }, text), select);
+  return element("span.gp-pair", element("label", { for: select.id }, text), select);
 }
 
-/** A table cell with a probability, as a number with a bar behind it. */
-export function probabilityCell(probability: number): HTMLElement {
-  const bar = element("span", { class: "gp-probability-bar", "aria-hidden": "true" });
-  bar.style.width = `${Math.round(100 * probability)}%`;
-  return element("td", { class: "gp-number gp-probability" }, bar, formatPercent(probability));
-}
-
-/** Warnings of the runs. */
-export class Remarks implements Part {
-  readonly element = element("ul", { class: "gp-remarks gp-note", hidden: true });
-
-  show(remarks: readonly string[]): void {
-    replaceChildren(this.element, ...remarks.map((remark) => element("li", {}, remark)));
-    this.element.hidden = remarks.length === 0;
-  }
+/** Shows warnings of the runs in a list. */
+export function showRemarks(list: HTMLElement, remarks: readonly string[]): void {
+  replaceChildren(list, ...remarks.map((remark) => element("li", remark)));
+  list.hidden = remarks.length === 0;
 }
 
 /** The chosen patches as labels, with buttons to remove one and to undo. */
 export function makePatchStrip(view: Linked): Part {
-  const strip = element("div", { class: "gp-line gp-patch-strip", role: "group", "aria-label": "Patches" });
+  const strip = element("div.gp-line.gp-tight.gp-patch-strip", { role: "group", "aria-label": "Patches" });
   const show = () => {
     const { patches, can_undo } = view.model.get("session");
     const isLost = view.kernel.state === "lost";
     strip.hidden = patches.length === 0 && !can_undo;
     const labels = patches.map((patch) => {
       const text = `#${patch.number} ${describe(patch)}`;
-      const remove = buttonElement(
-        { class: "gp-button gp-quiet", "aria-label": `Remove ${text}`, title: "Remove", hidden: isLost },
-        icon("close"),
+      const onclick = () => tryEdit(view, () => ({ action: "remove", numbers: [patch.number] }), `removed ${text}`);
+      const remove = iconButton("close", `Remove ${text}`, { title: "Remove", hidden: isLost, onclick });
+      return element(
+        "span",
+        { class: patch.is_enabled ? "gp-chip gp-mono" : "gp-chip gp-mono gp-patch-off" },
+        text,
+        remove,
       );
-      remove.addEventListener("click", () => {
-        void tryEdit(view, () => ({ action: "remove", numbers: [patch.number] }), `removed ${text}`);
-      });
-      return element("span", { class: patch.is_enabled ? "gp-chip" : "gp-chip gp-patch-off" }, text, remove);
     });
-    const isOff = { disabled: !can_undo, hidden: isLost };
-    const undo = buttonElement({ ...isOff }, icon("undo"), "Undo");
-    undo.addEventListener("click", () => void tryEdit(view, () => ({ action: "undo" }), "undone"));
-    replaceChildren(strip, element("span", { class: "gp-muted" }, "Patches"), ...labels, undo);
+    const onclick = () => tryEdit(view, () => ({ action: "undo" }), "undone");
+    const undo = buttonElement({ disabled: !can_undo, hidden: isLost, onclick }, icon("undo"), "Undo");
+    replaceChildren(strip, element("span.gp-muted", "Patches"), ...labels, undo);
   };
   listen(view, "change:session", show);
   view.onRemove(view.kernel.onState(show));
   show();
   return { element: strip };
+}
+
+// -- Requests new numbers from the kernel when the patches have changed, and shows the status of the requ ----------------
+
+/** The minimum time between two requests: a burst of edits causes two runs. */
+const MIN_INTERVAL_MS = 80;
+
+interface Updates extends Part {
+  follow(asked: Promise<JobReply<JobStatus>>): void;
+}
+
+/**
+ * @param shownVersion The version of the patches that the numbers are for.
+ * @param ask Requests numbers for the current patches; called again until they are computed.
+ * @param numbers The element of the numbers, which are faint while they are out of date.
+ */
+export function makeUpdates<T extends LinkedTraits>(
+  view: Linked<T>,
+  shownVersion: () => number,
+  ask: () => Promise<JobReply<JobStatus>>,
+  numbers: HTMLElement,
+): Updates {
+  const words = element("span");
+  const spinner = element("span.gp-spinner", { "aria-hidden": "true" });
+  const line = element("p.gp-pair.gp-update", { role: "status" }, spinner, words);
+  const showStatus = (text: string, state: "running" | "failed" | "done") => {
+    words.textContent = text;
+    spinner.hidden = state !== "running";
+    line.classList.toggle("gp-error", state === "failed");
+    line.hidden = text === "";
+    numbers.classList.toggle("gp-dimmed", state === "failed");
+  };
+  const poller = new Poller<JobStatus>(ask, {
+    onStatus: ({ result }) => {
+      if (result.state === "running") showStatus("Computing …", "running");
+      else if (result.state === "failed") showStatus(`The run failed: ${result.error}`, "failed");
+      else showStatus("", "done");
+    },
+    onError: (reason) => showStatus(asRequestError(reason).message, "failed"),
+  });
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  let last = Number.NEGATIVE_INFINITY;
+  const askNow = () => {
+    last = performance.now();
+    void poller.follow(ask());
+  };
+  const check = () => {
+    clearTimeout(timer);
+    if (view.model.get("session").version === shownVersion()) return;
+    if (view.kernel.state === "lost")
+      return showStatus("The patches have changed since these numbers were computed.", "done");
+    const rest = last + MIN_INTERVAL_MS - performance.now();
+    if (rest <= 0) askNow();
+    else timer = setTimeout(askNow, rest);
+  };
+  listen(view, "change:session", check);
+  view.onRemove(() => {
+    clearTimeout(timer);
+    poller.stop();
+  });
+  showStatus("", "done");
+  check();
+  return { element: line, follow: (asked) => void poller.follow(asked) };
+}
+
+// -- The actions on the selection: each click adds patches to the chosen patches of the graph ----------------------------
+
+interface SelectionAction {
+  act: Act;
+  name: string;
+  title: string;
+  /** The value that the user must type, with an example. */
+  field?: { label: string; example: string };
+}
+
+const ACTIONS: readonly SelectionAction[] = [
+  { act: "zero", name: "Zero", title: "Set what is selected to zero" },
+  { act: "mean", name: "Mean", title: "Replace it by its mean over the batch and the positions" },
+  {
+    act: "other_run",
+    name: "Replace …",
+    title: "Replace it by its value in another run",
+    field: { label: "Inputs of the other run, as Python", example: "corrupted_ids" },
+  },
+  {
+    act: "steer",
+    name: "Steer …",
+    title: "Add a vector to it",
+    field: { label: "What to add, as Python", example: "4.0 * direction" },
+  },
+  { act: "probe", name: "Probe", title: "Put its value into a variable at the next run" },
+];
+
+const NO_KERNEL = "The kernel is not running: patches need it.";
+
+export function makeActions(view: Linked): Part {
+  const form = element("form.gp-line.gp-tight.gp-action-form", { hidden: true });
+  const buttons = ACTIONS.map((choice) => {
+    const onclick = () => (choice.field === undefined ? act(choice.act, null) : ask(choice, button));
+    const button = buttonElement({ onclick }, choice.name);
+    return button;
+  });
+  const copy = buttonElement({ onclick: () => copyPath() }, icon("copy"), "Copy path");
+  const what = element("span.gp-selected-text.gp-mono.gp-muted");
+  const items = () => view.selection.items.filter((item) => pathOf(item) !== null);
+  const act = (act: Act, value: string | null) => {
+    const chosen = [...items()];
+    void tryEdit(view, () => ({ action: "act", act, items: chosen, value, steps: null }), `${act}: ${text()}`);
+  };
+  const ask = ({ act: name, field }: SelectionAction, button: HTMLElement) => {
+    const input = textField(field?.label ?? "", { placeholder: field?.example });
+    const close = () => {
+      form.hidden = true;
+      button.focus();
+    };
+    const apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Apply");
+    const cancel = buttonElement({ onclick: close }, "Cancel");
+    replaceChildren(form, element("span.gp-muted", `${field?.label}:`), input, apply, cancel);
+    form.onsubmit = (event) => {
+      event.preventDefault();
+      if (input.value.trim() === "") return input.focus();
+      act(name, input.value);
+      close();
+    };
+    form.onkeydown = (event) => {
+      if (event.key === "Escape") close();
+    };
+    form.hidden = false;
+    input.focus();
+  };
+  const text = () => items().map(pathOf).join(", ");
+  const copyPath = async () => {
+    const isCopied = await copyText(text(), view.root);
+    view.notices.announce(isCopied ? `copied ${text()}` : "the browser does not allow copying");
+  };
+  const show = () => {
+    const isEmpty = items().length === 0;
+    const isLost = view.kernel.state === "lost";
+    for (const [place, button] of buttons.entries()) {
+      button.disabled = isEmpty || isLost;
+      button.title = isLost ? NO_KERNEL : (ACTIONS[place]?.title ?? "");
+    }
+    copy.disabled = isEmpty;
+    if (isEmpty) form.hidden = true;
+    what.textContent = isEmpty ? "Nothing is selected." : text();
+  };
+  view.onRemove(view.selection.onChange(show));
+  view.onRemove(view.kernel.onState(show));
+  show();
+  const bar = element(
+    "div.gp-line.gp-actions",
+    { role: "toolbar", "aria-label": "Selection" },
+    what,
+    element("div.gp-line.gp-tight.gp-action-buttons", ...buttons, copy),
+  );
+  return { element: element("div.gp-action-bar", bar, form) };
+}
+
+/**
+ * The path of an item with its slice, which *Copy path* copies. `null`: the item has no value.
+ * The position is the dimension after the batch, also for a head.
+ */
+function pathOf({ name, position, key }: Item): string | null {
+  if (name === null || (position === null && key === null)) return name;
+  return `${name}[:, ${position ?? ":"}${key === null ? "" : `, ${key}`}]`;
 }

@@ -1,5 +1,6 @@
 /** Thumbnails of all heads on one canvas, a row for each layer: hovering previews a head, a click selects it. */
 import { element, replaceChildren, setAttribute } from "../page/dom";
+import { type Cell, placeBox, watchCells } from "../page/grid";
 import { type ColorMap, color, fade, largestMagnitude, type Rgb } from "../plots/matrix";
 import type { HeadIndex, Pattern, Patterns } from "./attention_data";
 
@@ -15,7 +16,6 @@ interface ThumbnailOptions {
 
 /** How heads are drawn. */
 interface DrawOptions {
-  patternOf(place: HeadIndex): Pattern;
   map: ColorMap;
   /** The end of the color scale; `null`: about the largest weight of each head. */
   limit: number | null;
@@ -41,23 +41,22 @@ function colorTable(map: ColorMap): Rgb[] {
 export class Thumbnails {
   readonly element: HTMLElement;
   private readonly canvas = element("canvas", { "aria-hidden": "true" });
-  private readonly marks = element("div", { class: "gp-head-marks" });
-  private readonly cursor = element("div", { class: "gp-head-cursor", hidden: true });
-  private readonly labels = element("div", { class: "gp-layer-labels", "aria-hidden": "true" });
-  private readonly numbers = element("div", { class: "gp-head-numbers", "aria-hidden": "true" });
-  private readonly liveRegion = element("div", { class: "gp-visually-hidden", "aria-live": "polite" });
+  private readonly marks = element("div.gp-head-marks");
+  private readonly cursor = element("div.gp-head-cursor", { hidden: true });
+  private readonly labels = element("div.gp-layer-labels.gp-muted", { "aria-hidden": "true" });
+  private readonly numbers = element("div.gp-head-numbers.gp-muted", { "aria-hidden": "true" });
+  private readonly liveRegion = element("div.gp-visually-hidden", { "aria-live": "polite" });
   private readonly field: HTMLElement;
   private readonly ratio = globalThis.devicePixelRatio || 1;
   private size = 40;
-  private current: HeadIndex = { layer: 0, head: 0 };
+  private current: Cell | null = null;
   private patterns: Patterns | null = null;
   private heads = 0;
 
   constructor(private readonly options: ThumbnailOptions) {
     this.field = element(
-      "div",
+      "div.gp-heads-field",
       {
-        class: "gp-heads-field",
         role: "group",
         tabindex: 0,
         "aria-label": "Heads: arrow keys go from head to head, Enter selects one, Shift and Enter add one",
@@ -66,23 +65,22 @@ export class Thumbnails {
       this.marks,
       this.cursor,
     );
-    this.element = element("div", { class: "gp-heads" }, this.numbers, this.labels, this.field, this.liveRegion);
-    this.field.addEventListener("pointermove", (event) => this.moveCursor(this.headAt(event)));
-    this.field.addEventListener("pointerleave", () => this.hideCursor());
-    this.field.addEventListener("blur", () => this.hideCursor());
-    this.field.addEventListener("click", (event) => {
-      const place = this.headAt(event);
-      if (place !== null) this.options.choose(place, event.shiftKey);
+    this.element = element("div.gp-heads", this.numbers, this.labels, this.field, this.liveRegion);
+    watchCells(this.field, {
+      rows: () => this.patterns?.about.layers.length ?? 0,
+      columns: (layer) => this.patterns?.about.layers[layer]?.heads ?? 0,
+      cellAt: (x, y) => this.cellAt(x, y),
+      show: (cell, isByKey) => this.showCursor(cell, isByKey),
+      choose: (place, isMore) => options.choose(place, isMore),
     });
     this.labels.addEventListener("click", ({ target }) => {
       const layer = [...this.labels.children].indexOf(target as Element);
       if (layer >= 0) this.options.chooseLayer(layer);
     });
-    this.field.addEventListener("keydown", (event) => this.onKey(event));
   }
 
   /** Draws all heads, for a width in CSS pixels. */
-  draw(patterns: Patterns, width: number, { patternOf, map, limit, isKept }: DrawOptions): void {
+  draw(shown: Pattern[][], patterns: Patterns, width: number, { map, limit, isKept }: DrawOptions): void {
     this.patterns = patterns;
     const { layers } = patterns.about;
     this.heads = Math.max(...layers.map(({ heads }) => heads));
@@ -98,27 +96,24 @@ export class Thumbnails {
       this.labels,
       ...layers.map(({ title }) => element("span", { title: `Layer ${title}: all heads` }, title)),
     );
-    replaceChildren(this.numbers, ...Array.from({ length: this.heads }, (_, head) => element("span", {}, `${head}`)));
+    replaceChildren(this.numbers, ...Array.from({ length: this.heads }, (_, head) => element("span", `${head}`)));
     const context = this.canvas.getContext("2d");
     if (context === null) return;
     const side = Math.round(this.size * this.ratio);
-    for (const [layer, { heads }] of layers.entries()) {
-      for (let head = 0; head < heads; head++) {
-        const image = toImage(patternOf({ layer, head }), side, map, limit);
-        if (!isKept({ layer, head })) fade(image);
+    for (const [layer, heads] of shown.entries()) {
+      for (const [head, pattern] of heads.entries()) {
+        const image = toImage(pattern, side, map, limit);
+        if (!isKept([layer, head])) fade(image);
         context.putImageData(image, Math.round(head * step * this.ratio), Math.round(layer * step * this.ratio));
       }
     }
   }
 
-  /** Marks the selected heads, and the layers with selected items. */
-  mark(places: readonly (HeadIndex & { color?: string })[], layers: ReadonlySet<number>): void {
-    const step = this.size + GAP;
-    const boxes = places.map(({ layer, head, color: own }) => {
-      const box = element("div", { class: "gp-head-mark" });
-      box.style.transform = `translate(${head * step}px, ${layer * step}px)`;
-      box.style.width = box.style.height = `${this.size}px`;
-      if (own) box.style.outlineColor = own;
+  mark(places: readonly HeadIndex[], colorOf: (at: number) => string, layers: ReadonlySet<number>): void {
+    const boxes = places.map((place, at) => {
+      const box = element("div.gp-head-mark");
+      this.place(box, place);
+      if (places.length > 1) box.style.outlineColor = colorOf(at);
       return box;
     });
     replaceChildren(this.marks, ...boxes);
@@ -127,59 +122,24 @@ export class Thumbnails {
     }
   }
 
-  private headAt(event: MouseEvent): HeadIndex | null {
-    const box = this.canvas.getBoundingClientRect();
-    const step = this.size + GAP;
-    const place = {
-      layer: Math.floor((event.clientY - box.top) / step),
-      head: Math.floor((event.clientX - box.left) / step),
-    };
-    return this.exists(place) ? place : null;
+  private place(box: HTMLElement, place: HeadIndex): void {
+    const [step, size] = [this.size + GAP, this.size];
+    placeBox(box, place, { width: step, height: step }, { width: size, height: size });
   }
 
-  private exists({ layer, head }: HeadIndex): boolean {
-    return head >= 0 && head < (this.patterns?.about.layers[layer]?.heads ?? 0);
+  private cellAt(x: number, y: number): Cell | null {
+    const layers = this.patterns?.about.layers ?? [];
+    const [layer, head] = [Math.floor(y * layers.length), Math.floor(x * this.heads)];
+    return head >= 0 && head < (layers[layer]?.heads ?? 0) ? [layer, head] : null;
   }
 
-  private moveCursor(place: HeadIndex | null): void {
-    if (place === null) return;
-    const isSame = !this.cursor.hidden && place.layer === this.current.layer && place.head === this.current.head;
+  private showCursor(place: Cell | null, isByKey: boolean): void {
+    const isSame = String(place) === String(this.current);
     this.current = place;
-    const step = this.size + GAP;
-    this.cursor.hidden = false;
-    this.cursor.style.transform = `translate(${place.head * step}px, ${place.layer * step}px)`;
-    this.cursor.style.width = this.cursor.style.height = `${this.size}px`;
+    this.cursor.hidden = place === null;
+    if (place !== null) this.place(this.cursor, place);
+    if (place !== null && isByKey) this.liveRegion.textContent = this.options.describe(place);
     if (!isSame) this.options.preview(place);
-  }
-
-  private hideCursor(): void {
-    if (this.cursor.hidden) return;
-    this.cursor.hidden = true;
-    this.options.preview(null);
-  }
-
-  private onKey(event: KeyboardEvent): void {
-    const { layer, head } = this.current;
-    const last = (this.patterns?.about.layers[layer]?.heads ?? 1) - 1;
-    const targets: Record<string, HeadIndex> = {
-      ArrowUp: { layer: layer - 1, head },
-      ArrowDown: { layer: layer + 1, head },
-      ArrowLeft: { layer, head: head - 1 },
-      ArrowRight: { layer, head: head + 1 },
-      Home: { layer, head: 0 },
-      End: { layer, head: last },
-    };
-    const target = targets[event.key];
-    const chooses = event.key === "Enter" || event.key === " ";
-    if ((!target && !chooses) || event.altKey) return;
-    event.preventDefault();
-    event.stopPropagation();
-    if (chooses) this.options.choose(this.current, event.shiftKey);
-    const next = this.cursor.hidden ? this.current : target;
-    if (!chooses && next && this.exists(next)) {
-      this.moveCursor(next);
-      this.liveRegion.textContent = this.options.describe(next);
-    }
   }
 }
 

@@ -1,7 +1,7 @@
 /** Two strips of tokens: what a token attends to, and which tokens attend to it. Hovering previews, a click pins. */
-import { element, replaceChildren, setAttribute } from "../page/dom";
-import { formatWithError } from "../page/numbers";
-import { visibleToken } from "../page/visible";
+import { consume, element, replaceChildren, setAttribute } from "../page/dom";
+import { isChoice } from "../page/grid";
+import { formatWithError, visibleToken } from "../page/text";
 import { largestMagnitude } from "../plots/matrix";
 import type { Pattern } from "./attention_data";
 
@@ -32,8 +32,7 @@ export class TokenStrips {
   readonly element: HTMLElement;
   private readonly strips: Strip[];
   private readonly note = element(
-    "p",
-    { class: "gp-note" },
+    "p.gp-note",
     "Point at a token to see what it looks at, and what looks at it; click to pin it.",
   );
 
@@ -41,7 +40,7 @@ export class TokenStrips {
     const looksAt = new Strip("looks at", "key", options);
     const lookedAt = new Strip("is looked at by", "query", options);
     this.strips = [looksAt, lookedAt];
-    this.element = element("div", { class: "gp-stack" }, looksAt.element, lookedAt.element, this.note);
+    this.element = element("div.gp-stack", looksAt.element, lookedAt.element, this.note);
   }
 
   show({ pattern, queries, keys, query, key, run }: StripContent): void {
@@ -69,11 +68,10 @@ function received({ rows, columns, values }: Pattern): Float32Array {
 
 class Strip {
   readonly element: HTMLElement;
-  private readonly title = element("div", { class: "gp-strip-title" });
+  private readonly title = element("div.gp-caption.gp-strip-title");
   private readonly line: HTMLElement;
   private texts: readonly string[] = [];
   private position = 0;
-  /** The error of the weights. */
   error = 0;
 
   constructor(
@@ -81,8 +79,7 @@ class Strip {
     side: Side,
     options: StripOptions,
   ) {
-    this.line = element("div", {
-      class: "gp-token-strip",
+    this.line = element("div.gp-token-strip", {
       role: "group",
       tabindex: 0,
       "aria-label": `Tokens, ${verb}: arrow keys go from token to token, Enter pins one`,
@@ -103,19 +100,17 @@ class Strip {
     });
     this.line.addEventListener("keydown", (event) => {
       const step = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
-      const chooses = event.key === "Enter" || event.key === " ";
-      if (step === undefined && !chooses) return;
-      event.preventDefault();
-      event.stopPropagation();
+      if (step === undefined && !isChoice(event)) return;
+      consume(event);
       this.title.setAttribute("aria-live", "polite");
-      if (chooses) {
+      if (step === undefined) {
         options.choose(this.position, side, event.shiftKey);
         return;
       }
-      this.position = Math.max(0, Math.min(this.texts.length - 1, this.position + (step ?? 0)));
+      this.position = Math.max(0, Math.min(this.texts.length - 1, this.position + step));
       options.preview(this.position, side);
     });
-    this.element = element("div", { class: "gp-strip" }, this.title, this.line);
+    this.element = element("div.gp-strip", this.title, this.line);
   }
 
   /** `weights`: of each token; `null`: unknown, or there is no token. `of`: the token that the strip describes. */
@@ -130,9 +125,7 @@ class Strip {
       this.texts = texts;
       replaceChildren(
         this.line,
-        ...texts.map((text, at) =>
-          element("span", { class: "gp-token", "data-at": at, title: `${at}` }, visibleToken(text)),
-        ),
+        ...texts.map((text, at) => element("span.gp-token", { "data-at": at, title: `${at}` }, visibleToken(text))),
       );
     }
     if (position !== null) this.position = position;
@@ -168,6 +161,6 @@ class Strip {
     position: number | null,
   ): (HTMLElement | string)[] {
     if (of === null || weights === null) return [`… ${this.verb}`];
-    return [element("strong", {}, visibleToken(of)), ` (${position}) ${this.verb}: ${this.strongest(weights)}`];
+    return [element("strong", visibleToken(of)), ` (${position}) ${this.verb}: ${this.strongest(weights)}`];
   }
 }

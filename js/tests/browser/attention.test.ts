@@ -44,8 +44,6 @@ async function traits(runs: number, group = "one"): Promise<AttentionTraits> {
       patches: 0,
       runs: runs === 2 ? ["clean", "patched"] : ["clean"],
       rows: 1,
-      is_mean: false,
-      call: "pg(ids)",
       is_whole: true,
       tokens: [TOKENS],
       layers: Array.from({ length: LAYERS }, (_, layer) => ({
@@ -185,33 +183,14 @@ test("a key of cross attention belongs to the other sequence: it is not a query,
   expect(marked).toEqual([query(".gp-layer-labels span")]);
 });
 
-test("for a mean over the batch, the value-weighted patterns are the products that the kernel sent", async () => {
-  const { attention } = await traits(1);
-  const [first] = attention.layers;
-  if (first === undefined) throw new Error("no layer");
-  const [patterns, products] = [255, 51].map((most) => Uint8Array.from({ length: SIZE * SIZE }, () => most));
-  const scales = [1, 2].map((scale) => new Uint8Array(Float32Array.of(scale).buffer));
-  const cells = await deflatedParts([...scales, products, patterns] as BlobPart[]);
-  const layers = [{ ...first, heads: 1, value_heads: 1 }];
-  const { button, query, text } = await shown(1, {
-    attention: { ...attention, layers, is_mean: true, rows: 2 },
-    cells,
-  });
-  button("Value-weighted").click();
-  query(".gp-token[data-at='3']").dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
-  expect(text(".gp-strip-title")).toContain("(0) 0.4");
-});
-
 test("a click on a weight selects it, and reads it out as value-weighted in that mode", async () => {
   const { button, click, model, query, text } = await shown();
   click(1, 1);
   button("Value-weighted").click();
   const canvas = query(".gp-large-head canvas");
-  const { height, width } = canvas.getBoundingClientRect();
-  const place = { offsetX: (2.5 * width) / SIZE, offsetY: (3.5 * height) / SIZE };
-  const event = new MouseEvent("click", { bubbles: true });
-  for (const [name, value] of Object.entries(place)) Object.defineProperty(event, name, { value });
-  canvas.dispatchEvent(event);
+  const { height, left, top, width } = canvas.getBoundingClientRect();
+  const place = { clientX: left + (2.5 * width) / SIZE, clientY: top + (3.5 * height) / SIZE };
+  canvas.dispatchEvent(new MouseEvent("click", { bubbles: true, ...place }));
   expect(model.get("selection")).toEqual([itemOf("layers[1].attn.heads[1].pattern", { position: 3, key: 2 })]);
   expect(text(".gp-selected-text")).toBe("layers[1].attn.heads[1].pattern[:, 3, 2]");
   expect(text(".gp-strip-title")).toBe("␣down (3) looks at: ␣sat (2) 3");

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import { userEvent } from "vitest/browser";
-import { makeCircuitPanel } from "../../src/circuits/circuit_views";
+import { makeCircuitPanel } from "../../src/circuits/circuit_figure";
 import type { CircuitPicture, CircuitTraits } from "../../src/kernel/protocol";
 import { TreeState } from "../../src/tree/tree_state";
 import { accessibilityViolations } from "../accessibility";

@@ -60,7 +60,7 @@ test("the row of a batch is named; a layer of another stack does not select a ro
   const rows = [0, 1].map((layer) => ({ name: `decoder.layers[${layer}].resid_post`, layer, label: `${layer}` }));
   const lens = { row: 1, rows: 3, streams: [{ name: "residual", rows: [rows[0], ...rows] as typeof rows }] };
   const { el, model } = await shown(lens);
-  expect(el.querySelector(".gp-line .gp-muted")?.textContent).toBe("row 1 of the batch (3 rows)");
+  expect(el.querySelector(".gp-line > span.gp-muted")?.textContent).toBe("row 1 of the batch (3 rows)");
   model.set("selection", [itemOf("encoder.layers[1].attn.heads[0].z")]);
   expect(el.querySelectorAll(".gp-heatmap-mark").length).toBe(0);
   model.set("selection", [itemOf("decoder.layers[1].attn.heads[0].z")]);

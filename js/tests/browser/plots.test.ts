@@ -7,9 +7,9 @@ import { makePlot } from "../../src/plots/plots";
 import { RunPanel } from "../../src/runs/run_panel";
 import { accessibilityViolations } from "../accessibility";
 import { cellColor } from "../canvas";
-import "../../src/style.css";
 import { FakeView } from "../fixtures";
 import { activation, activationStatus, float32, HISTOGRAM, heatmap, report, statistics } from "../job_fixtures";
+import "../../src/style.css";
 
 const HOSTILE = `<img src=x onerror="window.hacked = 1">`;
 const TOKENS = ["When", " Mary", " and", "\n"];
@@ -190,13 +190,7 @@ it("says why there is no plot", () => {
 /** A view with a run that shows everything there is, and an activation. */
 async function full(): Promise<FakeView> {
   const view = open();
-  const probe = {
-    number: 1,
-    statistics: statistics({ nan: 1 }),
-    row_labels: TOKENS,
-    change: null,
-    column_labels: [HOSTILE, ...TOKENS.slice(1)],
-  };
+  const probe = { number: 1, change: null };
   const values = float32(Array.from({ length: 16 }, (_, index) => index - 8));
   const tokens = {
     position: 3,
@@ -218,8 +212,14 @@ async function full(): Promise<FakeView> {
       after: tokens.after.map(([text, part]) => [text, part]),
     },
     probes: [
-      { ...probe, name: HOSTILE, path: HOSTILE, plot: heatmap(4, 4), note: HOSTILE },
-      { ...probe, name: "b", path: "h", plot: HISTOGRAM, note: null },
+      {
+        ...probe,
+        name: HOSTILE,
+        path: HOSTILE,
+        view: activation({ plot: heatmap(4, 4), statistics: statistics({ nan: 1 }), row_labels: TOKENS }),
+        note: HOSTILE,
+      },
+      { ...probe, name: "b", path: "h", view: activation({ plot: HISTOGRAM }), note: null },
     ],
   });
   const done = { id: 1, state: "done" as const, seconds: 1, fraction: 1, error: null };

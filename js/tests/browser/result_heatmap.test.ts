@@ -376,7 +376,7 @@ async function linkedTo(items: { rows: Item[]; all?: Item }) {
 /** What a click in another view of the graph does. */
 function selectElsewhere(...items: Item[]) {
   const { group } = linkedTraits("result");
-  document.dispatchEvent(new CustomEvent("graphpatch:selection", { detail: { group, items } }));
+  document.dispatchEvent(new CustomEvent("graphpatch:selection", { detail: { group, value: items } }));
 }
 
 test("the cell of a component in each layer is named after it, and can be patched", async () => {
@@ -443,8 +443,8 @@ test("a heatmap of a graph shares the graph's selection", async () => {
   await userEvent.fill(el.querySelector("[aria-label='Minimum size of score']") as HTMLInputElement, "1.5");
   await userEvent.keyboard("{Enter}");
   expect(alphas()).toEqual([40, 40, 255]);
-  const left = { items: [itemOf(null, { layer: 1 })], words: "layer 1" };
-  document.dispatchEvent(new CustomEvent("graphpatch:filter", { detail: { group: model.get("group"), left } }));
+  const value = { items: [itemOf(null, { layer: 1 })], words: "layer 1" };
+  document.dispatchEvent(new CustomEvent("graphpatch:filter", { detail: { group: model.get("group"), value } }));
   expect(alphas()).toEqual([40, 255, 40]);
   expect(el.querySelector(".gp-filter-note")?.textContent).toBe("Only layer 1Show all");
   await userEvent.click(el.querySelector(".gp-filter-note button") as HTMLButtonElement);

@@ -178,7 +178,7 @@ test("the focused row keeps its element while scrolling; keys scroll it into vie
 
 test("a click selects, the chevron opens and closes, Alt opens everything below", async () => {
   const { state, tree, view } = shown();
-  state.setFolded(false);
+  state.change({ isFolded: false });
   const layer = page.getByRole("treeitem", { name: /^h_1 / });
   await layer.click();
   expect(view.skeleton.nameOf(state.activeRow)).toBe("h_1");

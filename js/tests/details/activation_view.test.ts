@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
 import { ActivationSection } from "../../src/details/activation_view";
-import { setInputs } from "../../src/runs/inputs";
+import { setInputs } from "../../src/runs/jobs";
 import { RequestFailed } from "../../src/view";
 import { FakeView, patch } from "../fixtures";
 import { activation, activationStatus, HISTOGRAM, heatmap, statistics } from "../job_fixtures";
@@ -122,7 +122,7 @@ it("describes failures, interruptions and wrong inputs", async () => {
   let status = activationStatus(1, { state: "failed", error: "ValueError at h_0: no." });
   open({ activation: () => status, activation_status: () => status, activation_interrupt: () => status });
   await show();
-  expect(alerts()).toEqual(["ValueError at h_0: no.\nChange the inputs or the patches, then press “Show again”."]);
+  expect(alerts()).toEqual(["ValueError at h_0: no.\nChange the inputs or the patches, and try again."]);
   status = activationStatus(2);
   await show();
   expect(alerts()).toEqual([]);
@@ -130,7 +130,7 @@ it("describes failures, interruptions and wrong inputs", async () => {
   [...part.element.querySelectorAll("button")].find((one) => one.textContent === "Interrupt")?.click();
   await settle();
   expect(view.kernel.last("activation_interrupt")).toEqual({ id: 2 });
-  expect(alerts()).toEqual(["Interrupted. Press “Show again” to start again."]);
+  expect(alerts()).toEqual(["Interrupted after 250 ms. Press “Show again” to start again."]);
   const wrong = new RequestFailed({ message: "There is no variable idz.", field: "inputs" });
   view.kernel.script.activation = () => Promise.reject(wrong);
   await show();

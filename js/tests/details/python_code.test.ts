@@ -1,5 +1,5 @@
 import { expect, it } from "vitest";
-import { coloredPython } from "../../src/details/python_code";
+import { coloredPython } from "../../src/details/popup";
 
 function shown(code: string): [text: string, spans: string[][]] {
   const element = document.createElement("pre");

@@ -1,6 +1,12 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { BUSY_AFTER_MS, connect } from "../../src/kernel/kernel";
-import { CLOSED_MESSAGE, DISCONNECTED_MESSAGE, SAVED_MESSAGE, STOPPED_MESSAGE } from "../../src/kernel/kernel_status";
+import {
+  BUSY_AFTER_MS,
+  CLOSED_MESSAGE,
+  connect,
+  DISCONNECTED_MESSAGE,
+  SAVED_MESSAGE,
+  STOPPED_MESSAGE,
+} from "../../src/kernel/kernel";
 import { type Kernel, type KernelState, type Model, RequestFailed } from "../../src/view";
 
 interface Sent {

@@ -6,9 +6,9 @@ import {
   formatSeconds,
   formatShape,
   formatWithError,
-} from "../../src/page/numbers";
-import { visibleToken } from "../../src/page/visible";
-import { statisticsRows } from "../../src/plots/statistics";
+  visibleToken,
+} from "../../src/page/text";
+import { statisticsRows } from "../../src/plots/plots";
 import { statistics } from "../job_fixtures";
 
 describe("formatNumber", () => {

@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { visible, visibleLines } from "../../src/page/visible";
+import { visible, visibleLines } from "../../src/page/text";
 import { RowView } from "../../src/tree/row_view";
 import { Skeleton } from "../../src/tree/skeleton";
 import { TreeState } from "../../src/tree/tree_state";

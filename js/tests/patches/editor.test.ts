@@ -1,7 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { Checked, PatchKind } from "../../src/kernel/protocol";
-import { DEBOUNCE_MS } from "../../src/patches/checker";
-import { PatchEditor } from "../../src/patches/editor";
+import { DEBOUNCE_MS, PatchEditor } from "../../src/patches/editor";
 import { ABOUT, patch } from "../fixtures";
 import { choose, HOSTILE, named, Rig, settled, type } from "../panel_rig";
 

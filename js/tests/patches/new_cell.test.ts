@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { findCellInserter } from "../../src/patches/new_cell";
+import { findCellInserter } from "../../src/patches/patch_list";
 
 const VIEW = "application/vnd.jupyter.widget-view+json";
 

@@ -3,7 +3,7 @@ import type { RunStatus } from "../../src/kernel/protocol";
 import { RunPanel } from "../../src/runs/run_panel";
 import { RequestFailed } from "../../src/view";
 import { ABOUT, FakeModel, FakeView, patch, traits } from "../fixtures";
-import { HISTOGRAM, heatmap, report, runStatus, statistics } from "../job_fixtures";
+import { activation, HISTOGRAM, heatmap, report, runStatus } from "../job_fixtures";
 
 let view: FakeView;
 let panel: HTMLElement;
@@ -117,7 +117,7 @@ describe("a run", () => {
     status = runStatus(2, { state: "failed", error: "RuntimeError at h_0: no." });
     await vi.advanceTimersByTimeAsync(30);
     expect(alerts()).toEqual([
-      "RuntimeError at h_0: no.\nChange the inputs or the patches, then press “Run” again.\nBelow is the result of the run before.",
+      "RuntimeError at h_0: no.\nChange the inputs or the patches, and try again.\nBelow is the result of the run before.",
     ]);
     expect(dimmed()).toBe(true);
     expect(button("Run").hasAttribute("aria-disabled")).toBe(false);
@@ -281,7 +281,7 @@ describe("a report", () => {
     const odd = "a\u202eb\u0007c\nd";
     const seen = "a\\u202eb\\x07c\\nd";
     if (change === undefined) throw new Error("no change");
-    const probe = { row_labels: null, column_labels: null, plot: HISTOGRAM, statistics: null, note: odd, change: null };
+    const probe = { view: null, note: odd, change: null };
     await show({
       call: odd,
       warnings: [odd],
@@ -311,9 +311,8 @@ describe("a report", () => {
   });
 
   it("shows warnings and probes, with links to the probes' nodes", async () => {
-    const labels = { row_labels: null, column_labels: null, change: null };
-    const probe = { ...labels, plot: HISTOGRAM, statistics: statistics(), note: null };
-    const silent = { ...probe, statistics: null, plot: { type: "none" as const, why: "" }, note: "It did not fire." };
+    const probe = { view: activation({ plot: HISTOGRAM }), note: null, change: null };
+    const silent = { ...probe, view: null, note: "It did not fire." };
     await show({
       warnings: ["#2 did not fire."],
       probes: [
@@ -333,8 +332,7 @@ describe("a report", () => {
   });
 
   it("says how much the patches changed a probe's value", async () => {
-    const plain = { row_labels: null, column_labels: null, statistics: statistics(), note: null };
-    const zeros = { ...heatmap(8, 8), slice: "0, :, :", constant: 0 };
+    const plain = { view: activation({ plot: { ...heatmap(8, 8), slice: "0, :, :", constant: 0 } }), note: null };
     const what = { path: "h_9.output", shape: [8, 8], dtype: "float32", largest: [] };
     const change = { ...what, norm_before: 3.2, norm_after: 2.9, norm_difference: 0.7, note: null };
     const changes = [
@@ -351,7 +349,6 @@ describe("a report", () => {
         number: index,
         name: `h${index}`,
         path: "h_9.output",
-        plot: zeros,
         change: one,
       })),
     });

@@ -68,7 +68,7 @@ test("arrows, Home and End move through the visible rows", () => {
 });
 
 test("right opens, then enters; left closes, then leaves", () => {
-  widget.state.setFolded(false);
+  widget.state.change({ isFolded: false });
   widget.state.select(widget.row("transformer.h_1"));
   widget.press("ArrowRight");
   expect(widget.at).toBe("transformer.h_1");
@@ -85,7 +85,7 @@ test("right opens, then enters; left closes, then leaves", () => {
 });
 
 test("a letter moves to the next row that starts with it; repeated, to the one after", () => {
-  widget.state.setFolded(false);
+  widget.state.change({ isFolded: false });
   widget.state.setOpen(widget.row("transformer.h_0"), false);
   for (const [letter, path] of [
     ["h", "transformer.h_0"],
@@ -111,7 +111,7 @@ test("moving with other keys ends the prefix", () => {
 });
 
 test("* opens all siblings", () => {
-  widget.state.setFolded(false);
+  widget.state.change({ isFolded: false });
   widget.state.select(widget.row("transformer.h_1"));
   widget.press("*");
   for (const layer of [0, 3]) expect(widget.state.lines.has(widget.row(`transformer.h_${layer}.mlp`))).toBe(true);
@@ -243,7 +243,7 @@ test.each([
 });
 
 test("Enter opens a folded row", () => {
-  widget.state.setFolded(true);
+  widget.state.change({ isFolded: true });
   widget.state.select(~widget.row("transformer.h_0"));
   widget.press("Enter");
   expect(widget.state.lines.has(widget.row("transformer.h_3"))).toBe(true);

@@ -27,7 +27,7 @@ test("the first view shows the layers folded and closed, and is neither short no
   expect(seen().filter((path) => /h_\d/.test(path))).toHaveLength(1);
   expect(tree.lines.length).toBeGreaterThan(10);
   expect(tree.lines.length).toBeLessThan(32);
-  tree.setFolded(false);
+  tree.change({ isFolded: false });
   for (const layer of [0, 5]) expect(seen()).toContain(`transformer.h_${layer}`);
   expect(seen()).not.toContain("transformer.h_1.attn");
 });
@@ -45,7 +45,7 @@ test("folded layers open together, also rows inside; unfolded layers open one by
   expect(model.get("expanded")).toHaveLength(2 + 2 * layers.length);
   tree.setOpen(row("transformer.h_1"), false);
   expect(opens("attn")).toEqual(layers.map(() => false));
-  tree.setFolded(false);
+  tree.change({ isFolded: false });
   tree.setOpen(row("transformer.h_3"), true);
   expect(opens("attn")).toEqual(layers.map((layer) => layer === 3));
 });
@@ -92,7 +92,7 @@ test("plumbing is one row at the top that opens, in all layers together; searche
   other.model.set("selected", at("bias")); // `browser.select("bias")`
   expect(other.seen()).toContain("bias");
   tree.setShowsSizes(true);
-  tree.setFolded(false);
+  tree.change({ isFolded: false });
   expect(seen()).not.toContain("~positions");
 });
 
@@ -117,7 +117,7 @@ test("sizes and clutter are shown on request, patched rows always", () => {
   const { seen, tree, model } = opened({
     expanded: [0, row("transformer"), row("transformer.h_0"), row("transformer.h_0.attn")],
   });
-  tree.setFolded(false);
+  tree.change({ isFolded: false });
   expect(seen()).not.toContain("transformer.h_0.attn.size");
   model.set("session", {
     version: 2,
@@ -202,7 +202,7 @@ test("is:patched follows the session", () => {
 
 test("equal layers fold into one row, which can be opened", () => {
   const { seen, tree } = opened({ expanded: [0, row("transformer")] });
-  tree.setFolded(true);
+  tree.change({ isFolded: true });
   const marker = ~row("transformer.h_0");
   expect(seen()).toContain("~transformer.h_0");
   expect(seen()).not.toContain("transformer.h_0");
@@ -212,7 +212,7 @@ test("equal layers fold into one row, which can be opened", () => {
   const line = tree.lines.lineOf(row("transformer.h_5"));
   expect(tree.lines.states[tree.lines.lineOf(marker)]).toBe(OPEN);
   expect([tree.lines.levels[line], tree.lines.positions[line], tree.lines.sizes[line]]).toEqual([4, 6, 6]);
-  tree.setFolded(false);
+  tree.change({ isFolded: false });
   expect(seen()).toContain("transformer.h_0");
 });
 
@@ -228,7 +228,7 @@ test("repeating groups also fold: layers with the ops between them", () => {
   });
   const own = new Skeleton(tree.columns);
   const { tree: state } = opened({ expanded: [0] }, own);
-  state.setFolded(true);
+  state.change({ isFolded: true });
   expect([...state.lines.ids].map((id) => (id < 0 ? "folded" : own.nameOf(id)))).toEqual([
     "<root>",
     "x",
@@ -247,13 +247,13 @@ test("layers that differ inside are not folded", () => {
     for (const at of [1, 2, 3, 4]) tree.row("op", `x_${at}`, { op: "add", spec: tensor(8) });
   });
   const { tree: state } = opened({ expanded: [0] }, new Skeleton(tree.columns));
-  state.setFolded(true);
+  state.change({ isFolded: true });
   expect(state.lines.folded.size).toBe(0);
 });
 
 test("revealing a row opens graphs and folded rows, and ends a search or filter that hides it", () => {
   const { tree, view } = opened({ expanded: [0] });
-  tree.setFolded(true);
+  tree.change({ isFolded: true });
   tree.search("lm_head");
   tree.reveal(row("transformer.h_3.attn.size"));
   expect(tree.query).toBe("");
@@ -287,11 +287,11 @@ test("sorting by score puts siblings with the best rows first", () => {
     expanded: [0, row("transformer")],
     ...scored({ "transformer.h_1.mlp.mul": 1, "transformer.h_4.mlp.mul": 3, "transformer.h_2.mlp.mul": -2 }),
   });
-  tree.setSorted(true);
+  tree.change({ isSorted: true });
   const layers = seen().filter((path) => /h_\d$/.test(path));
   expect(layers.map((path) => path.at(-1))).toEqual(["4", "2", "1", "0", "3", "5"]);
   expect(tree.scores?.isDiverging).toBe(true);
-  tree.setFilter({ count: 2 });
+  tree.change({ filter: { count: 2 } });
   expect(seen().filter((path) => /mul$/.test(path))).toEqual(["transformer.h_4.mlp.mul", "transformer.h_2.mlp.mul"]);
 });
 
@@ -312,9 +312,9 @@ test("if all scores are negative the lowest are the strongest, in one color", ()
   if (!scores) throw new Error("no scores");
   expect([-3, -2, -1].map((value) => scores.strength(value))).toEqual([-1, -0.5, 0]);
   expect(textOfBest(scores.best[0] ?? 0, scores)).toBe("≤ |-3|");
-  tree.setFilter({ count: 1 });
+  tree.change({ filter: { count: 1 } });
   expect(seen().at(-1)).toBe("transformer.h_4.mlp.mul");
-  tree.setFilter({ minimum: 2 });
+  tree.change({ filter: { minimum: 2 } });
   expect(seen().filter((path) => /mul$/.test(path))).toEqual(["transformer.h_2.mlp.mul", "transformer.h_4.mlp.mul"]);
 });
 
@@ -330,9 +330,9 @@ test("filtering by score keeps the best, or those above a threshold, with their 
   const { seen, tree } = opened(
     scored({ "lm_head.linear": 1, "transformer.h_4.mlp.mul": 3, "transformer.h_2.mlp.mul": 2 }),
   );
-  tree.setFilter({ count: 1 });
+  tree.change({ filter: { count: 1 } });
   expect(seen()).toEqual(["", "transformer", "transformer.h_4", "transformer.h_4.mlp", "transformer.h_4.mlp.mul"]);
-  tree.setFilter({ minimum: 2 });
+  tree.change({ filter: { minimum: 2 } });
   tree.search("h_2");
   expect(seen().at(-1)).toBe("transformer.h_2.mlp.mul");
   expect(seen()).not.toContain("transformer.h_4");

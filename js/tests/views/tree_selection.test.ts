@@ -1,9 +1,7 @@
 import { afterEach, expect, test, vi } from "vitest";
 import type { Component } from "../../src/kernel/protocol";
-import { TreeState } from "../../src/tree/tree_state";
-import { itemOf } from "../../src/views/selection";
-import { SharedFilter } from "../../src/views/shared_filter";
-import { connectFilter, connectSelection } from "../../src/views/tree_selection";
+import { connectFilter, connectSelection, TreeState } from "../../src/tree/tree_state";
+import { itemOf, SharedFilter } from "../../src/views/selection";
 import { FakeView } from "../fixtures";
 
 afterEach(() => {
@@ -100,7 +98,7 @@ test("the score filter is shared by all views; another view's filter keeps the r
   state.setComponents(components);
   const later = () => new SharedFilter(view.model, () => undefined);
   const before = later();
-  state.setFilter({ minimum: 1.5 });
+  state.change({ filter: { minimum: 1.5 } });
   for (const other of [before, later()]) {
     expect(other.result?.words).toBe("|score| ≥ 1.5");
     expect([0, 1].map((layer) => other.keeps(itemOf(`layers[${layer}].attn.heads[3].z`)))).toEqual([true, false]);
@@ -118,7 +116,7 @@ test("the score filter is shared by all views; another view's filter keeps the r
   expect(before.keeps(itemOf("layers[1].mlp_out"))).toBe(false);
   before.set(null);
   expect(view.filter.result).toBeNull();
-  state.setFilter({ count: 1 });
+  state.change({ filter: { count: 1 } });
   expect(before.result?.words).toBe("the 1 largest of score");
   view.remove();
   expect(before.result).toBeNull();

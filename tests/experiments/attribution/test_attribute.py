@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,14 @@ from torch import Tensor, nn
 from graphpatch_notebook import CustomPatch, PatchableGraph, ReplacePatch, UnknownPathError, ZeroPatch
 from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning
 from graphpatch_notebook.experiments import attribute, top_scores
+from graphpatch_notebook.experiments.attribution.gradient_runs import Choices
 from tests.zoo import case_by_name
+from tests.zoo.submodules import Submodules
 from tests.zoo.transformers_models import with_cache
 
 
-class Linear(nn.Module):
+class Linear(Submodules, first=(4, 6), second=partial(nn.Linear, 6, 4, bias=False), dropout=partial(nn.Dropout, 0.5)):
     """Linear in every one of its values, with views, values of several uses, and writes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
-        self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.dropout(self.first(x))
@@ -122,7 +120,7 @@ def test_arguments_that_cannot_be(tiny: Any) -> None:
         attribute(pg, torch.sum, clean, corrupted, method="integrated", steps=0)
     with pytest.raises(UnknownPathError, match="sub_0"):
         attribute(pg, torch.sum, clean, corrupted, paths=["sub_0.outptu"])
-    with pytest.raises(ExperimentError, match=r"position_dim=1"):
+    with pytest.raises(ExperimentError, match="position_dim="):
         attribute(pg, torch.sum, clean, corrupted, positions=True)
 
 
@@ -139,13 +137,6 @@ def test_paths_and_the_top_scores(tiny: Any) -> None:
     assert len(top) == 3
     assert top.abs().max() == abs(everything).max()
     assert everything.to_series().sort_values().iloc[0] == everything.min()
-
-
-def test_equal_inputs_score_zero(tiny: Any) -> None:
-    _, pg, clean, _ = tiny
-    scores = attribute(pg, torch.sum, clean, clean)
-    assert (scores == 0).all()
-    assert scores.attrs["roots"] == []
 
 
 def test_integrated_scores_add_up() -> None:
@@ -167,59 +158,7 @@ def test_integrated_scores_add_up() -> None:
     assert (integrated.attrs["method"], integrated.attrs["steps"]) == ("integrated", 32)
 
 
-def test_integrated_scores_of_a_model_that_writes_its_state() -> None:
-    torch.manual_seed(0)
-    clean, corrupted = torch.randn(2, 3, 4)
-    pg = PatchableGraph(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)).train(), clean)
-    scores = attribute(pg, torch.sum, clean, corrupted, method="integrated", steps=32)
-    for path in (*scores.attrs["roots"], "output"):
-        assert float(scores.sel(path=path)) == pytest.approx(scores.clean - scores.corrupted, rel=1e-3)
-
-
-class Named(nn.Module):
-    """Returns its result in a container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"result": self.layer(x)}
-
-
-class Passing(nn.Module):
-    """Passes a result on in a container of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.named = Named()
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (self.named(x)["result"],)
-
-
-class Reading(nn.Module):
-    """Reads a value that two containers have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.passing, self.head = Passing(), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.head(self.passing(x)[0])) + x
-
-
-def test_a_value_in_one_container_after_the_other_has_its_score_in_each() -> None:
-    torch.manual_seed(0)
-    clean, corrupted = torch.randn(2, 3, 4)
-    scores = attribute(PatchableGraph(Reading(), clean), torch.sum, clean, corrupted)
-    assert scores.attrs["skipped"] == {}
-    expected = float(scores.sel(path="passing.named.layer.output"))
-    for path in ("passing.named.output|result", "passing.output|sub_0", "head.input"):
-        assert float(scores.sel(path=path)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("method", ["gradient", "integrated", "relp", "secant"])
+@pytest.mark.parametrize("method", ["gradient", "integrated", "secant"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_groups_that_fit_in_memory_give_the_same_scores(method: Any, frozen: bool) -> None:
     case = case_by_name("llama-sdpa")
@@ -239,6 +178,22 @@ def test_groups_that_fit_in_memory_give_the_same_scores(method: Any, frozen: boo
     assert in_one_go == (4 if method == "integrated" else 2)
     assert (len(calls) > 2 * in_one_go) is (method != "integrated")
     assert found.equals(expected)
+
+
+def test_infinities_of_both_runs_are_not_a_difference() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            masked = x.masked_fill(torch.tensor([False, False, True]), -torch.inf)
+            return (masked.softmax(-1) * torch.tensor([1.0, 2.0, 3.0])).sum()
+
+    clean, corrupted = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-1.0, 3.0, 0.0])
+    pg = PatchableGraph(Masked(), clean)
+
+    scores = attribute(pg, torch.sum, clean, corrupted)
+
+    assert scores.attrs["skipped"] == {}
+    assert scores.sel(path="masked").item() == pytest.approx(scores.sel(path="x").item())
+    assert scores.sel(path="x").item() != 0
 
 
 def test_values_without_a_score_are_named() -> None:
@@ -274,22 +229,6 @@ def test_values_without_a_score_are_named() -> None:
     for is_long, why in (((True, True), "was not computed"), ((False, True), "0 times in the corrupted run")):
         inputs = [{"x": x, "is_long": long} for x, long in zip((clean, corrupted), is_long, strict=True)]
         assert why in attribute(pg, torch.sum, *inputs).attrs["skipped"]["short"]
-
-
-def test_infinities_of_both_runs_are_not_a_difference() -> None:
-    class Masked(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            masked = x.masked_fill(torch.tensor([False, False, True]), -torch.inf)
-            return (masked.softmax(-1) * torch.tensor([1.0, 2.0, 3.0])).sum()
-
-    clean, corrupted = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-1.0, 3.0, 0.0])
-    pg = PatchableGraph(Masked(), clean)
-
-    scores = attribute(pg, torch.sum, clean, corrupted)
-
-    assert scores.attrs["skipped"] == {}
-    assert scores.sel(path="masked").item() == pytest.approx(scores.sel(path="x").item())
-    assert scores.sel(path="x").item() != 0
 
 
 def test_patches_that_are_active_belong_to_both_runs(tiny: Any) -> None:
@@ -401,12 +340,7 @@ def test_edited_graphs() -> None:
 def test_parts_that_run_without_gradients(mode: Any, frozen: bool) -> None:
     """What comes of a frozen encoder is where the runs begin to differ, for the part behind it."""
 
-    class Encoded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-            self.head = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-
+    class Encoded(Submodules, encoder=[(3, 3), nn.Tanh], head=[(3, 3), nn.Tanh]):
         def forward(self, x: Tensor) -> Tensor:
             with mode():
                 features = self.encoder(x)
@@ -427,3 +361,62 @@ def test_parts_that_run_without_gradients(mode: Any, frozen: bool) -> None:
     assert "head.sub_0.linear" not in skipped
     # What the encoder is given has an effect, but no gradient: no score, rather than a wrong one.
     assert "x" in skipped
+
+
+@pytest.mark.parametrize("method", ["gradient", "integrated", "secant"])
+def test_frozen_models_have_scores_and_models_made_in_inference_mode_an_error(method: Any) -> None:
+    def scores(pg: PatchableGraph) -> Any:
+        return attribute(pg, torch.sum, torch.ones(1, 3), torch.zeros(1, 3), method=method)
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 2))
+
+    frozen = PatchableGraph(made().requires_grad_(False), torch.ones(1, 3))
+    expected = scores(PatchableGraph(made(), torch.ones(1, 3)))
+    assert scores(frozen).identical(expected)
+    with torch.inference_mode():
+        assert scores(frozen).identical(expected)
+        pg = PatchableGraph(made(), torch.ones(1, 3))
+        with pytest.raises(ExperimentError, match=r"0\.weight"):
+            scores(pg)
+    with pytest.raises(ExperimentError, match=r"0\.weight"):
+        scores(pg)
+
+
+CHOOSING: dict[str, Callable[[Tensor], Any]] = {
+    "topk": lambda x: torch.topk(x, 2),
+    "topk along a dimension": lambda x: x.topk(2, 0),
+    "topk by name": lambda x: x.topk(k=2, dim=1),
+    "sort": lambda x: x.sort(descending=True),
+    "sort along a dimension": lambda x: torch.sort(x, 0),
+    "max": lambda x: x.max(1),
+    "max that keeps its dimension": lambda x: torch.max(x, dim=0, keepdim=True),
+    "min": lambda x: x.min(-1),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_frozen_choices_are_those_of_the_clean_run_with_values_of_the_corrupted_one(name: str) -> None:
+    clean, corrupted = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
+    choose, choices = CHOOSING[name], Choices("frozen")
+    (values, numbers), largest = choose(clean), clean.argmax(1)
+    corrupted.requires_grad_()
+    with choices.in_run(is_clean=True):
+        assert torch.equal(choose(clean)[1], numbers)
+        assert torch.equal(clean.argmax(1), largest)
+        assert torch.equal(clean.argmax(1), largest)
+    with choices.in_run(is_clean=False):
+        found = choose(corrupted)
+        assert torch.equal(corrupted.argmax(1), largest)
+        with pytest.raises(ExperimentError, match="numbers of shape"):
+            corrupted[:1].argmax(1)
+    assert torch.equal(found[1], numbers)
+    assert type(found) is type(choose(clean))
+    # Each value is where the clean run found its own: all entries of the clean input differ.
+    places = (clean[..., None, None] == values).reshape(20, -1).int().argmax(0)
+    assert torch.equal(found[0], corrupted.flatten()[places].view(values.shape))
+    (gradient,) = torch.autograd.grad(found[0].sum(), corrupted)
+    assert torch.equal(gradient.flatten().nonzero()[:, 0], places.sort().values)
+    with Choices("free").in_run(is_clean=False):
+        assert torch.equal(choose(corrupted)[1], choose(corrupted.detach())[1])

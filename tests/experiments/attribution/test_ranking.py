@@ -14,7 +14,7 @@ from graphpatch_notebook.experiments import (
     attribute,
     top_scores,
 )
-from tests.experiments.hooked import GPT2_OUTPUT, gpt2, llama
+from tests.experiments.hooked import gpt2, llama
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
 CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
@@ -69,13 +69,3 @@ def test_other_numbers_are_another_value(change: Any) -> None:
 
     scores = attribute(PatchableGraph(Model(), torch.randn(2, 3)), torch.sum, torch.randn(2, 3), torch.randn(2, 3))
     assert not {"y", "z"} & set(scores.attrs["same_values"])
-
-
-def test_results_without_names_are_ranked_as_they_are() -> None:
-    pg = PatchableGraph(gpt2(), CLEAN)
-    paths = ["transformer.ln_f.output", "lm_head.input", f"transformer.h_0.{GPT2_OUTPUT}"]
-    swept = pg.sweep({"path": paths, "unit": range(2)}, lambda path, unit: {}, CLEAN, metric=METRIC, progress=False)
-    assert len(top_scores(swept, 10)) == 6
-    some = attribute(pg, METRIC, CLEAN, CORRUPTED, paths=paths)
-    assert top_scores(some).index.tolist() == ["transformer.ln_f.output", f"transformer.h_0.{GPT2_OUTPUT}"]
-    assert len(top_scores(some.drop_attrs())) == 3

@@ -52,35 +52,36 @@ CIRCUITS += [placed(made(2, 2, 12), 3), placed(made(3, 4, 50, 3, kv_heads=2), 5)
 @pytest.mark.parametrize("circuit", CIRCUITS, ids=lambda circuit: str(len(circuit.edges)))
 def test_edges_go_upwards_and_nodes_do_not_overlap(circuit: Circuit) -> None:
     picture = lay_out(circuit)
-    assert [each.edge for each in picture.edges] == sorted(circuit.edges, key=lambda edge: -abs(edge.score))
-    for each in picture.edges:
-        ends = (each.sender, *each.receivers)
-        assert each.receivers
-        assert each.sender.name == each.edge.sender
-        assert {node.name for node in each.receivers} <= {*circuit.targets(each.edge.receiver)}
-        assert {node.position for node in ends} == {each.edge.position}
-        assert {*ends} <= {*picture.nodes}
-        numbers = [float(number) for number in re.findall(r"-?\d+\.\d", each.line)]
+    nodes = picture["nodes"]
+    strongest = sorted(circuit.edges, key=lambda edge: -abs(edge.score))
+    for each, edge in zip(picture["edges"], strongest, strict=True):
+        assert (each["sender"], each["receiver"], each["score"]) == (edge.sender, edge.receiver, edge.score)
+        sender, receivers = nodes[each["from"]], [nodes[number] for number in each["to"]]
+        assert sender["name"] == edge.sender
+        assert set() < {node["name"] for node in receivers} <= {*circuit.targets(edge.receiver)}
+        assert {node["position"] for node in (sender, *receivers)} == {edge.position}
+        numbers = [float(number) for number in re.findall(r"-?\d+\.\d", each["line"])]
         lowest, highest = max(numbers[1::2]), min(numbers[1::2])
-        assert lowest == each.sender.y - NODE_HEIGHT / 2
-        assert highest == min(node.y for node in each.receivers) + NODE_HEIGHT / 2 < lowest
-    for node in picture.nodes:
-        assert node.width / 2 <= node.x <= picture.width - node.width / 2
-        assert NODE_HEIGHT / 2 <= node.y <= picture.height - NODE_HEIGHT / 2
-    for one, other in itertools.combinations(picture.nodes, 2):
-        assert one.y != other.y or abs(one.x - other.x) >= (one.width + other.width) / 2 + 15
+        assert lowest == sender["y"] - NODE_HEIGHT / 2
+        assert highest == min(node["y"] for node in receivers) + NODE_HEIGHT / 2 < lowest
+    for node in nodes:
+        assert node["width"] / 2 <= node["x"] <= picture["width"] - node["width"] / 2
+        assert NODE_HEIGHT / 2 <= node["y"] <= picture["height"] - NODE_HEIGHT / 2
+    for one, other in itertools.combinations(nodes, 2):
+        assert one["y"] != other["y"] or abs(one["x"] - other["x"]) >= (one["width"] + other["width"]) / 2 + 15
 
 
 def test_tokens_go_across() -> None:
     """The nodes of a position are in its column; dotted lines lead from keys and values to where their head writes."""
     circuit = placed(made(3, 4, 50, 3, kv_heads=2), 5)
     picture = lay_out(circuit)
-    assert [label for label, _ in picture.columns] == ["a", "b", "c", "d", "e"]
+    columns = picture["columns"]
+    assert [column["label"] for column in columns] == ["a", "b", "c", "d", "e"]
     sides = [[], [], [], [], []]
-    for node in picture.nodes:
-        sides[node.position] += [node.x - node.width / 2, node.x + node.width / 2]
-    for (_, x), (one, other) in zip(picture.columns, itertools.pairwise([*sides, [picture.width]]), strict=True):
-        assert min(one) < x < max(one) < min(other)
+    for node in picture["nodes"]:
+        sides[node["position"]] += [node["x"] - node["width"] / 2, node["x"] + node["width"] / 2]
+    for column, (one, other) in zip(columns, itertools.pairwise([*sides, [picture["width"]]]), strict=True):
+        assert min(one) < column["x"] < max(one) < min(other)
 
     head = "layers[1].attn.heads[0]"
     feeds = {f"{head}.k": (f"{head}.z",), f"{head}.q": (f"{head}.z",), "@logits": ()}
@@ -91,30 +92,29 @@ def test_tokens_go_across() -> None:
     )
     circuit = Circuit(edges, feeds, 9, clean=1.0, corrupted=0.0)
     picture = lay_out(circuit)
-    nodes = {(node.name, node.position): node for node in picture.nodes}
+    nodes = {(node["name"], node["position"]): node for node in picture["nodes"]}
     assert set(nodes) == {("@embed", 1), ("@embed", 4), (f"{head}.z", 1), (f"{head}.z", 4), ("@logits", 4)}
-    ((reader, writer, line),) = picture.links
-    numbers = [float(number) for number in re.findall(r"-?\d+\.\d", line)]
+    (link,) = picture["links"]
+    numbers = [float(number) for number in re.findall(r"-?\d+\.\d", link["line"])]
     first, last = nodes[f"{head}.z", 1], nodes[f"{head}.z", 4]
-    assert (reader, writer) == (first, last)
-    assert (numbers[0], numbers[-2]) == pytest.approx((first.x + first.width / 2, last.x - last.width / 2))
+    assert [picture["nodes"][number] for number in link["ends"]] == [first, last]
+    assert (numbers[0], numbers[-2]) == pytest.approx((first["x"] + first["width"] / 2, last["x"] - last["width"] / 2))
     texts = [text.text for text in ElementTree.fromstring(circuit.to_svg()).iter(f"{SVG}text")]
     assert texts.index("1") < texts.index("4")
     assert "attention across positions" in circuit.to_svg()
-    # Attention that is not causal writes what it has read at earlier positions, too.
-    edges = (*edges, Edge(f"{head}.z", "@logits", 0.5, 0))
-    for ahead, count in (((), 1), (("layers[0].attn",), 1), (("layers[1].attn",), 2)):
-        assert len(lay_out(replace(circuit, edges=edges, ahead=ahead)).links) == count
+    # Where it writes before the position at which it reads, there is no line.
+    earlier = replace(circuit, edges=(*edges, Edge(f"{head}.z", "@logits", 0.5, 0)))
+    assert len(lay_out(earlier)["links"]) == 1
 
 
 def test_a_layer_is_above_the_ones_before_it_and_its_mlp_above_its_heads() -> None:
     picture = lay_out(made(3, 4, 40, 1))
-    places = {node.name: node.y for node in picture.nodes}
+    places = {node["name"]: node["y"] for node in picture["nodes"]}
     order = [re.sub(r"heads\[\d+\]", "heads", name) for name in sorted(places, key=lambda name: -places[name])]
     layers = [f"layers[{layer}].{part}" for layer in range(3) for part in ("attn.heads.z", "mlp_out")]
     assert list(dict.fromkeys(order)) == [name for name in ("@embed", *layers, "@logits") if name in order]
-    assert [label for label, _, _ in picture.bands] == ["layer 0", "layer 1", "layer 2"]
-    assert {port for node in picture.nodes for port in node.ports} == {"q", "k", "v"}
+    assert [band["label"] for band in picture["bands"]] == ["layer 0", "layer 1", "layer 2"]
+    assert {port for node in picture["nodes"] for port, _ in node["ports"]} == {"q", "k", "v"}
 
 
 def test_an_edge_to_shared_keys_ends_at_each_of_the_heads_that_pass_something_on() -> None:
@@ -124,10 +124,10 @@ def test_an_edge_to_shared_keys_ends_at_each_of_the_heads_that_pass_something_on
     for used in ([0], [1], [0, 1]):
         circuit = Circuit((shared, *(outs[head] for head in used)), feeds, 9, clean=1.0, corrupted=0.0)
         picture = lay_out(circuit)
-        placed = next(one for one in picture.edges if one.edge == shared)
-        names = [node.name for node in placed.receivers]
+        placed = next(one for one in picture["edges"] if one["receiver"] == shared.receiver)
+        names = [picture["nodes"][number]["name"] for number in placed["to"]]
         assert names == [f"layers[0].attn.heads[{head}].z" for head in used]
-        assert placed.line.count("M") == len(used)
+        assert placed["line"].count("M") == len(used)
 
 
 @pytest.mark.parametrize("count", [None, 5])

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from xarray import DataArray
 
-from graphpatch_notebook import PatchableGraph, ReplacePatch, ZeroPatch
+from graphpatch_notebook import PatchableGraph, ReplacePatch
 from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning, UnknownPathError
 from graphpatch_notebook.experiments import (
     ActivationStore,
@@ -157,14 +157,6 @@ def test_dtypes_patterns_of_attention_and_values_without_positions(pg: Patchable
         values.where(position=0)
 
 
-def test_active_patches_have_their_effect(pg: PatchableGraph, tmp_path: Path) -> None:
-    with pg.patch({"layers[0].resid_post": ZeroPatch()}):
-        store = record_to(pg, tmp_path, "layers[0].resid_post", examples(3), batch_size=2)
-    assert not store["layers[0].resid_post"][:].any()
-    with pytest.raises(ExperimentError, match="patches"):
-        record_to(pg, tmp_path, "layers[0].resid_post", examples(3), batch_size=2)
-
-
 def to(*given: Any, **options: Any) -> Any:
     return lambda pg, folder: record_to(pg, folder, *given, **options)
 
@@ -180,8 +172,6 @@ INVALID: list[tuple[type[Warning | Exception], Any]] = [
     (ExperimentError, to(STREAMS, [], positions=[])),
     (ExperimentError, lambda pg, _: mean_values(pg, STREAMS, [examples(4)], positions=[0, -1])),  # the end is padding
     (TypeError, lambda _, folder: record_to(build(), folder, STREAMS, [])),
-    (ExperimentError, lambda pg, _: ridge_probes(pg, STREAMS, [], [1.0], baselines=["none"])),
-    (ExperimentError, lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 4, max_bytes=10, held_out=0.5)),
     (ExperimentError, lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 5, held_out=0.5)),
     (ExperimentError, lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 4)),
     (ExperimentError, lambda pg, _: mean_values(pg, STREAMS, [])),
@@ -217,23 +207,6 @@ def test_a_folder_of_other_values_or_another_dataset_is_refused(pg: PatchableGra
     assert record_to(pg, tmp_path, STREAMS, examples(4), batch_size=2).examples == 4
 
 
-class Scaled(torch.nn.Module):
-    def forward(self, x: Tensor, shift: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        whole = (x * 10).long()
-        return x * scale - shift, whole, torch.complex(x, shift)
-
-
-def test_batches_with_other_arguments_are_others(tmp_path: Path) -> None:
-    x, shift = torch.rand(3, 2), torch.rand(3, 2)
-    pg = PatchableGraph(Scaled().eval(), x, shift, scale=2.0)
-    record_to(pg, tmp_path, "output|sub_0", [{"x": x, "shift": shift, "scale": 2.0}])
-    for other in ({"x": x, "shift": shift, "scale": 3.0}, {"shift": x, "x": shift, "scale": 2.0}):
-        with pytest.raises(ExperimentError, match="another dataset"):
-            record_to(pg, tmp_path, "output|sub_0", [other, other])
-    again = record_to(pg, tmp_path, "output|sub_0", [{"scale": 2.0, "shift": shift, "x": x}] * 2)
-    assert torch.equal(again["output|sub_0"][:], torch.cat([x * 2 - shift] * 2))
-
-
 def test_rows_are_asked_for_by_numbers_that_are_stored(pg: PatchableGraph, tmp_path: Path) -> None:
     values = record_to(pg, tmp_path, STREAMS, examples(3), batch_size=2)["layers[0].resid_post"]
     listed = values.where(example=[1, 2], position=[0, 1])
@@ -247,6 +220,12 @@ def test_rows_are_asked_for_by_numbers_that_are_stored(pg: PatchableGraph, tmp_p
             values.where(**asked)
 
 
+class Scaled(torch.nn.Module):
+    def forward(self, x: Tensor, shift: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        whole = (x * 10).long()
+        return x * scale - shift, whole, torch.complex(x, shift)
+
+
 def test_means_and_probes_of_whole_and_complex_numbers() -> None:
     x, shift = torch.rand(5, 2), torch.rand(5, 2)
     pg = PatchableGraph(Scaled().eval(), x, shift)
@@ -256,7 +235,7 @@ def test_means_and_probes_of_whole_and_complex_numbers() -> None:
     x, shift = torch.rand(2, 60, 2, generator=torch.Generator().manual_seed(0))
     for labels in (x.sum(1), shift.sum(1)):
         inputs = {"x": x, "shift": shift}
-        found = ridge_probes(pg, "output|sub_2", inputs, labels, batch_size=20, penalty=1e-6, baselines=[])
+        found = ridge_probes(pg, "output|sub_2", inputs, labels, batch_size=20, penalty=1e-6)
         assert found["r2"].item() > 0.999
 
 
@@ -305,43 +284,6 @@ def test_encoders_and_decoders_have_positions_of_their_own(tmp_path: Path, has_o
         mean_values(pg, paths, inputs, batch_size=2)
 
 
-def test_keys_have_positions_and_images_do_not(pg: PatchableGraph, tmp_path: Path) -> None:
-    from transformers import ViTConfig, ViTModel
-
-    model, inputs, found = build(), examples(5), []
-    model.transformer.h[1].attn.c_attn.register_forward_hook(lambda _, __, out: found.append(out))  # type: ignore[union-attr, index]
-    with torch.no_grad():
-        model(**inputs)
-    keys = found[0].chunk(3, -1)[1][inputs["attention_mask"].bool()]
-    mean = mean_values(pg, "layers[1].attn.k", inputs, batch_size=2)["layers[1].attn.k"]
-    assert torch.allclose(mean.flatten(), keys.mean(0), atol=1e-5)
-    images = torch.randn(3, 3, 4, 4)
-    widths = dict.fromkeys(("hidden_size", "intermediate_size"), 8)
-    vit = ViTModel(ViTConfig(num_hidden_layers=1, num_attention_heads=2, image_size=4, patch_size=2, **widths)).eval()
-    path = "layers[0].resid_post"
-    store = record_to(PatchableGraph(vit, images), tmp_path, path, images, batch_size=2)
-    with torch.no_grad():
-        assert torch.allclose(store[path][:], vit(images, output_hidden_states=True).hidden_states[1], atol=1e-5)
-
-
-def test_values_of_routers_have_positions(tmp_path: Path) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model: Any = MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, vocab_size=30, num_local_experts=3, **sizes))
-    inputs = examples(5)
-    pg = PatchableGraph(model.eval(), inputs["input_ids"][:2])
-    expected: list[Tensor] = []
-    with model.model.layers[0].mlp.gate.register_forward_hook(lambda _, __, out: expected.append(out[0])):
-        model(**inputs)
-    rows = expected[0].detach().reshape(5, LENGTH, 3)[inputs["attention_mask"].bool()]
-    store = record_to(pg, tmp_path / "store", "layers[0].router", inputs, batch_size=2)
-    torch.testing.assert_close(store["layers[0].router"][:], rows)
-    means = mean_values(pg, "layers[0].router", inputs, batch_size=3)
-    torch.testing.assert_close(means["layers[0].router"], rows.mean(0))
-
-
 def test_results_of_batches_are_averaged(pg: PatchableGraph) -> None:
     metric = LogitDifference(3, 4)
     pairs = [(examples(2, seed)["input_ids"], examples(2, seed + 50)["input_ids"]) for seed in range(4)]
@@ -359,9 +301,7 @@ def test_probes_are_ridge_regression_on_all_rows(pg: PatchableGraph, positions: 
     count, penalty = 60, 0.1
     inputs = examples(count)
     labels = np.random.default_rng(0).normal(size=(count, 2))
-    found = ridge_probes(
-        pg, STREAMS, inputs, labels, positions=positions, penalty=penalty, batch_size=7, baselines=["shuffled_labels"]
-    )
+    found = ridge_probes(pg, STREAMS, inputs, labels, positions=positions, penalty=penalty, batch_size=7)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     held_out = torch.zeros(count, dtype=torch.bool)
     held_out[order[:15]] = True
@@ -388,14 +328,12 @@ def _by_centering(x: Any, y: Any, other: Any, truth: Any, penalty: float) -> flo
     return float(1 - (left**2).sum() / ((truth - truth.mean(0)) ** 2).sum())
 
 
-def test_baselines_separate_the_model_from_its_tokens(pg: PatchableGraph) -> None:
+def test_labels_of_other_examples_are_not_read_off(pg: PatchableGraph) -> None:
     ids = torch.randint(0, 8, (400, LENGTH), generator=torch.Generator().manual_seed(3))
     found = ridge_probes(pg, "@embed", ids, ids[:, 0], positions=[0], batch_size=100, penalty=1e-4)
     scores = {name: float(found[name].sel(position=0).max()) for name in found}
     assert scores["r2"] > 0.95
-    assert scores["bag_of_tokens"] > 0.95
     assert scores["shuffled_labels"] < 0.1
-    assert scores["random_weights"] > 0.5  # embeddings of tokens differ whatever they are
     far = ridge_probes(pg, "@embed", ids, ids[:, 0], positions=[3], batch_size=100, penalty=1e-4)
     assert float(far["r2"].max()) < 0.1
     browser = pg.browse()

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from graphpatch_notebook import PatchableGraph, ZeroPatch
+from graphpatch_notebook import PatchableGraph
 from tests.zoo import Call
 from tests.zoo.values import flatten
 
@@ -56,7 +56,6 @@ def looped(
     make_call: Callable[[], Call],
     metric: Metric,
     *,
-    backward: bool = False,
     unpatched: PatchableGraph | None = None,
 ) -> Looped:
     """Returns what each cell gives in a context of its own, one after the other.
@@ -66,11 +65,10 @@ def looped(
         maps: The cells.
         make_call: Makes the inputs anew.
         metric: What is measured.
-        backward: Whether gradients accumulate.
         unpatched: What the run without patches is made on, if that would change `pg`.
     """
     state = torch.get_rng_state(), random.getstate()
-    with torch.set_grad_enabled(backward):
+    with torch.no_grad():
         baseline = numbers(metric(make_call().run(unpatched or pg)))
     torch.set_rng_state(state[0])
     random.setstate(state[1])
@@ -78,22 +76,13 @@ def looped(
     errors: list[str | None] = []
     for patches in maps:
         try:
-            value, error = _measured(pg, patches, make_call, metric, backward), None
+            with torch.no_grad(), pg.patch(patches):
+                value, error = numbers(metric(make_call().run(pg))), None
         except Exception as raised:  # of whatever kind the patched model raises
             value, error = None, type(raised).__name__
         values.append(value)
         errors.append(error)
     return Looped(baseline, values, errors)
-
-
-def _measured(
-    pg: Any, patches: Mapping[Any, Any], make_call: Callable[[], Call], metric: Metric, backward: bool
-) -> np.ndarray:
-    with torch.set_grad_enabled(backward), pg.patch(patches):
-        value = metric(make_call().run(pg))
-        if backward:
-            value.backward()
-    return numbers(value)
 
 
 def numbers(value: Any) -> np.ndarray:
@@ -191,18 +180,3 @@ def leaves_of(output: Any) -> list[Tensor]:
 def last_logits(output: Any) -> Tensor:
     """A metric that reads the last position only."""
     return output.logits[:, -1].flatten()
-
-
-def takes_short_cuts() -> bool:
-    """Whether sweeps take fewer runs of the whole model than there are cells, where nothing speaks against it."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).eval()
-    pg = PatchableGraph(model, torch.ones(1, 3))
-    runs: list[int] = []
-    model[0].register_forward_hook(lambda module, args, output: runs.append(len(output)))
-    swept(
-        pg,
-        [{"sub_1.output": ZeroPatch(slice=(..., unit))} for unit in range(3)] * 4,
-        Call.of(torch.ones(1, 3)),
-        torch.sum,
-    )
-    return len(runs) < 12

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from graphpatch_notebook import AddPatch, CustomPatch, Patch, ProbePatch, ReplacePatch, ZeroPatch
+from graphpatch_notebook import AddPatch, CustomPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.inspection.node_map import NodeMeta
 from tests.laws.captures import Capture
 
 PatchMap = dict[str, Any]
 
-UNREPEATABLE = ("tokens_per_expert", "perm", "float", "offsets")
+UNREPEATABLE = ("tokens_per_expert", "perm", "float", "histc_input", "offsets")
 """Nodes that decide which memory is filled: patched, they show what was there before, as views filled later do."""
 
 
@@ -39,8 +39,9 @@ def cells_of(capture: Capture, purpose: str, *, same_sizes: bool = True, nodes: 
 
 
 def chosen_nodes(capture: Capture, rng: random.Random, count: int) -> list[NodeMeta]:
-    """Returns nodes of each kind, none of which only carries sizes."""
-    nodes = [meta for meta in capture.pg.nodes.values() if not meta.is_size and not _is_unrepeatable(meta)]
+    """Returns nodes of each kind: with entries, as an empty cache has none, and not of sizes."""
+    every = (meta for meta in capture.pg.nodes.values() if not meta.is_size and not _is_unrepeatable(meta))
+    nodes = [meta for meta in every if meta.shape is None or meta.shape.numel()]
     kinds: list[Callable[[NodeMeta], bool]] = [
         lambda meta: meta.kind == "output" and meta.frame_path != "" and _is_float(meta),
         lambda meta: meta.kind == "op" and meta.frame_path != "" and _is_float(meta),
@@ -100,7 +101,7 @@ def _makers(meta: NodeMeta, rng: random.Random, same_sizes: bool) -> Iterator[Ca
         yield lambda: ReplacePatch(value=value)
         if len(shape) > 1:
             yield lambda: ReplacePatch(value=value[:, -1], slice=(slice(None), -1))
-            yield lambda: AddPatch(value=value[0, ...], slice=(slice(None), ...))
+            yield lambda: AddPatch(value=value[:1], slice=(slice(None), ...))
 
 
 def _unchanged(value: Any) -> Any:
@@ -119,13 +120,3 @@ def _reversed(value: Any) -> Any:
 def _centred(value: Any) -> Any:
     """What one sequence of the batch gets depends on the others."""
     return value - value.mean(0, keepdim=True)
-
-
-def with_probes(maps: list[PatchMap]) -> list[ProbePatch]:
-    """Puts a probe after the patches of each node of each cell; returns them."""
-    probes = []
-    for patches in maps:
-        for path, given in patches.items():
-            probes.append(ProbePatch())
-            patches[path] = [*(given if isinstance(given, list) else [given]), probes[-1]]
-    return probes

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
-from graphpatch_notebook.experiments.engine.changed_positions import ChangedPositions
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ZeroPatch
+from graphpatch_notebook.experiments.engine.frames import ChangedPositions
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.plan import CleanRun
+from graphpatch_notebook.experiments.engine.shared import clean_run
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.patchable_graph import captured
 from tests.experiments.engine.loops import TOLERANCE, Counts
@@ -110,6 +107,7 @@ MIXING: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "nothing, but infinities": lambda self, x: x + 0 * x.sum(1, keepdim=True),
     "a state from elsewhere": lambda self, x: x + STATE["mix"] * x.mean(1, keepdim=True) if STATE["mix"] else x,
     "the longest so far": lambda self, x: x / self.longest(x.shape[1]),
+    "whether a sum is positive, which seldom changes": lambda self, x: (self.linear(x.cumsum(1)) > 0).float(),
     "neighbours by a convolution": lambda self, x: torch.nn.functional.avg_pool1d(x.mT, 3, 1, 1).mT,
 }
 
@@ -192,157 +190,6 @@ def test_patches_that_look_at_other_positions_see_what_is_there() -> None:
 
 
 @pytest.mark.usefixtures("small_modules_in_parts")
-def test_zeros_of_both_signs_stay_different() -> None:
-    class Signs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, SIZE))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.weight[0].copysign(x)
-
-    class Signed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.signs = Signs()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.signs(x * 0.0)
-
-    x = torch.ones(1, LENGTH, SIZE)
-    pg = PatchableGraph(Signed(), x)
-
-    def make(position: int) -> dict[str, Any]:
-        return {"signs.x": ReplacePatch(value=-0.0, slice=(slice(None), position))}
-
-    def make_before(position: int) -> dict[str, Any]:
-        return {"mul": ReplacePatch(value=-0.0, slice=(slice(None), position))}
-
-    for maker in (make, make_before):
-        result = pg.sweep({"position": range(LENGTH)}, maker, x, metric=lambda output: output[0, :, 0], progress=False)
-        assert result.values.tolist() == [[-1.0 if at == row else 1.0 for at in range(LENGTH)] for row in range(LENGTH)]
-
-
-CHANGES: dict[str, Callable[[Any], None]] = {
-    "another function": lambda second: setattr(second, "_mix", MIXING["sums"]),
-    "weights": lambda second: second.linear.weight.data.mul_(2),
-    "an opened gate": lambda second: second.gate.data.fill_(1.0),
-    "a matrix that mixes now": lambda second: second.positions.data.copy_(second.positions.data.roll(1, 0)),
-    "a state elsewhere": lambda second: STATE.update(mix=1.0),
-    "training": lambda second: second.train(),
-}
-
-
-@pytest.mark.usefixtures("small_modules_in_parts")
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize(
-    "name", [None, "a gate that is closed", "a matrix that mixes nothing yet", "a state from elsewhere"]
-)
-def test_a_model_that_is_changed_between_sweeps_has_the_numbers_of_what_it_is_now(
-    name: str | None, change: str
-) -> None:
-    model = Model(None if name is None else MIXING[name]).eval()
-    pg = PatchableGraph(model, TOKENS)
-    try:
-        for metric in (last, everything):
-            compared(pg, zeroed, metric, PATHS)
-        CHANGES[change](model.body.second)
-        for metric in (last, everything):
-            compared(pg, zeroed, metric, PATHS)
-    finally:
-        STATE["mix"] = 0.0
-
-
-@pytest.mark.usefixtures("small_modules_in_parts")
-def test_other_lengths_may_be_computed_in_another_way() -> None:
-    pg = PatchableGraph(Model(lambda self, x: x + x.mean(1, keepdim=True) if x.shape[1] > 4 else x).eval(), TOKENS)
-    paths = ["body.first.output", "body.second.output"]
-
-    for tokens in (TOKENS[:, :3], TOKENS):
-        compared(pg, zeroed, everything, paths, tokens)
-
-
-@pytest.mark.usefixtures("small_modules_in_parts")
-def test_positions_that_a_saturating_function_reads_are_computed() -> None:
-    """Whether a sum over positions is positive seldom changes; still it reads all of them."""
-    model = Model(lambda self, x: (self.linear(x.cumsum(1)) > 0).float()).eval()
-
-    compared(PatchableGraph(model, TOKENS), zeroed, last, PATHS)
-
-
-@pytest.mark.usefixtures("small_modules_in_parts")
-def test_calls_of_one_module_are_separate() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Seen(MIXING["a state from elsewhere"])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for mix in (0.0, 1.0, 0.0):
-                STATE["mix"] = mix
-                x = self.block(x)
-            return x
-
-    torch.manual_seed(0)
-    x = torch.randn(1, LENGTH, SIZE)
-    pg = PatchableGraph(Twice().eval(), x)
-    paths = [path for path, meta in pg.nodes.items() if meta.kind == "output" and path != "output"]
-    compared(pg, zeroed, lambda y: y[0, :, 0], paths, x)
-
-
-@pytest.mark.usefixtures("small_modules_in_parts")
-def test_a_tensor_that_is_filled_in_place_is_not_a_constant() -> None:
-    """A vector of zeros, into which the mean over positions is added, and which a module then multiplies by."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(SIZE, SIZE)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) * Scale.vector
-
-    class Filled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.scaled = nn.Identity(), Scaled()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x) + 0
-            vector = torch.zeros(len(x), 1, SIZE)
-            alias = vector.view(len(x), 1, SIZE)
-            vector.add_(x.mean(1, keepdim=True))
-            Scale.vector = alias
-            return self.scaled(x)
-
-    torch.manual_seed(0)
-    x = torch.randn(1, LENGTH, SIZE)
-    pg = PatchableGraph(Filled().eval(), x)
-
-    # Without remarks: otherwise the sweep would have noticed what went wrong, and mended it.
-    assert compared(pg, zeroed, lambda y: y[0, :, 0], ["first.output"], x) == []
-
-
-Scale = SimpleNamespace()
-"""Where nothing that looks for changes of a model looks: objects of classes of other files."""
-
-
-@pytest.mark.usefixtures("small_modules_in_parts")
-def test_nothing_large_is_kept_between_sweeps() -> None:
-    model = Model().eval()
-    pg = PatchableGraph(model, TOKENS)
-    kept = []
-    for _ in range(3):
-        model.body.memory = {"keys": torch.zeros(1000)}
-        kept.append(weakref.ref(model.body.memory["keys"]))
-        compared(pg, zeroed, last, PATHS[:1])
-    del model.body.memory
-    gc.collect()
-
-    assert [reference() for reference in kept] == [None] * 3
-
-
-@pytest.mark.usefixtures("small_modules_in_parts")
 @pytest.mark.parametrize("name", ["gpt2-sdpa", "llama-sdpa", "gemma2-eager", "bert-sdpa", "t5-eager", "vit-sdpa"])
 def test_transformers_compute_fewer_positions(name: str) -> None:
     """Their large modules are found to work on each position alone, and none of the attention is."""
@@ -350,15 +197,11 @@ def test_transformers_compute_fewer_positions(name: str) -> None:
     call = case.example()
     pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
     path = next(path for path, meta in pg.nodes.items() if meta.kind == "output" and path.count(".") >= 2)
-    targets = {path: resolve(captured(pg).root, path)}
-    kinds = set()
+    targets, kinds = {path: resolve(captured(pg).root, path)}, set()
 
     with torch.no_grad():
-        clean = CleanRun.of(
-            pg, Inputs(call.args, call.kwargs), targets, lambda node, _: bool([*node.module.children()])
-        )
-        for node in clean.tree.root.walk():
-            if node.call is not None:
+        for node in clean_run(pg, Inputs(call.args, call.kwargs), targets, 1).root.walk():
+            if node.call is not None and [*node.module.children()]:
                 given = torch.cat([node.call.given] * 3)
                 given[-1, 0] += 1
                 own = ChangedPositions(node.module, node.call)

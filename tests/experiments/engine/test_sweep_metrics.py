@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
-from tests.experiments.engine.loops import TOLERANCE, disagreement, looped, swept
+from tests.experiments.engine.loops import TOLERANCE, disagreement, leaves_of, looped, swept
 from tests.experiments.hooked import GPT2_OUTPUT
 from tests.integrations.offloaded import gpt2, llama
 from tests.zoo import Call
@@ -57,19 +57,6 @@ def replaced(output: Any) -> Tensor:
     output.logits = output.logits[:, -1:] * 2
     output["logits"] = output.logits + 1
     return output.logits.sum(-1)
-
-
-class Keeping:
-    """Keeps what it was given, and compares it with what it was at first."""
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[Any, Tensor]] = []
-
-    def __call__(self, output: Any) -> Tensor:
-        for earlier, then in self.kept:
-            assert torch.equal(earlier.logits, then)
-        self.kept.append((output, output.logits.clone()))
-        return output.logits[:, -1, 4]
 
 
 METRICS: dict[str, Callable[[Any], Any]] = {
@@ -133,10 +120,6 @@ def check(name: str, metric: Callable[[], Callable[[Any], Any]], make_call: Call
 def test_metrics_may_read_any_part_of_the_output(name: str, what: str) -> None:
     every = 1 if "last" in what else 3
     check(name, lambda: METRICS[what], lambda: Call.of(input_ids=IDS), slice(None, None, every))
-
-
-def test_outputs_that_a_metric_keeps_do_not_change() -> None:
-    check("gpt2", Keeping, lambda: Call.of(IDS), slice(None))
 
 
 @pytest.mark.parametrize("read", ["last", "all"])
@@ -207,25 +190,29 @@ def test_sweeps_accept_all_forms_of_inputs(name: str, what: str) -> None:
     check(name, lambda: metric, CALLS[what], slice(None, None, 2))
 
 
-READ = {
-    "hidden states": lambda output: torch.stack(output.hidden_states)[..., :5],
-    "attentions": lambda output: torch.stack(output.attentions),
-    "losses": lambda output: output.loss,
-    "all of them": lambda output: output.loss + output.logits[:, -1].sum() + output.hidden_states[1].mean(),
-}
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("level", [-0.1, 0.0, 0.1])
+def test_metrics_may_choose_by_values_what_they_read(name: str, level: float) -> None:
+    """Which positions the metric reads is another question for each cell."""
+
+    def metric(output: Any) -> Any:
+        logits = output.logits
+        return logits[:, -1 if logits[0, -1, 0] > level else 0]
+
+    check(name, lambda: metric, lambda: Call.of(input_ids=IDS), slice(None, None, 3))
 
 
-@pytest.mark.parametrize("what", READ)
-@pytest.mark.parametrize("batch", [None, "auto"])
-def test_metrics_may_read_other_outputs(what: str, batch: Any) -> None:
-    flags = {"output_hidden_states": True, "labels": IDS}
-    model = gpt2()
-    model.set_attn_implementation("eager")
-    pg = PatchableGraph(model, input_ids=IDS)
+@pytest.mark.parametrize("path", ["output", "c_fc.weight"])
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_without_patches_a_metric_reads_all_outputs_as_in_a_cell(path: str, has_labels: bool) -> None:
+    """The run without patches leaves out the cache for cells that share forwards: these do not, or only some."""
+    pg = PatchableGraph(gpt2(), IDS)
+    call = Call.of(IDS, labels=IDS) if has_labels else Call.of(IDS)  # the loss is one for all rows
+    maps = [{f"transformer.h_0.mlp.{path}": AddPatch(value=float(n))} for n in range(5)]
 
-    def make_call() -> Call:
-        return Call.of(IDS, **flags, output_attentions=True)
+    def metric(output: Any) -> int:
+        return len(leaves_of(output))
 
-    expected = looped(pg, cells(pg), make_call, READ[what])
-    found = swept(pg, cells(pg), make_call(), READ[what], batch=batch)
-    assert disagreement(expected, found, 0.0 if batch is None else TOLERANCE) is None, found.remarks
+    for some in (maps, [*maps, {"transformer.h_1.mlp.c_fc.bias": ZeroPatch()}]):
+        expected = looped(pg, some, lambda: call, metric)
+        assert disagreement(expected, swept(pg, some, call, metric)) is None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,17 +14,15 @@ from graphpatch_notebook import ProbePatch, ReplacePatch
 from tests.experiments.engine.loops import (
     TOLERANCE,
     Everything,
-    differing,
     disagreement,
     last_logits,
     leaves_of,
     looped,
     swept,
-    takes_short_cuts,
 )
-from tests.experiments.engine.sweep_cells import cells_of, with_probes
-from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone, run, some_cases
-from tests.zoo import CASES, Call, Case, case_by_name, seed_all
+from tests.experiments.engine.sweep_cells import cells_of
+from tests.laws.captures import Capture, capture_of, each_case, run, some_cases
+from tests.zoo import Call, Case, case_by_name, seed_all
 from tests.zoo.values import bit_equal, copy_call, same_state, snapshot
 
 pytestmark = [
@@ -141,35 +137,6 @@ def test_sweeps_of_all_calls_equal_loops(case: Case) -> None:
         Sweeps.of(case, name, nodes=2).check(None, "auto")
 
 
-def can_be_probed(case: Case) -> bool:
-    """What a probe kept can be looked at after the run (not so inside of a `vmap`), and is the same each time."""
-    return leaves_its_state_alone(case) and not case.training and case.name != "awkward-functional-transforms"
-
-
-@some_cases(can_be_probed, every=3)
-def test_probes_see_what_they_see_in_a_loop(case: Case) -> None:
-    """A probe in a cell has the value of that cell, in the shape that the inputs of the sweep give it."""
-    capture = capture_of(case)
-    purpose = functools.partial(cells_of, capture, "probes")
-    expected, found = purpose()[:8], purpose()[:8]
-    expected_probes, probes = with_probes(expected), with_probes(found)
-
-    def metric(output: Any) -> int:
-        return 0
-
-    loop = looped(capture.pg, expected, case.example, metric)
-    assert disagreement(loop, swept(capture.pg, found, case.example(), metric)) is None
-    for cell, (one, other) in enumerate(zip(expected_probes, probes, strict=True)):
-        assert differing(_kept(one), _kept(other), tolerance_of(case)) is None, cell
-
-
-def _kept(probe: ProbePatch) -> np.ndarray:
-    try:
-        return np.concatenate([np.zeros(0), *(leaf.numpy() for leaf in leaves_of(probe.activation))])
-    except ValueError:  # the model wrote into it
-        return np.zeros(0)
-
-
 DECODERS = "gpt2-eager llama-sdpa gemma2-eager mamba bart-sdpa".split()
 # Other experts, biases and orders of layers, which `test_sweeps_equal_loops` batches, too.
 OTHER_DECODERS = "gpt2-sdpa mixtral-eager gpt-neox-sdpa bloom-eager".split()
@@ -210,14 +177,3 @@ def test_grids_of_layers_and_positions(name: str, batch: Any) -> None:
 
 def _has_positions(shape: torch.Size | None) -> bool:
     return shape is not None and len(shape) == 3 and tuple(shape[:2]) == (3, 7)
-
-
-RANDOM = [case for case in CASES if case.training and ("train" in case.name or "random" in case.name)]
-
-
-@pytest.mark.parametrize("case", RANDOM, ids=lambda case: case.name)
-def test_random_models_run_cell_by_cell_with_a_remark(case: Case) -> None:
-    capture = capture_of(case)
-    call = case.example()
-    found = swept(capture.pg, cells_of(capture, "random"), call, Everything(100))
-    assert found.remarks or not takes_short_cuts()

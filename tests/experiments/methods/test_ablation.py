@@ -18,6 +18,7 @@ HOSTS = {
     "llama": (llama, "model.layers_{}.self_attn.o_proj.input", "model.layers.{}.self_attn.o_proj"),
 }
 METRIC = LogitDifference([1, 2, 3], 5)
+Z = "layers[*].attn.heads[*].z"
 torch.manual_seed(1)
 IDS = torch.randint(23, (3, 6))
 REFERENCE = torch.randint(23, (4, 6))
@@ -39,9 +40,9 @@ def without(model: nn.Module, name: str, edit: Edit) -> float:
 
 @BATCHES
 def test_zero_by_head_and_position(host: Any, batch: Any, tolerance: float) -> None:
-    model, pg, paths, names = host
-    found = ablate(pg, paths, IDS, metric=METRIC, heads=4, positions=[0, -1], batch=batch, progress=False)
-    assert found.dims == ("path", "head", "position")
+    model, pg, _, names = host
+    found = ablate(pg, Z, IDS, metric=METRIC, positions=[0, -1], batch=batch, progress=False)
+    assert found.dims == ("layer", "head", "position")
     assert found.coords["position"].values.tolist() == [0, 5]
     assert found.attrs["method"] == "zero"
     nothing = torch.zeros(3, 6, 16)
@@ -53,16 +54,14 @@ def test_zero_by_head_and_position(host: Any, batch: Any, tolerance: float) -> N
                 assert found.values[layer, head, column] == pytest.approx(expected, abs=tolerance, rel=0)
     assert np.ptp(found.values) > 0.01
     with torch.no_grad():
-        assert found.attrs["baseline"] == METRIC(model(IDS)).item()
+        assert found.attrs["baseline"] == pytest.approx(METRIC(model(IDS)).item(), abs=tolerance, rel=0)
 
 
 @BATCHES
 def test_mean_over_the_batch_at_each_position(host: Any, batch: Any, tolerance: float) -> None:
-    model, pg, paths, names = host
-    found = ablate(
-        pg, paths, IDS, metric=METRIC, method="mean", reference=REFERENCE, heads=4, batch=batch, progress=False
-    )
-    assert found.dims == ("path", "head")
+    model, pg, _, names = host
+    found = ablate(pg, Z, IDS, metric=METRIC, method="mean", reference=REFERENCE, batch=batch, progress=False)
+    assert found.dims == ("layer", "head")
     values = outputs(model, names, lambda: model(REFERENCE), of_inputs=True)
     for layer, name in enumerate(names):
         mean = values[layer].mean(0, keepdim=True).expand(3, -1, -1)
@@ -87,33 +86,15 @@ def test_mean_over_all_positions_of_a_reference_of_another_length(host: Any, bat
 
 
 @BATCHES
-@pytest.mark.parametrize("seed", [None, 3])
-def test_resample_takes_rows_of_the_reference(host: Any, seed: int | None, batch: Any, tolerance: float) -> None:
+def test_resample_takes_rows_of_the_reference(host: Any, batch: Any, tolerance: float) -> None:
     model, pg, paths, names = host
-    reference = REFERENCE if seed is not None else REFERENCE[:3]
-    found = ablate(
-        pg, paths, IDS, metric=METRIC, method="resample", reference=reference, seed=seed, batch=batch, progress=False
-    )
+    reference = REFERENCE[:3]
+    found = ablate(pg, paths, IDS, metric=METRIC, method="resample", reference=reference, batch=batch, progress=False)
     assert found.dims == ("path",)
-    rows = list(range(3))
-    if seed is not None:
-        rows = torch.randperm(4, generator=torch.Generator().manual_seed(seed))[:3].tolist()
     values = outputs(model, names, lambda: model(reference), of_inputs=True)
     for layer, name in enumerate(names):
-        expected = without(model, name, putting(values[layer][rows]))
+        expected = without(model, name, putting(values[layer]))
         assert found.values[layer] == pytest.approx(expected, abs=tolerance, rel=0)
-
-
-def test_parameters_can_be_set_to_zero_and_no_more() -> None:
-    model = gpt2()
-    pg = PatchableGraph(model, IDS)
-    path = "transformer.h_0.mlp.c_fc.weight"
-    found = ablate(pg, [path], input_ids=IDS, metric=METRIC, progress=False)
-    with torch.no_grad():
-        model.transformer.h[0].mlp.c_fc.weight.zero_()
-        assert found.item() == METRIC(model(IDS)).item()
-    with pytest.raises(ExperimentError, match=r"c_fc.weight"):
-        ablate(pg, [path], IDS, metric=METRIC, method="mean", reference=IDS, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -131,20 +112,15 @@ MEAN: dict[str, Any] = {"method": "mean", "reference": REFERENCE}
         {"method": "mean"},
         {"reference": IDS},
         MEAN | {"mean_over": "all"},
-        MEAN | {"seed": 1},
         {"method": "resample", "reference": IDS, "mean_over": "batch and positions"},
         {"method": "resample", "reference": REFERENCE},  # of 4 rows, for 3
         MEAN | {"reference": REFERENCE[:, :4]},
         MEAN | {"paths": ["transformer.wpe.output"]},  # it has no rows
         MEAN | {"paths": ["transformer.wte.input"]},  # integers
         MEAN | {"mean_over": "batch and positions", "paths": ["transformer.h_0.mlp.c_fc.weight"]},
-        {"heads": 3},
-        {"heads": 0},
-        {"heads": 4, "paths": ["transformer.h_0.mlp.output"]},
         {"positions": False},
         {"positions": 6},
         {"positions": 0, "position_dim": "1"},
-        {"paths": f"transformer.h_0.{GPT2_OUTPUT}"},
     ],
 )
 def test_invalid_ablations_are_errors(pg: PatchableGraph, settings: dict[str, Any]) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-import graphpatch_notebook.experiments as gx
 from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.experiments import (
     LogitDifference,
@@ -34,20 +31,6 @@ def pg() -> PatchableGraph:
 
 def without(position: int) -> dict[str, ZeroPatch]:
     return {PATH: ZeroPatch(slice=(slice(None), position))}
-
-
-def test_sweep_is_a_function_that_does_what_the_method_does(pg: PatchableGraph) -> None:
-    settings: dict[str, Any] = {"metric": METRIC, "batch": None, "progress": False}
-    expected = pg.sweep({"position": range(7)}, without, CLEAN, **settings)
-    for found in (
-        sweep(pg, {"position": range(7)}, without, CLEAN, **settings),
-        gx.sweep(pg, {"position": range(7)}, without, input_ids=CLEAN, **settings),
-    ):
-        assert found.equals(expected)
-        assert found.attrs == expected.attrs
-    assert np.ptp(expected.values) > 0.01
-    parameters, of_method = inspect.signature(sweep).parameters, inspect.signature(PatchableGraph.sweep).parameters
-    assert list(parameters)[1:] == list(of_method)[1:]
 
 
 CALLS: dict[str, Any] = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphpatch_notebook import ExperimentError, PatchableGraph, ProbePatch, ReplacePatch, UnknownPathError, ZeroPatch
+from graphpatch_notebook import ExperimentError, PatchableGraph, ProbePatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.experiments import ablate, attribute, causal_trace, path_patch
 from graphpatch_notebook.experiments.results import component_grid
 from tests.tiny_models import gpt2
@@ -40,18 +40,6 @@ def test_ablation(pg):
     by_name = ablate(pg, "layers[*].mlp_out", clean, method="mean", reference=corrupted, metric=metric, progress=False)
     by_path = ablate(pg, MLPS, clean, method="mean", reference=corrupted, metric=metric, progress=False)
     same(by_name, by_path, ("layer",))
-
-
-def test_ablation_of_a_part(pg):
-    by_name = ablate(pg, "layers[*].mlp_out[:, :, 4:8]", clean, metric=metric, progress=False)
-    expected = []
-    for path in MLPS:
-        with torch.no_grad(), pg.patch({path: ZeroPatch(slice=(..., slice(4, 8)))}):
-            expected.append(metric(pg(clean)).item())
-    assert by_name.dims == ("layer",)
-    np.testing.assert_allclose(by_name.values, expected, rtol=1e-5)
-    with pytest.raises(ExperimentError, match="'transformer.h_0.mlp.output'"):
-        ablate(pg, MLPS, clean, heads=4, metric=metric, progress=False)
 
 
 def test_causal_tracing(pg):
@@ -89,27 +77,18 @@ def test_attribution(pg):
 
 def test_heads(pg):
     options = {"metric": metric, "progress": False}
-    inputs = [f"transformer.h_{layer}.attn.c_proj.x" for layer in LAYERS]
     of_heads = "layers[*].attn.heads[*].z"
-    same(ablate(pg, of_heads, clean, **options), ablate(pg, inputs, clean, heads=4, **options), ("layer", "head"))
+    size = 16 // 4
+    parts = [
+        (f"transformer.h_{layer}.attn.c_proj.x", (..., slice(size * head, size * head + size)))
+        for layer in LAYERS
+        for head in range(4)
+    ]
     by_name = path_patch(pg, of_heads, None, clean, corrupted, **options)
-    same(by_name, path_patch(pg, inputs, None, clean, corrupted, heads=4, **options), ("layer", "head"))
-    by_path = attribute(pg, metric, clean, corrupted, paths=inputs, heads=4)
-    by_name = attribute(pg, metric, clean, corrupted, paths=of_heads)
     assert by_name.dims == ("layer", "head")
-    np.testing.assert_allclose(by_name.values, by_path.values, atol=1e-7)
-
-
-def test_another_number_of_heads_than_the_attention_has_is_refused(pg):
-    with pytest.raises(ExperimentError):
-        ablate(pg, ["transformer.h_0.attn.c_proj.x"], clean, metric=metric, heads=2)
-    with pytest.raises(ExperimentError):
-        attribute(pg, metric, clean, corrupted, paths="layers[0].attn.heads[*].z", heads=4)
-
-
-def test_names_that_do_not_exist_are_refused_before_anything_runs(pg):
-    with pytest.raises(UnknownPathError):
-        ablate(pg, "layers[3].mlp_out", clean, metric=metric)
+    assert (by_name.values.ravel() == path_patch(pg, parts, None, clean, corrupted, **options).values).all()
+    assert ablate(pg, of_heads, clean, **options).dims == ("layer", "head")
+    assert attribute(pg, metric, clean, corrupted, paths=of_heads).dims == ("layer", "head")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +119,6 @@ def test_positions_of_models_that_do_not_take_tokens():
     np.testing.assert_array_equal(
         by_axes, causal_trace(graph, *runs, "layers[*].resid_mid", None, **options, position_dim=1)
     )
-    with pytest.raises(ExperimentError):
-        causal_trace(graph, *runs, ["src"], None, **options)
 
 
 ROWS = [[2, 0], [4, -1]]
@@ -184,15 +161,3 @@ def test_attribution_of_positions_of_each_row(pg):
         np.testing.assert_allclose(scores.sel(path="layers[0].attn.heads[1].z", position=column), head, atol=1e-7)
     with pytest.raises(ExperimentError, match="positions="):
         attribute(pg, metric, clean, corrupted, paths=[name], positions=[[1], [2], [3]])
-
-
-def test_path_patching_of_positions_of_each_row(pg):
-    held, name, rows = (
-        {"components": ["layers[0].attn_out"], "progress": False},
-        "layers[0].mlp_out",
-        (torch.arange(2), torch.tensor([2, 4])),
-    )
-    found = path_patch(pg, (name, rows), None, clean, corrupted, metric, **held)
-    value = pg.record(name, clean)[name].detach()[rows]
-    with torch.no_grad(), pg.patch({name: ReplacePatch(value, slice=rows)}):
-        np.testing.assert_allclose(found, metric(pg(corrupted)).item(), atol=1e-6)

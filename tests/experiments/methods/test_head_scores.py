@@ -16,10 +16,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from graphpatch_notebook import ExperimentError, PatchableGraph, ReplacePatch
+from graphpatch_notebook import ExperimentError, PatchableGraph
 from graphpatch_notebook.experiments import composition_scores, head_scores, keep_heads
 from tests.components.families import captured_model
 from tests.hooks import registered
+from tests.libraries.classics import CONTEXT, arena
 
 IDS = torch.randint(0, 9, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -89,14 +90,6 @@ def test_tokens_are_those_that_the_stack_embeds(pg: PatchableGraph) -> None:
     assert head_scores(pg, attention_mask=mask, input_ids=IDS).equals(head_scores(pg, IDS))
 
 
-def test_a_head_that_only_looks_back_scores_one(pg: PatchableGraph) -> None:
-    length = IDS.shape[1]
-    back = torch.eye(length).roll(1, 0)
-    with pg.patch({"layers[1].attn.pattern": ReplacePatch(back)}):
-        scores = head_scores(pg, IDS)
-    assert scores.sel(score="previous token", layer=1).values == pytest.approx(np.ones(4))
-
-
 @pytest.mark.parametrize("kind", ["Q", "K", "V"])
 def test_composition_is_that_of_the_large_matrices(kind: str) -> None:
     pg, _ = captured_model("llama")
@@ -161,3 +154,12 @@ def test_circuits_are_those_of_hooks(pg: PatchableGraph, method: Any) -> None:
 def test_wrong_arguments(pg: PatchableGraph, options: dict[str, Any]) -> None:
     with pytest.raises(ExperimentError):
         keep_heads(pg, **options)
+
+
+def test_models_of_few_positions_are_given_fewer_tokens() -> None:
+    torch.manual_seed(0)
+    model = arena().eval()
+    pg = PatchableGraph(model, torch.arange(6)[None])
+    assert head_scores(pg).equals(head_scores(pg, length=CONTEXT // 2))
+    with pytest.raises(ExperimentError, match=str(2 * CONTEXT)):
+        head_scores(pg, length=CONTEXT)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from graphpatch_notebook import ExperimentError, GraphPatchWarning, PatchableGraph
@@ -94,26 +94,6 @@ def test_contributions_add_up_to_the_logit(name: str, by: str) -> None:
         assert part.shape[:2] == (2, {"head": 4, "neuron": 48 if name != "gpt2" else 128}[by])
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("by", ["layer", "head", "neuron"])
-def test_contributions_to_a_stream_that_is_scaled_before_the_unembedding(by: str, is_tied: bool) -> None:
-    torch.manual_seed(0)
-    settings = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48, "num_layers": 2, "vocab_size": 60}
-    config = transformers.T5Config(**settings, decoder_start_token_id=0, tie_word_embeddings=is_tied)
-    model = transformers.T5ForConditionalGeneration(config).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    given = {"input_ids": torch.randint(0, 60, (2, 7)), "decoder_input_ids": torch.randint(0, 60, (2, 5))}
-    pg = PatchableGraph(model, **given)
-    with torch.no_grad():
-        logits = model(**given).logits[[0, 1], [2, -1]]
-    options = {"target": TOKENS, "minus": 1, "by": by, "position": [2, -1], "stack": "decoder"}
-    parts = direct_logit_attribution(pg, **options, **given)
-    total = sum(part.sum([dim for dim in part.dims if dim != "batch"]) for part in parts.values())
-    np.testing.assert_allclose(total, logits[[0, 1], TOKENS] - logits[:, 1], atol=1e-4)
-    assert abs(parts["bias"]).max() < 1e-4  # T5 has none
-
-
 def test_contributions_are_those_of_plain_torch() -> None:
     pg, ids = captured_model("gpt2")
     model, kept = pg._module, {}
@@ -147,41 +127,6 @@ def test_contributions_are_those_of_plain_torch() -> None:
             np.testing.assert_allclose(heads["mlp"][number], (out[:, -1] * direction).sum(-1), atol=1e-4)
         bias = (norm.bias * model.lm_head.weight[5]).sum()
         np.testing.assert_allclose(heads["bias"], bias.expand(2), atol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore:.*the logit before")
-def test_contributions_behind_a_norm_are_those_of_plain_torch_with_its_scale_held() -> None:
-    pg, ids = captured_model("gemma2")
-    model, kept = pg._module, {}
-    layers, final = model.model.layers, model.model.norm
-    read = {"end": final}
-    for number, layer in enumerate(layers):
-        read |= {f"z{number}": layer.self_attn.o_proj, f"post{number}": layer.mlp.down_proj}
-        read |= {f"attn{number}": layer.post_attention_layernorm, f"mlp{number}": layer.post_feedforward_layernorm}
-    handles = [
-        module.register_forward_pre_hook(lambda _, args, key=key: kept.update({key: args[0][:, -1].detach().double()}))
-        for key, module in read.items()
-    ]
-    with registered(handles):
-        model(ids)
-
-    def held(norm: nn.Module, value: Tensor) -> Tensor:
-        return (1 + norm.weight.detach().double()) / (value.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-
-    direction = model.lm_head.weight[5].detach().double() * held(final, kept["end"])
-    heads = direct_logit_attribution(pg, ids, target=5, by="head")
-    neurons = direct_logit_attribution(pg, ids, target=5, by="neuron")
-    for number, layer in enumerate(layers):
-        before = direction * held(layer.post_attention_layernorm, kept[f"attn{number}"])
-        for head in range(4):
-            rows = slice(8 * head, 8 * head + 8)
-            written = kept[f"z{number}"][:, rows] @ layer.self_attn.o_proj.weight[:, rows].T.detach().double()
-            np.testing.assert_allclose(heads["attn"][number, head], (written * before).sum(-1), atol=1e-4)
-        before = direction * held(layer.post_feedforward_layernorm, kept[f"mlp{number}"])
-        each = kept[f"post{number}"] * (before @ layer.mlp.down_proj.weight.detach().double())
-        np.testing.assert_allclose(neurons["mlp"][number], each.T, atol=1e-4)
-    for part in (heads["attn_bias"], neurons["mlp_bias"]):
-        np.testing.assert_allclose(part, 0, atol=1e-4)
 
 
 def test_logits_that_are_not_such_sums_are_errors() -> None:
@@ -226,7 +171,55 @@ def test_wrong_arguments(options: dict[str, Any]) -> None:
         direct_logit_attribution(pg, ids, **options)
 
 
-def test_models_without_layers() -> None:
-    pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(ExperimentError):
-        logit_lens(pg, torch.ones(1, 2))
+@pytest.mark.parametrize("by", ["layer", "head", "neuron"])
+def test_contributions_at_all_positions_are_those_at_each(by: str) -> None:
+    pg, ids = captured_model("gpt2")
+    whole = direct_logit_attribution(pg, ids, target=5, minus=2, by=by, position=None)  # type: ignore[arg-type]
+    assert whole["attn"].dims[-2:] == whole["bias"].dims == ("batch", "position")
+    for position in range(ids.shape[1]):
+        one = direct_logit_attribution(pg, ids, target=5, minus=2, by=by, position=position)  # type: ignore[arg-type]
+        for name, part in one.items():
+            np.testing.assert_allclose(whole[name].isel(position=position), part, atol=1e-9)
+    pg, pixels = captured_model("vit")
+    with pytest.raises(ExperimentError, match="position"):
+        direct_logit_attribution(pg, pixels, target=1, position=None)
+
+
+class PositionsFirst(nn.Module):
+    """A model whose stream has the positions first, and whose logits have the batch first, with a bias of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        layers = (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, norm_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(layers)
+        self.unembed, self.bias, self.scale = nn.Linear(8, 11, bias=False), nn.Parameter(torch.randn(11)), 0.5
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens.T)
+        for layer in self.layers:
+            x = layer(x)
+        return self.unembed(self.norm(x)).transpose(0, 1) * self.scale + self.bias
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_logits_may_have_another_order_than_the_stream_and_a_bias_and_a_scale(rows: int) -> None:
+    torch.manual_seed(0)
+    model, tokens = PositionsFirst().eval(), torch.randint(0, 11, (rows, 5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraphPatchWarning)
+        parts = direct_logit_attribution(PatchableGraph(model, tokens), tokens, target=3, position=[1] * rows)
+    kept: dict[str, Tensor] = {}
+    layer = model.layers[0]
+    hooks = [model.norm.register_forward_pre_hook(lambda _, args: kept.update(end=args[0][1]))]
+    hooks.append(layer.self_attn.register_forward_hook(lambda _, args, output: kept.update(attn=output[0][1])))
+    with torch.no_grad(), registered(hooks):
+        logits = model(tokens)[:, 1, 3]
+    total = sum(part.sum([dim for dim in part.dims if dim != "batch"]) for part in parts.values())
+    np.testing.assert_allclose(total, logits, atol=1e-4)
+    with torch.no_grad():
+        scale = model.norm.weight / (kept["end"].var(-1, correction=0, keepdim=True) + model.norm.eps).sqrt()
+        written = (kept["attn"] - kept["attn"].mean(-1, keepdim=True)) * scale
+        np.testing.assert_allclose(parts["attn"][0], written @ model.unembed.weight[3] * model.scale, atol=1e-4)
+        bias = model.norm.bias @ model.unembed.weight[3] * model.scale + model.bias[3]
+        np.testing.assert_allclose(parts["bias"], bias.expand(rows), atol=1e-4)

@@ -3,18 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.views.requests import HANDLERS, answer
+from graphpatch_notebook.notebook.views.linked import HANDLERS, answer
 from tests.notebook.shells import Shell
 
 pytestmark = pytest.mark.hosts
-
-
-class Words:
-    def decode(self, tokens: list[int]) -> str:
-        return str(tokens)
 
 
 def exported(browser: Any, inputs: str | None = None) -> str:
@@ -53,18 +46,3 @@ def test_a_graph_in_no_variable_is_not_called_like_another(pg: Shell) -> None:
     browser = pg.namespace["browser"]
     assert browser.about["name"] == "pg_1"
     assert browser.graph is not pg.namespace["pg"]
-
-
-@pytest.mark.parametrize("tokenizer", ["gpt2", b"gpt2", 5, {}])
-def test_objects_that_are_not_tokenizers_are_refused(tokenizer: object) -> None:
-    graph = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
-    with pytest.raises(TypeError, match="an object with decode or convert_ids_to_tokens, not .*from_pretrained"):
-        graph.browse(tokenizer=tokenizer)
-    assert graph.browse(tokenizer=Words()).about["has_tokenizer"]
-
-
-@pytest.mark.parametrize("scores", [[1], None, "relu"])
-def test_scores_must_be_a_mapping(scores: Any) -> None:
-    browser = PatchableGraph(torch.nn.ReLU(), torch.ones(2)).browse()
-    with pytest.raises(TypeError, match="scores must be a dict from paths to numbers, not"):
-        browser.set_scores(scores)

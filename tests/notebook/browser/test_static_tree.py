@@ -11,8 +11,8 @@ from torch import nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.inspection.node_path import Location
-from graphpatch_notebook.notebook.browser.widget import MOST_BYTES, static_tree
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.views.browser import MOST_BYTES, static_tree
 from graphpatch_notebook.paths import format_segment
 from tests.frames import layered_frame
 from tests.notebook.hostile import KEYS, hostile_graph
@@ -61,19 +61,6 @@ def test_a_small_model_is_there_whole() -> None:
     for line in repr(pg.graph).splitlines():
         assert re.sub(r"^[│├└─ ]*", "", line) in shown
     assert "No patch is chosen." in shown
-
-
-def test_patches_are_listed() -> None:
-    pg = PatchableGraph(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2))
-    patches = [
-        ChosenPatch("sub_0.linear", "add", slice=":, -1", value="a < b", steps="1:", number=1),
-        ChosenPatch("sub_1.relu", "probe", name="kept", is_enabled=False, number=2),
-    ]
-    text = tree_of(pg, *patches)
-    assert "2 patches chosen:" in text
-    assert "<li><code>#1 add sub_0.linear[:, -1] a &lt; b --steps 1:</code></li>" in text
-    assert "<li><code>#2 probe sub_1.relu as kept</code> (off)</li>" in text
-    read(text)
 
 
 def test_hostile_names_are_text() -> None:

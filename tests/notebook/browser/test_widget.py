@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import struct
-import time
-import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,14 +23,12 @@ from torch import nn
 from xarray import DataArray
 
 from graphpatch_notebook import PatchableGraph, UnknownPathError
-from graphpatch_notebook.experiments import attribute
-from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
-from graphpatch_notebook.notebook.browser.widget import Browser
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
+from graphpatch_notebook.notebook.views.browser import Browser
+from graphpatch_notebook.notebook.views.skeleton import skeleton_of
 from tests.notebook.browser.test_requests import fields
 from tests.notebook.hosts import Kernel, environment
-from tests.notebook.shells import Shell
 
 pytestmark = pytest.mark.hosts
 
@@ -114,17 +109,6 @@ def test_the_first_message_has_all_that_a_view_needs(graph: PatchableGraph) -> N
     assert ".gp-root" in front_end["css"]
 
 
-def test_it_is_opened_at_a_path(graph: PatchableGraph) -> None:
-    browser = graph.browse("sub_0.linear")
-    skeleton = skeleton_of(graph)
-    assert browser.selected == skeleton.row("sub_0.linear")
-    assert browser.expanded == [0, skeleton.row("sub_0")]
-    assert browser.selected_path == "sub_0.linear"
-    assert graph.browse(graph.graph.sub_1).selected_path == "sub_1"
-    with pytest.raises(UnknownPathError, match="nearest: 'sub_0.linear'"):
-        graph.browse("sub_0.liner")
-
-
 def test_select(graph: PatchableGraph) -> None:
     browser = graph.browse("sub_0.linear")
     browser.select("sub_1.relu")
@@ -135,21 +119,6 @@ def test_select(graph: PatchableGraph) -> None:
     assert browser.selected_path == ""
     with pytest.raises(UnknownPathError, match="nearest"):
         browser.select("sub_1.rely")
-
-
-def test_hidden_rows_are_shown_when_they_are_selected() -> None:
-    class Sizes(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            rows, columns = x.shape
-            return x.view(columns, rows)
-
-    pg = PatchableGraph(Sizes(), torch.ones(2, 3))
-    skeleton = skeleton_of(pg)
-    row = next(row for row in range(len(skeleton)) if skeleton.flags(row) & 1)
-    browser = pg.browse()
-    assert not browser.shows_sizes
-    browser.select(skeleton.path(row))
-    assert browser.shows_sizes
 
 
 # -- what the front end says
@@ -223,34 +192,6 @@ def test_all_browsers_follow_the_session_whoever_changes_it(graph: PatchableGrap
     assert line_of(two).states()[-1]["session"]["version"] == 3
 
 
-def test_a_closed_browser_gets_no_more_updates(graph: PatchableGraph) -> None:
-    browser = graph.browse()
-    line = line_of(browser)
-    browser.close()
-    count = len(line.sent)
-    session_of(graph).add(ChosenPatch("sub_0.linear", "zero"))
-    assert len(line.sent) == count
-    assert browser.session["version"] == 0
-    browser.close()
-
-
-def held_graph() -> PatchableGraph:
-    return PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
-
-
-def test_a_browser_keeps_no_graph_alive_that_a_variable_held(shell: Shell) -> None:
-    shell.ok("from tests.notebook.browser.test_widget import held_graph\npg = held_graph()\nbrowser = pg.browse()")
-    model = weakref.ref(shell.namespace["pg"]._module)
-    shell.ok("%graphpatch zero linear")
-    shell.ok("del pg")
-    gc.collect()
-    assert model() is None
-    browser = shell.namespace["browser"]
-    assert repr(browser) == "<Browser of pg, which was deleted>"
-    assert "is gone" in line_of(browser).ask("details", row=0)["error"]["message"]
-    line_of(browser).set(selected=0)
-
-
 def test_edited_graphs_are_shown_as_they_are(graph: PatchableGraph) -> None:
     browser = graph.browse("sub_1.relu")
     browser.set_scores({"sub_1.relu": 2.0})
@@ -269,23 +210,6 @@ def test_edited_graphs_are_shown_as_they_are(graph: PatchableGraph) -> None:
     assert browser.skeleton == skeleton.data
     assert len(browser.scores) == 4 * len(skeleton)
     assert line_of(browser).ask("details", row=skeleton.row("sub_1.neg"))["result"]["kind"] == "op"
-
-
-# -- runs
-
-
-def test_all_browsers_follow_a_run(graph: PatchableGraph) -> None:
-    one, two = graph.browse(), graph.browse()
-    status = line_of(one).ask("run", inputs=None)["result"]
-    assert line_of(two).states()[-1]["run"]["id"] == status["id"]
-    end = time.monotonic() + 60
-    while status["state"] == "running" and time.monotonic() < end:
-        time.sleep(0.01)
-        status = line_of(two).ask("run_status", id=status["id"])["result"]
-    assert status["state"] == "done"
-    assert one.run == two.run == {"id": status["id"], "state": "done"}
-    assert one.last_run is two.last_run
-    assert torch.equal(one.last_run.output, graph(torch.ones(2, 4)))
 
 
 # -- scores
@@ -317,23 +241,6 @@ def test_scores(graph: PatchableGraph) -> None:
     assert (browser.scores, browser.scores_name) == (b"", "")
 
 
-def test_scores_in_an_array(graph: PatchableGraph) -> None:
-    """What `attribute` gives, and the array of a sweep over paths."""
-    x = torch.ones_like(torch.empty(graph.nodes["input"].shape))
-    result = attribute(graph, torch.sum, x, x * 2)
-    browser = graph.browse()
-    browser.set_scores(result)
-    skeleton = skeleton_of(graph)
-    shown = {skeleton.row(path): float(result.sel(path=path)) for path in result.coords["path"].values.tolist()}
-    found = {row: number for row, number in enumerate(unpacked(browser)) if not math.isnan(number)}
-    assert found == pytest.approx(shown)
-    assert browser.scores_name == "score"
-
-    browser.set_scores(DataArray([1.0, math.nan], {"path": ["sub_0.linear", "output"]}, ["path"]), name="effect")
-    assert [number for number in unpacked(browser) if not math.isnan(number)] == [1.0]
-    assert browser.scores_name == "effect"
-
-
 @pytest.mark.parametrize(
     ("scores", "error", "message"),
     [
@@ -362,17 +269,6 @@ def test_invalid_scores_are_refused(graph: PatchableGraph, scores: Any, error: t
     with pytest.raises(error, match=message):
         browser.set_scores(scores)
     assert browser.scores == before
-
-
-# -- how it is made, and shown
-
-
-def test_as_text_it_is_the_tree(pg: Shell) -> None:
-    for command in ("%graphpatch show up", "pg.browse('up')"):
-        ran = pg.ok(command)
-        assert repr(ran.value) == repr(pg.namespace["pg"].graph.up)
-        assert repr(ran.value) in ran.out
-        assert "Browser of pg" in pg.ok(f"[{command.replace('%graphpatch show up', 'pg.browse()')}]").out
 
 
 # -- in a real kernel
@@ -408,46 +304,6 @@ def test_a_cell_shows_the_widget_and_a_tree_without_it(kernel: Kernel, cell: str
     assert "zero sub_0.linear[:, 0]" in static["data"]["text/html"]
     if not cell.startswith("display"):
         assert kernel.value("type(_).__mro__[1].__name__") == "'Browser'"
-
-
-def test_the_tree_without_the_widget_is_renewed(kernel: Kernel) -> None:
-    kernel.ok("%graphpatch clear")
-    messages = kernel.ok("browser = pg.browse(); browser").messages
-    identity = shown(messages)[1]["transient"]["display_id"]
-    messages = kernel.ok("%graphpatch zero sub_1.relu").messages
-    renewed = [one for one in shown(messages, "update_display_data") if one["transient"]["display_id"] == identity]
-    assert len(renewed) == 1
-    assert "zero sub_1.relu" in renewed[0]["data"]["text/html"]
-    assert not shown(kernel.ok("1 + 1").messages, "update_display_data")
-    kernel.ok("browser.close()")
-    messages = kernel.ok("%graphpatch clear").messages
-    assert all(one["transient"]["display_id"] != identity for one in shown(messages, "update_display_data"))
-
-
-def asked(kernel: Kernel, model_id: str, request: str, **payload: Any) -> Any:
-    """Sends a request as a front end does; returns the reply."""
-    client = kernel.client
-    content = {"id": 41, "request": request, "payload": payload}
-    message = client.session.msg("comm_msg", {"comm_id": model_id, "data": {"method": "custom", "content": content}})
-    client.shell_channel.send(message)
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        found = client.get_iopub_msg(timeout=30)
-        if found["msg_type"] == "comm_msg" and found["content"]["comm_id"] == model_id:
-            data = found["content"]["data"]
-            if data["method"] == "custom":
-                return data["content"]
-    raise AssertionError("no reply")
-
-
-def test_requests_in_a_kernel(kernel: Kernel) -> None:
-    kernel.ok("%graphpatch clear")
-    model_id = shown(kernel.ok("pg.browse()").messages)[0]["data"][WIDGET_VIEW]["model_id"]
-    version = int(kernel.value("_.session['version']"))
-    edit = {"action": "add", "patch": fields("sub_0.linear", "replace", value="7.0")}
-    assert asked(kernel, model_id, "edit", based_on=version, edit=edit)["result"] == {"version": version + 1}
-    assert kernel.value("%%graphpatch\npg(x)[0, 0].item()") == "7.0"
-    assert "unknown row" in asked(kernel, model_id, "details", row=10**6)["error"]["message"]
 
 
 def outputs_and_saved_widget(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import comm
 import ipywidgets
 import numpy as np
 import pytest
-import traitlets
 import xarray as xr
 from IPython.core.interactiveshell import InteractiveShell
 
-from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import show_heatmap
 from graphpatch_notebook.notebook.views.results import MOST_BYTES
 from tests.notebook.browser.test_static_tree import read
-from tests.notebook.browser.test_widget import WIDGET_VIEW, Line, outputs_and_saved_widget
+from tests.notebook.browser.test_widget import Line
 
 pytestmark = pytest.mark.hosts
 
@@ -113,52 +109,6 @@ def test_a_click_selects_by_coordinates() -> None:
     assert heard == [(PATHS[2], 1), None]
 
 
-def test_coordinates_select_in_the_front_end() -> None:
-    heatmap = show_heatmap(a_result().assign_coords(position=[4, 5, 6, 7]))
-    heatmap.selected = (PATHS[0], 7)
-    assert heatmap.comm.states()[-1] == {"cell": [2, 3]}
-    heatmap.selected = None
-    assert heatmap.comm.states()[-1] == {"cell": None}
-
-
-@pytest.mark.parametrize("chosen", [("h_0", 0), (PATHS[0], 4), (PATHS[0],), "ab"])
-def test_coordinates_that_are_not_there(chosen: Any) -> None:
-    heatmap = show_heatmap(a_result())
-    with pytest.raises(traitlets.TraitError):
-        heatmap.selected = chosen
-    assert heatmap.selected is None
-    assert heatmap.cell is None
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("cell", [3, 0]),
-        ("cell", [0, -1]),
-        ("cell", [0]),
-        ("cell", [True, 0]),
-        ("cell", "00"),
-        ("cell", [0.0, 0]),
-        ("heatmap", {}),
-        ("_esm", "alert(1)"),
-    ],
-)
-def test_what_the_front_end_may_not_set_is_put_right(name: str, value: Any) -> None:
-    heatmap = show_heatmap(a_result())
-    heatmap.cell = [1, 1]
-    before = getattr(heatmap, name)
-    heatmap.comm.set(**{name: value})
-    assert getattr(heatmap, name) == before
-    assert heatmap.comm.states()[-1].keys() == {name}
-
-
-def test_what_cannot_be_shown() -> None:
-    with pytest.raises(ExperimentError, match="head"):
-        show_heatmap(a_result().expand_dims("head"))
-    with pytest.raises(ExperimentError, match="origin"):
-        show_heatmap(a_result(), origin="left")
-
-
 # -- where it is shown
 
 
@@ -193,23 +143,3 @@ def test_of_a_large_result_the_strongest_cells_stay() -> None:
     assert any(one.startswith("path h_80") for one in reader.texts[:12])
     assert ": -9" in reader.texts
     assert "<script>" not in text
-
-
-def test_a_plot_without_numbers_says_so() -> None:
-    heatmap = show_heatmap(a_result() * np.nan)
-    assert repr(heatmap) == "<Heatmap of score, 3 x 4 (path x position), no finite number>"
-    assert "no finite number" in static(heatmap)
-    large = xr.DataArray(np.full((90, 100), np.nan), dims=["path", "position"])
-    assert "<li>" not in static(show_heatmap(large))
-
-
-def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "from tests.notebook.display.test_heatmap import a_result, show_heatmap\nshow_heatmap(a_result())"
-    (live, table), saved = outputs_and_saved_widget(source, tmp_path, monkeypatch)
-    model_id = live["data"][WIDGET_VIEW]["model_id"]
-    assert live["data"]["text/plain"].startswith("<Heatmap of score")
-    assert table["data"].keys() == {"text/html"}
-    assert f'class="gp-static gp-static-{model_id}"' in table["data"]["text/html"]
-    saved["buffers"] = [one for one in saved["buffers"] if one["path"] != ["front_end"]]
-    saved["state"].pop("_esm")
-    assert len(json.dumps(saved)) < 5_000

@@ -22,7 +22,7 @@ import contextlib, sys, time
 import torch
 from torch import nn
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.display.progress import busy, capture_progress
+from graphpatch_notebook.notebook.display.progress import capture_progress
 
 class Step(nn.Module):
     def forward(self, x):
@@ -66,9 +66,6 @@ say("capture")
 captured(steps=20)
 say("many calls")
 captured(steps=4, repeats=5)
-say("busy")
-with busy("Building [code]", 0.1), busy("something within", 0.15):
-    time.sleep(0.5)
 say("error")
 with contextlib.suppress(AttributeError):
     captured(steps=20, fails=True)
@@ -107,12 +104,7 @@ def test_a_line_that_counts_calls(screens: dict[str, str]) -> None:
     assert re.search(r"running, \d+ module calls", screens["many calls"])  # more than expected
 
 
-def test_only_one_line_at_once(screens: dict[str, str]) -> None:
-    assert "Building [code]" in screens["busy"]
-    assert "something within" not in screens["busy"]
-
-
-@pytest.mark.parametrize("part", ["capture", "many calls", "busy", "error", "interrupt"])
+@pytest.mark.parametrize("part", ["capture", "many calls", "error", "interrupt"])
 def test_the_terminal_is_left_clean(screens: dict[str, str], part: str) -> None:
     last = screens[part].rpartition("\x1b[K")[2]
     assert last.strip() == ""
@@ -128,8 +120,6 @@ def test_an_interrupt_ends_the_capture(screens: dict[str, str]) -> None:
 def test_nothing_in_a_pipe_and_rich_is_not_imported_for_it(tmp_path: Path) -> None:
     source = """
     captured()
-    with busy("Building code", 0.1):
-        time.sleep(0.4)
     print("rich" in sys.modules, "IPython" in sys.modules)
     """
     result = subprocess.run(
@@ -147,7 +137,6 @@ def notebook() -> nbformat.NotebookNode:
         SLOW_MODEL,
         "print('before'); pg = captured(steps=20); print('after')",
         "captured(delay=1.0, steps=2); 'short'",
-        "with busy('Building [code]', 0.1):\n    time.sleep(0.4)",
         "captured(steps=20, fails=True)",
         "pg.graph.x._shape",
     ]
@@ -171,17 +160,15 @@ def test_one_line_is_left_in_the_cell_it_belongs_to(notebook: nbformat.NotebookN
     assert re.fullmatch(r"Capturing Slow: 21 module calls, \d\.\d s", line)
     assert list(notebook.cells[1].outputs[1].data) == ["text/plain"]
     assert outputs(notebook, 2) == [("execute_result", "'short'")]
-    ((_, line),) = outputs(notebook, 3)
-    assert re.fullmatch(r"Building \[code\]: \d\.\d s", line)
     assert not notebook.metadata.get("widgets")
 
 
 @pytest.mark.hosts
 def test_a_capture_that_fails_says_where_it_stopped(notebook: nbformat.NotebookNode) -> None:
-    (_, line), (kind, _) = outputs(notebook, 4)
+    (_, line), (kind, _) = outputs(notebook, 3)
     assert re.fullmatch(r"Capturing Slow: stopped, 20 module calls, \d\.\d s", line)
     assert kind == "error"
-    assert outputs(notebook, 5) == [("execute_result", "torch.Size([2])")]
+    assert outputs(notebook, 4) == [("execute_result", "torch.Size([2])")]
 
 
 # -- without a display -------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,19 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphpatch_notebook.notebook.run import run_report as statistics
-from graphpatch_notebook.notebook.run.run_report import finite_pieces, norm, readable, statistics_of
+from graphpatch_notebook.notebook.run_report import norm, readable, statistics_of
 
 # Of all sizes, whole ones, NaN and infinite ones among them.
 
 
 def tensor_of(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_PIECE", 7)
 
 
 @given(st.lists(st.floats(), max_size=40))
@@ -33,7 +26,7 @@ def test_no_number_is_infinite(values: list[float]) -> None:
     assert found.count - found.nan - found.infinite == len(finite)
     assert (found.min, found.max) == ((min(finite), max(finite)) if finite else (None, None))
     assert all(number is None or math.isfinite(number) for number in (found.mean, found.std))
-    assert math.isfinite(norm(finite_pieces(tensor_of(values))))
+    assert math.isfinite(norm(tensor_of(values)))
 
 
 @given(st.lists(st.floats(width=16, allow_nan=False, allow_infinity=False), min_size=2, max_size=50))
@@ -62,23 +55,6 @@ def test_every_dtype_has_statistics(dtype: torch.dtype) -> None:
     assert all(type(getattr(found, key)) is float for key in ("mean", "std", "min", "max"))
 
 
-@pytest.mark.parametrize(("number", "dtype", "value"), [(True, "bool", 1), (7, "int", 7), (2.5, "float", 2.5)])
-def test_numbers_have_statistics(number: Any, dtype: str, value: float) -> None:
-    found = statistics_of(number, readable(number))
-    assert (found.shape, found.dtype, found.device, found.count) == ([], dtype, "cpu", 1)
-    assert (found.mean, found.min, found.max, found.std) == (value, value, value, None)
-
-
-def test_of_complex_numbers_it_is_the_magnitudes() -> None:
-    tensor = torch.tensor([[3 + 4j, 0], [0, -5j]])
-    for one in (tensor, tensor.conj(), tensor.T, tensor.to_sparse()):
-        found = readable(one)
-        assert found.tensor is not None
-        assert sorted(found.tensor.flatten().tolist()) == [0, 0, 5, 5]
-        assert str(found.remark).startswith("magnitudes of complex numbers")
-    assert readable(3 + 4j).tensor == 5
-
-
 def test_what_has_no_numbers_says_why() -> None:
     for value, why in (
         (torch.empty(2, 3, device="meta"), "device meta"),
@@ -89,8 +65,3 @@ def test_what_has_no_numbers_says_why() -> None:
         assert why in str(found.remark)
         assert statistics_of(value, found).mean is None
     assert statistics_of(torch.empty(2, 3, device="meta"), readable(torch.empty(2, 3, device="meta"))).count == 6
-
-
-def test_nothing_has_no_mean() -> None:
-    found = statistics_of(torch.ones(0, 3), readable(torch.ones(0, 3)))
-    assert (found.count, found.mean, found.min, found.shape) == (0, None, None, [0, 3])

@@ -111,8 +111,9 @@ INDICES = {
         [patch("sub_0.output", "custom", slice="i", value="cumsum"), patch("output", "probe", slice="i", name="h")],
         [patch("sub_0.output", "add", slice="i", value="v"), patch("sub_0.output", "probe", slice="i", name="h")],
         [patch("output", "replace", slice="i", value="9"), patch("sub_0.output", "zero", slice="i")],
+        [patch("sub_0.output", "probe", name="i"), patch("output", "probe", slice="i", name="h")],
     ],
-    ids=["lambda", "function", "add", "replace"],
+    ids=["lambda", "function", "add", "replace", "overwritten by a probe"],
 )
 def test_a_variable_in_brackets_means_what_it_means_to_python(index: Any, chosen: list[ChosenPatch]) -> None:
     check(chosen, fresh=lambda: variables(i=index))

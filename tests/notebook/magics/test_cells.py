@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import copy
-import gc
 import re
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,32 +64,6 @@ def test_last_expression_is_the_value_of_the_cell(zero: Shell, expected: Tensor)
     assert ran.out.startswith(f"Out[{zero.ip.execution_count - 1}]:")
     assert torch.equal(zero.ok("_").value, expected)
     assert zero.namespace["Out"][zero.ip.execution_count - 2] is zero.namespace["out"]
-
-
-def test_a_silent_run_shows_nothing(zero: Shell) -> None:
-    assert zero.ok("%%graphpatch\npg(x)", silent=True, store_history=False).out == ""
-
-
-BODIES = [
-    "1",
-    "a = 1",
-    "1\n2",
-    "a = 1\na += 2",
-    "a: int = 5",
-    "a = b = 3",
-    "for i in range(2):\n    i",
-    "1\nif True:\n    7\n    8",
-]
-MODES = ["all", "last_expr", "none"]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("body", BODIES)
-def test_interactivity_is_that_of_any_cell(zero: Shell, mode: str, body: str) -> None:
-    zero.ip.ast_node_interactivity = mode
-    plain, patched = zero.ok(body), zero.ok(f"%%graphpatch\n{body}")
-    assert re.sub(r"Out\[\d+\]", "Out", UNCALLED.sub("", patched.out)) == re.sub(r"Out\[\d+\]", "Out", plain.out)
-    assert patched.value == plain.value
 
 
 CELLS = [
@@ -212,29 +182,6 @@ def test_bad_values_stop_the_cell_before_it_begins(zero: Shell) -> None:
     assert "ran" not in zero.namespace
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("zero x", r"'zero' is a command; write it on a line of its own: %graphpatch zero x"),
-        ("nope", r"unknown variable 'nope'; graphs: pg"),
-        ("model", r"'model' is not a PatchableGraph but an object of Mlp; graphs: pg"),
-        ("pg pg", r"unrecognized arguments: pg; write %%graphpatch \[NAME\]"),
-        ("--only", r"argument --only: expected at least one argument"),
-        ("--only #7", r"unknown patch #7; chosen: #1"),
-        ("--only hiden", r"no chosen patch matches 'hiden'; nearest: 'hidden'"),
-        ("--ony #1", r"unrecognized arguments: --ony; nearest: --only"),
-    ],
-)
-def test_first_lines_that_mean_nothing(zero: Shell, line: str, message: str) -> None:
-    assert re.match(message, zero.refused(f"%%graphpatch {line}\nran = 1"))
-    assert "ran" not in zero.namespace
-
-
-@pytest.mark.parametrize("body", ["", "\n\n", "# only a comment"])
-def test_empty_body(zero: Shell, body: str) -> None:
-    assert "empty" in zero.refused(f"%%graphpatch\n{body}")
-
-
 def test_without_chosen_patches_the_cell_runs_and_says_so(zero: Shell) -> None:
     zero.ok("%graphpatch disable #1")
     ran = zero.ok("%%graphpatch\nequal = torch.equal(pg(x), model(x))")
@@ -301,20 +248,6 @@ def test_results_of_an_earlier_run_are_not_used(zero: Shell) -> None:
     assert zero.namespace["b"] is before
 
 
-def test_what_values_and_slices_use_is_not_removed(zero: Shell) -> None:
-    zero.ok("%graphpatch probe up.output h")
-    zero.ok("%graphpatch custom down.output lambda v: v + h.sum()")
-    zero.ok("h = torch.zeros(1)")
-    zero.ok("%%graphpatch\npg(x);")
-    first = zero.namespace["h"]
-    out = zero.ok("%%graphpatch\npg(x)").value
-    assert torch.equal(out, zeroed(torch.ones(3, 4)) + first.sum())
-    zero.ok("%graphpatch rm #3")
-    zero.ok("%graphpatch add down.output h.sum()")
-    assert type(zero.run("%%graphpatch\n1 / 0").error) is ZeroDivisionError
-    assert torch.equal(zero.ok("%%graphpatch\npg(x)").value, out)
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # What is written into, and what is not called
 
@@ -331,22 +264,6 @@ def test_a_result_that_is_written_into_is_an_error(zero: Shell, kind: str) -> No
     assert "other" in zero.namespace
     zero.ok("%%graphpatch\nout = pg(x).detach().clone()\nout[:, 0] = -100")
     assert "h" in zero.namespace
-
-
-def test_a_result_that_the_user_has_copied_may_be_overwritten(zero: Shell, expected: Tensor) -> None:
-    zero.ok("%graphpatch probe output h")
-    zero.ok("%graphpatch probe output[[0, 2]] rows")  # a copy itself
-    zero.ok("%%graphpatch\nout = pg(x).detach()\nh = h.clone()\nout[:, 0] = -100")
-    assert torch.equal(zero.namespace["h"], expected)
-    assert torch.equal(zero.namespace["rows"], expected[[0, 2]])
-
-
-def test_the_error_of_the_cell_comes_first(zero: Shell) -> None:
-    zero.ok("%graphpatch probe output h")
-    ran = zero.run("%%graphpatch\npg(x).detach().zero_()\n1 / 0")
-    assert type(ran.error) is ZeroDivisionError
-    assert "was overwritten" in ran.error.__notes__[0]
-    assert "h" not in zero.namespace
 
 
 def test_a_slice_out_of_range_is_an_error_after_the_other_variables_are_filled(zero: Shell) -> None:
@@ -385,44 +302,12 @@ def test_a_graph_that_is_not_called_is_reported(zero: Shell, body: str) -> None:
     zero.ok("pg = mine")
 
 
-@pytest.mark.parametrize(
-    "body", ["pg(x)", "pg.forward(x)", "with pg.patch({}):\n    pg(x)", "try:\n    pg(1)\nexcept Exception:\n    1"]
-)
-def test_a_graph_that_is_called_is_not_reported(zero: Shell, body: str) -> None:
-    assert UNCALLED.findall(zero.ok(f"%%graphpatch\n{body}").out) == []
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Interrupts
 
 
-def test_nothing_keeps_activations_alive(zero: Shell) -> None:
-    zero.ok("%graphpatch probe hidden h")
-    zero.ok("%graphpatch record mul hs")
-    zero.ok("%%graphpatch\npg(x);")
-    gone = [weakref.ref(zero.namespace["h"]), weakref.ref(zero.namespace["hs"][0])]
-    zero.ok("del h, hs")
-    gc.collect()
-    assert [reference() for reference in gone] == [None, None]
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Among other magics
-
-
-def test_time_in_both_orders(zero: Shell, expected: Tensor) -> None:
-    for cell in ("%%time\n%%graphpatch\nout = pg(x)\nout", "%%graphpatch\n\n%%time\nout = pg(x)\nout"):
-        ran = zero.ok(cell)
-        assert "Wall time" in ran.out
-        assert "Out[" in ran.out
-        assert torch.equal(zero.namespace.pop("out"), expected)
-
-
-def test_timeit_above_is_refused_and_below_is_patched(zero: Shell) -> None:
-    assert "must be the first line" in zero.refused("%%timeit -n1 -r1\n%%graphpatch\npg(x)")
-    zero.ok("seen = []")
-    zero.ok("%%graphpatch\n%%timeit -n1 -r1\nseen.append(pg(x))")
-    assert torch.equal(zero.namespace["seen"][0], zeroed(torch.ones(3, 4)))
 
 
 def test_ways_that_swallow_the_cell_are_refused(zero: Shell) -> None:
@@ -437,19 +322,6 @@ def test_one_inside_another_is_refused(zero: Shell) -> None:
     assert "ran" not in zero.namespace
 
 
-def test_a_marker_that_is_run_by_itself_is_refused(zero: Shell) -> None:
-    assert "the rest of the cell did not run" in zero.refused("a = %graphpatch %%graphpatch pg")
-    assert "no %%graphpatch cell is running" in zero.refused("%graphpatch %%results")
-    assert "no %%graphpatch cell is running" in zero.refused("%graphpatch %%display")
-
-
-def test_terminals_wait_for_an_empty_line(zero: Shell) -> None:
-    check = zero.ip.check_complete
-    assert check("%%graphpatch\npg(x)")[0] == "incomplete"
-    assert check("%%graphpatch\npg(x)\n\n")[0] == "complete"
-    assert check("%graphpatch list")[0] == "complete"
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # await
 
@@ -457,50 +329,3 @@ def test_terminals_wait_for_an_empty_line(zero: Shell) -> None:
 def test_await(zero: Shell, expected: Tensor) -> None:
     ran = zero.ok("%%graphpatch\nimport asyncio\nawait asyncio.sleep(0)\nout = pg(x)\nawait asyncio.sleep(0, out)")
     assert torch.equal(ran.value, expected)
-
-
-async def run_async(shell: Shell, cell: str) -> Any:
-    """Runs a cell in the loop that is running, as a kernel does."""
-    source = shell.ip.transform_cell(cell)
-    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):
-        return await shell.ip.run_cell_async(cell, store_history=True, transformed_cell=source)
-
-
-def test_tasks_beside_an_awaiting_cell_are_not_patched(zero: Shell, expected: Tensor) -> None:
-    async def story() -> None:
-        started, go_on = asyncio.Event(), asyncio.Event()
-        zero.namespace.update(started=started, go_on=go_on)
-        cell = "%%graphpatch\nbefore = pg(x)\nstarted.set()\nawait go_on.wait()\nafter = pg(x)"
-        running = asyncio.ensure_future(run_async(zero, cell))
-        await started.wait()
-        assert torch.equal(zero.namespace["pg"](torch.ones(3, 4)), Mlp()(torch.ones(3, 4)))
-        go_on.set()
-        result = await running
-        assert result.success
-
-    asyncio.run(story())
-    assert torch.equal(zero.namespace["before"], expected)
-    assert torch.equal(zero.namespace["after"], expected)
-
-
-@pytest.mark.parametrize(
-    ("choice", "body"),
-    [
-        ("add down.output scale * 2", "for scale in (1.0, 2.0):\n    _ = pg(x)"),
-        ("zero hidden[:, scale]", "scale = 2\n_ = pg(x)"),
-        ("custom hidden scale", "scale = torch.sin\n_ = pg(x)"),
-    ],
-)
-def test_a_variable_that_changes_in_the_cell_warns(pg: Shell, choice: str, body: str) -> None:
-    """Patches have the values that variables had when the cell began: a sweep in one cell would be no sweep."""
-    pg.ok("scale = torch.relu" if "custom" in choice else "scale = 0")
-    pg.ok(f"%graphpatch {choice}")
-    ran = pg.ok(f"%%graphpatch\n{body}")
-    assert "scale changed in this cell, but the patches use the value from the start of the cell" in ran.out
-    assert "another value" not in pg.ok("%%graphpatch\n_ = pg(x)").out
-
-
-def test_a_function_that_looks_up_a_variable_itself_does_not_warn(pg: Shell) -> None:
-    pg.ok("scale = 0\n%graphpatch custom hidden lambda t: t * scale")
-    ran = pg.ok("%%graphpatch\nfor scale in (1.0, 2.0):\n    _ = pg(x)")
-    assert "another value" not in ran.out

@@ -38,7 +38,7 @@ def test_words(text: str, words: list[str]) -> None:
     ],
 )
 def test_options_can_be_anywhere(text: str, value: str, steps: str | None, any_shape: bool) -> None:
-    found = commands()["add"].parser.parse_line(text)
+    found = commands()["add"][0].parse_line(text)
     assert (found.path, " ".join(found.value), found.steps, found.any_shape) == ("x", value, steps, any_shape)
 
 
@@ -48,7 +48,7 @@ def test_options_can_be_anywhere(text: str, value: str, steps: str | None, any_s
 )
 def test_invalid_options_are_refused(text: str, option: str) -> None:
     with pytest.raises(SessionError, match=option):
-        commands()["add"].parser.parse_line(text)
+        commands()["add"][0].parse_line(text)
 
 
 @pytest.mark.parametrize("text", ["a[0, 1", "a[0].b", "h[0].mlp[1"])
@@ -67,7 +67,7 @@ def test_every_path_is_cut_whole(names: list[str], dig: list[str], index: str | 
 
 @given(st.text())
 def test_no_text_breaks_it(text: str) -> None:
-    for take_apart in (TypedPath.cut, split_line, commands()["add"].parser.parse_line):
+    for take_apart in (TypedPath.cut, split_line, commands()["add"][0].parse_line):
         with contextlib.suppress(SessionError):
             take_apart(text)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.run.runs import Runs
+from graphpatch_notebook.notebook.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session
@@ -18,6 +18,7 @@ from tests.hooks import registered
 from tests.notebook.replies import received
 from tests.notebook.shells import Mlp
 from tests.noted import Noted
+from tests.zoo.submodules import Submodules
 
 X = torch.arange(12.0).reshape(3, 4) / 10
 
@@ -81,18 +82,7 @@ def test_norms_at_a_probe_are_those_that_hooks_see(slice_: str | None) -> None:
         assert torch.equal(runs.last.unpatched_output, model(X))
 
 
-def test_a_probe_before_the_patch_sees_no_change() -> None:
-    pg = PatchableGraph(Mlp().eval(), X.clone())
-    change = change_at(pg, patch("x", "probe", name="h"), patch("up.linear", "zero"))
-    assert change["norm_before"] == change["norm_after"] == pytest.approx(float(X.double().norm()), rel=1e-12)
-    assert change["norm_difference"] == 0
-
-
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 4)
-
+class Counts(Submodules, up=(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         calls(x)
         hidden = torch.relu(self.up(x))
@@ -100,25 +90,6 @@ class Counts(nn.Module):
 
 
 calls = Noted()
-
-
-@pytest.mark.parametrize(
-    ("patches", "expected"),
-    [
-        ([], 1),
-        ([patch("hidden", "probe", name="h")], 2),
-        ([patch("hidden", "record", name="h")], 2),
-        ([patch("hidden", "zero")], 2),
-        ([patch("hidden", "zero"), patch("hidden", "probe", name="h")], 3),
-    ],
-)
-def test_only_probes_beside_other_patches_cost_a_further_call(patches: list[ChosenPatch], expected: int) -> None:
-    pg = PatchableGraph(Counts().eval(), X.clone())
-    calls.values.clear()
-    _, report = run(pg, *patches)
-    assert len(calls.values) == expected
-    if len(patches) < 2:  # nothing is changed, so that there is nothing to say
-        assert [probe["change"] for probe in report["probes"]] == [None] * len(report["probes"])
 
 
 def test_values_that_cannot_be_kept_are_not_said_to_be_missing() -> None:
@@ -132,23 +103,3 @@ def test_values_that_cannot_be_kept_are_not_said_to_be_missing() -> None:
     _, report = run(pg, resized, probe, resize=lambda value: value[:2])
     assert report["probes"][0]["note"].startswith("cannot take [2]")
     assert report["probes"][0]["change"] is None
-
-
-scratch = torch.zeros(3, 4)
-
-
-class Reuses(nn.Module):
-    """Writes each time into the same tensor, which is none of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled = x * 2
-        torch.mul(scaled, 3, out=scratch)
-        hidden = scratch.view(3, 4)
-        return hidden + 1
-
-
-def test_a_value_that_the_next_call_writes_into_is_kept_apart() -> None:
-    pg = PatchableGraph(Reuses(), X.clone())
-    change = change_at(pg, patch("scaled", "zero"), patch("hidden", "probe", name="h"))
-    assert change["norm_before"] == pytest.approx(float((X * 2 * 3).double().norm()), rel=1e-6)
-    assert (change["norm_after"], change["norm_difference"]) == (0, change["norm_before"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import re
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -15,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphpatch_notebook import ExtractionOptions, NodeMeta, PatchableGraph
-from graphpatch_notebook.notebook.search import find, index_of
+from graphpatch_notebook import NodeMeta, PatchableGraph
+from graphpatch_notebook.notebook.search import find
 from tests.notebook.hostile import hostile_graph
 
 graph = cache(hostile_graph)
@@ -140,53 +138,6 @@ def test_any_text_is_a_query_or_a_clear_error(text: str) -> None:
 def test_an_invalid_query_is_an_error_with_a_correction(query: str, repair: str) -> None:
     with pytest.raises(ValueError, match=repair):
         find(graph(), query)
-
-
-def test_where_nothing_is_found_a_hint_says_why() -> None:
-    class Attention(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.scaled_dot_product_attention(x, x, x)
-
-    pg = graph()
-    assert "is:size" in repr(find(pg, "size_"))
-    assert "nearest: relu" in repr(find(pg, "op:rely"))
-    assert "'blocks_0.linear'" in repr(find(pg, "blocks_0.linaer"))
-    assert "'relu'" in repr(find(pg, "rely_77"))
-    assert "nothing found" in find(pg, "zzz")._repr_html_()
-    closed = PatchableGraph(Attention(), ExtractionOptions(decompose=[]), torch.ones(1, 2, 3, 4))
-    assert "decompose" in repr(find(closed, "attn_weights"))
-
-
-def test_the_table_names_path_op_value_and_source_line() -> None:
-    table = repr(find(graph(), "relu"))
-    assert re.search(
-        r"^relu +relu +\[4, 2\] f32 +hostile\.py:\d+  x = torch\.relu\(block\(x\)\) \* scale$", table, re.MULTILINE
-    )
-    assert re.search(
-        r"^blocks_0\.weight +parameter +\[2, 2\] f32 +of Linear$", repr(find(graph(), "0.weight")), re.MULTILINE
-    )
-
-
-def test_the_index_lives_as_long_as_the_graph_and_sees_edits() -> None:
-    pg = PatchableGraph(nn.ReLU(), torch.ones(2))
-    index = index_of(pg)
-    assert index_of(pg) is index
-    graph_of = pg._graph_module.graph
-    relu = next(node for node in graph_of.nodes if node.name == "relu")
-    with graph_of.inserting_after(relu):
-        graph_of.call_function(torch.neg, (relu,))
-    pg._graph_module.recompile()
-    assert "neg" in find(pg, "op:neg").paths
-    ended = weakref.ref(pg)
-    del pg, graph_of, relu, index
-    gc.collect()
-    assert ended() is None
-
-
-def test_names_with_many_stars_are_found_fast() -> None:
-    assert find(graph(), f"op:{'*' * 40}a{'*a' * 40}!").paths == []
-    assert find(graph(), f"{'*' * 40}a{'*a' * 40}!").paths == []
-    assert find(graph(), "op:*i*ea*").paths == find(graph(), "op:linear").paths != []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import json
 import random
 import zlib
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
 from graphpatch_notebook.notebook.search import find
+from graphpatch_notebook.notebook.views.skeleton import skeleton_of
 from tests.notebook.hostile import hostile_graph
+from tests.zoo.submodules import Submodules, copies
 
 FIXTURE = Path(__file__).parents[3] / "js" / "tests" / "fixtures" / "queries.json"
 
@@ -54,14 +55,13 @@ class Block(nn.Module):
         return {"hidden": hidden.float(), "weights": (pattern, hidden.shape[1]), "Größe.x": x.long()}
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 8)
-        self.h = nn.ModuleList([Block(8) for _ in range(12)])
-        self.head = nn.Linear(8, 50, bias=False)
-        self.unused = nn.Linear(3, 3)
-
+class Model(
+    Submodules,
+    embed=partial(nn.Embedding, 50, 8),
+    h=copies(partial(Block, 8), 12),
+    head=partial(nn.Linear, 8, 50, bias=False),
+    unused=(3, 3),
+):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.h:
@@ -69,14 +69,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
-class Layer(nn.Module):
+class Layer(
+    Submodules,
+    ln_1=partial(nn.LayerNorm, 8),
+    ln_2=partial(nn.LayerNorm, 8),
+    qkv=(8, 24),
+    proj=(8, 8),
+    mlp=[(8, 32), nn.GELU, (32, 8)],
+):
     """A layer whose parts have component names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
-        self.mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(self.ln_1(x)).chunk(3, -1))
@@ -85,13 +86,9 @@ class Layer(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class Layered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 8)
-        self.h = nn.ModuleList([Layer() for _ in range(6)])
-        self.head = nn.Linear(8, 50, bias=False)
-
+class Layered(
+    Submodules, embed=partial(nn.Embedding, 50, 8), h=copies(Layer, 6), head=partial(nn.Linear, 8, 50, bias=False)
+):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.h:
@@ -176,14 +173,6 @@ def test_the_queries_that_the_widget_is_held_to_are_answered_like_this() -> None
             assert written[model][part] == now[model][part], (
                 f"{model}: write the fixture anew, as the top of this file says"
             )
-
-
-def test_components_are_found_by_the_words_of_their_names() -> None:
-    pg = layered_graph()
-    assert find(pg, "layers[3].attn.pattern").paths == [pg.components["layers[3].attn.pattern"].path]
-    for query in ("attn.scores", "mlp.post", "resid_mid", "layers[*].mlp_out", "pattern", "op:softmax"):
-        assert len(find(pg, query).paths) == 6
-    assert f"is {pg.components['layers[5].mlp_out'].path}:" in repr(find(pg, "layers[-1].mlp_out"))
 
 
 def test_the_queries_are_of_all_sorts() -> None:

@@ -112,5 +112,5 @@ def test_takes_its_slice_of_what_was_kept() -> None:
 
 def test_a_variable_is_named_as_python_reads_it() -> None:
     assert ChosenPatch("x", "probe", name="\ufb01rst").name == "first"
-    with pytest.raises(ChosenPatchError, match=r"'if' cannot be the name of a variable"):
+    with pytest.raises(ChosenPatchError, match="'if'"):
         ChosenPatch("x", "probe", name="\uff49f")

@@ -13,13 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import ExperimentError, PatchableGraph
-from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.experiments import show_generation
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.views.generation import GenerationView
-from graphpatch_notebook.notebook.views.selection import item_of, patches_of
 from tests.components.families import captured_model
 
 STEPS = 6
@@ -146,53 +144,3 @@ def test_requests_of_the_front_end(view: GenerationView) -> None:
     assert "error" in ask(remove=4)
     ask(remove=0)
     assert len(view.generation["lines"]) == 1
-
-
-def test_an_action_on_steps_is_a_patch_of_these_steps(view: GenerationView) -> None:
-    answers: list[Any] = []
-    view.send = lambda content, buffers=None: answers.append(content)  # type: ignore[method-assign]
-    edit = {"action": "act", "act": "zero", "items": [item_of("layers[0].mlp_out")], "value": None, "steps": "1, 3"}
-    view._answer({"id": 1, "request": "edit", "payload": {"based_on": view._session.chosen.version, "edit": edit}})
-    assert "result" in answers[-1]
-    (patch,) = view._session.chosen.patches
-    assert (patch.kind, patch.steps) == ("zero", "1, 3")
-
-
-def test_an_action_on_a_position_acts_in_the_step_that_computes_it(
-    view: GenerationView, llama: tuple[PatchableGraph, Tensor]
-) -> None:
-    pg, ids = llama
-    session, path = view._session, "model.layers_0.mlp.output"
-    item = item_of("layers[0].mlp_out", position=ids.shape[1] + 2)  # of the third token, computed in step 3
-    session.extend(patches_of(session, "zero", [item], None, set()))
-    assert (session.chosen.patches[0].slice, session.chosen.patches[0].steps) == (None, None)
-    view.update()
-    check(received(view)[1], *by_hand(pg._module, ids, [], zeroed=3))
-    session.clear()
-    session.extend(patches_of(session, "mean", [item_of(path, position=1)], None, set()))
-    view.update()
-    assert view.generation["lines"][1]["name"] == "With the patches"
-    assert not np.array_equal(received(view)[1]["log"], received(view)[0]["log"])
-    with pytest.raises(SessionError, match="its own mean"):
-        patches_of(session, "mean", [item_of(path)], None, set(), "1, 3")
-    session.clear()
-    session.extend(patches_of(session, "mean", [item], None, set()))
-    view.update()
-    assert view.generation["remarks"]
-
-
-def test_what_cannot_be_shown_is_an_error(llama: tuple[PatchableGraph, Tensor], view: GenerationView) -> None:
-    pg, ids = llama
-    with pytest.raises(ExperimentError, match="one row, not 2"):
-        show_generation(pg, ids.repeat(2, 1))
-    with pytest.raises(ExperimentError, match="does not have a method generate"):
-        show_generation(PatchableGraph(nn.ReLU(), torch.ones(1, 2)), torch.ones(1, 2))
-    with pytest.raises(ExperimentError, match="give one for each"):
-        show_generation(pg, ids, max_new_tokens=3, score=[1.0, 2.0])
-    with pytest.raises(ExperimentError, match="score is"):
-        show_generation(pg, ids, score="loss")
-    with pytest.raises(SessionError, match="there is no step"):
-        view.branch(99, 0)
-    with contextlib.closing(show_generation(pg, ids, max_new_tokens=3, score=[0.0, 1.0, -1.0])) as scored:
-        assert scored.generation["score"] == "given"
-        assert np.frombuffer(zlib.decompress(scored.numbers)[-12:], "<f4").tolist() == [0.0, 1.0, -1.0]

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
-from torch import Tensor, nn
+from torch import nn
 
 from graphpatch_notebook import ZeroPatch
-from graphpatch_notebook.experiments import attribute, causal_trace, show_heatmap
+from graphpatch_notebook.experiments import show_heatmap
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.views.selection import item_of
 from tests.components.families import captured_model
@@ -25,71 +25,29 @@ def test_cells_select_paths_layers_heads_and_positions() -> None:
     other = xr.DataArray(np.ones((2, 2)), {"a": ["x", "y"]}, ["a", "b"])
     with contextlib.ExitStack() as stack:
         one, two, three = (
-            stack.enter_context(contextlib.closing(show_heatmap(result, pg=pg, origin="upper")))
-            for result in (heads, traced, other)
+            stack.enter_context(contextlib.closing(show_heatmap(result, pg=pg))) for result in (heads, traced, other)
         )
         browser = stack.enter_context(contextlib.closing(pg.browse()))
         assert one.cell_items == {
-            "rows": [item_of(layer=0), item_of(layer=1)],
+            "rows": [item_of(layer=1), item_of(layer=0)],
             "columns": [item_of(head=head) for head in range(4)],
             "all": item_of("layers[*].attn.heads[*].z"),
         }
-        assert two.cell_items["rows"] == [item_of("layers[0].mlp_out"), item_of("layers[1].attn.z")]
+        assert two.cell_items["rows"] == [item_of("layers[1].attn.z"), item_of("layers[0].mlp_out")]
         assert two.cell_items["columns"] == [item_of(position=place) for place in range(3)]
         assert three.cell_items == {"rows": None, "columns": None, "all": item_of()}
         item = item_of("layers[1].attn.heads[2].z")
-        one.set_state({"selection": [item], "cell": [1, 2]})
+        one.set_state({"selection": [item], "cell": [0, 2]})
         assert one.selected == (1, 2)
         assert two.selection == browser.selection == [item]
         one.set_state({"selection": ["wrong"]})
         assert one.selection == [item]
         browser.selection = [item_of(position=1)]
         assert one.selection == two.selection == [item_of(position=1)]
-    upward = show_heatmap(heads, pg=pg, origin="lower")
-    assert [part["layer"] for part in upward.cell_items["rows"]] == [1, 0]
-    upward.close()
 
 
 def zeroed(path: str, position: int) -> dict[str, ZeroPatch]:
     return {path: ZeroPatch(slice=(slice(None), position))}
-
-
-def test_cells_of_components_keep_their_names() -> None:
-    pg, ids = captured_model("gpt2")
-    layers, heads = "layers[*].resid_post", "layers[*].attn.heads[*].z"
-
-    def last(out: Any) -> Tensor:
-        return out.logits[:, -1, 3].mean()
-
-    names = [f"layers[{layer}].{part}" for layer in range(2) for part in ("attn_out", "mlp_out")]
-    axes = {"path": names[1::2], "position": [0, 4]}
-    swept = pg.sweep(axes, zeroed, ids, metric=last, progress=False)
-    attributed = attribute(pg, last, ids, ids.flip(1), paths=[layers], positions=[0, 4])
-    traced = causal_trace(pg, ids, ids.flip(1), [layers], [0, 4], last, progress=False)
-    by_head = attribute(pg, last, ids, ids.flip(1), paths=[heads])
-    parts = pg.sweep({"path": names}, lambda path: {path: ZeroPatch()}, ids, metric=last, progress=False)
-    many = pg.sweep({"path": ["layers[*].mlp_out"]}, lambda path: {path: ZeroPatch()}, ids, metric=last, progress=False)
-    assert many.dims == ("path",)  # one cell of several layers
-    expected = {
-        "layers[*].mlp_out": [swept, swept.T, swept - 1.0],
-        layers: [attributed, traced, traced.mean("batch") if "batch" in traced.dims else traced],
-        heads: [by_head],
-    }
-    for name, results in expected.items():
-        for result in results:
-            with contextlib.closing(show_heatmap(result, pg=pg)) as view:
-                assert view.cell_items["all"] == item_of(name), result
-                assert view.cell_items["rows"] is not None
-    both = xr.concat([parts, parts], "position").assign_coords(position=[0, 1])
-    with contextlib.closing(show_heatmap(parts, pg=pg, origin="upper")) as view:
-        assert view.cell_items["all"] == item_of()
-        assert view.cell_items["rows"] == [item_of("layers[*].attn_out"), item_of("layers[*].mlp_out")]
-    with contextlib.closing(show_heatmap(both.sel(component="mlp_out"), pg=pg)) as view:
-        assert view.cell_items["all"] == item_of("layers[*].mlp_out")
-    with contextlib.closing(show_heatmap(both.sel(position=1), pg=pg)) as view:
-        assert view.cell_items["all"] == item_of(position=1)
-    with contextlib.closing(show_heatmap(both.mean("component"), pg=pg)) as view:
-        assert view.cell_items["all"] == item_of()  # of two components: neither
 
 
 def test_a_cell_becomes_a_patch() -> None:

@@ -1,0 +1,189 @@
+"""Experiments on models written by hand, whose dimensions have other orders, compared with edits of their own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.experiments import (
+    ablate,
+    attribute,
+    causal_trace,
+    direct_logit_attribution,
+    head_scores,
+    logit_lens,
+)
+from tests.experiments.methods.test_head_scores import looped
+from tests.fuzz import test_roles as written
+
+HEADS, SIZE = 4, 6
+STYLES: dict[str, dict[str, Any]] = {
+    "sequence first": {"is_sequence_first": True},
+    "heads before the batch": {"layout": "h b t c"},
+    "merged": {"layout": "(b h) t c", "is_sequence_first": True, "are_scores_transposed": True},
+    "merged, heads first": {"layout": "(h b) t c", "softmax": "written out", "sharing": 2},
+    "einsum": {"layout": "t b h c", "split": "einsum", "softmax": "sinks", "rotary": True},
+    "shared keys": {"kind": "shared keys"},
+    "talking": {"kind": "talking", "is_sequence_first": True},
+}
+
+
+class Model(written.Model):
+    """A model that takes its tokens with the positions first, if the stream has them first."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens.T if self.is_sequence_first else tokens)
+
+    def attention(self, layer: int) -> Any:
+        return self.parts[layer].attention.part
+
+
+@pytest.fixture(params=STYLES)
+def model(request: Any, monkeypatch: pytest.MonkeyPatch) -> Model:
+    torch.manual_seed(0)
+    first = {name: values[0] for name, values in written.CHOICES.items()}
+    model = Model(HEADS * SIZE, HEADS, {**first, **STYLES[request.param]}).eval()
+    kept: dict[str, tuple[Tensor, str]] = {}
+    monkeypatch.setattr(written, "_kept", kept)
+    return model
+
+
+def tokens_of(model: Model, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns tokens as (batch, position), and as the model takes them; there are as many rows as positions."""
+    tokens = torch.randint(0, 9, (7, 7), generator=torch.Generator().manual_seed(seed))
+    return tokens, tokens.T if model.is_sequence_first else tokens
+
+
+def kept(name: str) -> Tensor:
+    """Returns what the model's own code kept, as (batch, head, position, ...) or (batch, position, channel)."""
+    value, axes = written._kept[name]
+    letters = written.kept_axes(axes)
+    flat = [letter for axis in letters for letter in axis.split()]
+    if {"b h", "h b"} & {*letters}:
+        value = value.reshape([HEADS if letter == "h" else 7 for letter in flat])
+    return value.permute(sorted(range(len(flat)), key=lambda dim: "bhtqkc".index(flat[dim])))
+
+
+@contextmanager
+def edited(model: Model, layer: int, head: int, factor: float) -> Iterator[None]:
+    """Scales what a head returns, before the output projection."""
+    part = slice(SIZE * head, SIZE * head + SIZE)
+
+    def edit(_: Any, given: tuple[Tensor]) -> tuple[Tensor]:
+        z = given[0].clone()
+        z[..., part] *= factor
+        return (z,)
+
+    handle = model.attention(layer).out.register_forward_pre_hook(edit)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def metric(logits: Tensor) -> Tensor:
+    return logits[:, -1, 3].sum()
+
+
+def test_heads_are_ablated_and_scored(model: Model) -> None:
+    _, given = tokens_of(model)
+    pg = PatchableGraph(model, given)
+    found = ablate(pg, "layers[1].attn.heads[*].z", given, metric=metric)
+    for head in range(HEADS):
+        with torch.no_grad(), edited(model, 1, head, 0.0):
+            expected = float(metric(model(given)))
+        assert float(found.sel(head=head).squeeze()) == pytest.approx(expected, abs=1e-4)
+
+
+def test_heads_attend_to_tokens_by_position(model: Model) -> None:
+    tokens, given = tokens_of(model)
+    scores = head_scores(PatchableGraph(model, given), given)
+    model(given)
+    for layer in range(2):
+        pattern = kept(f"layers[{layer}].attn.pattern")
+        for kind in scores.coords["score"].values:
+            np.testing.assert_allclose(scores.sel(score=kind)[layer], looped(pattern, tokens, kind), atol=1e-5)
+
+
+def test_random_tokens_are_repeated_along_the_positions(model: Model) -> None:
+    _, given = tokens_of(model)
+    scores = head_scores(PatchableGraph(model, given), length=5, rows=3, seed=1)
+    once = torch.randint(written.VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(1))
+    tokens = torch.cat([once, once], 1)
+    again = head_scores(PatchableGraph(model, given), tokens.T if model.is_sequence_first else tokens)
+    assert scores.equals(again)
+
+
+def test_the_lens_reads_positions(model: Model) -> None:
+    _, given = tokens_of(model)
+    found = logit_lens(PatchableGraph(model, given), given)
+    with torch.no_grad():
+        model(given)
+        for layer, name in enumerate(["layers[0].resid_pre", "layers[1].resid_pre", "layers[1].resid_post"]):
+            expected = model.unembed(model.norm(kept(name)))
+            np.testing.assert_allclose(found.sel(layer=layer), expected, atol=1e-4)
+
+
+def test_logits_are_sums_of_what_layers_write(model: Model) -> None:
+    _, given = tokens_of(model)
+    parts = direct_logit_attribution(PatchableGraph(model, given), given, target=3, position=-1)
+    with torch.no_grad():
+        model(given)
+        scale = (kept("layers[1].resid_post").var(-1, correction=0, keepdim=True) + model.norm.eps).sqrt()
+        for layer in range(2):
+            for part in ("attn", "mlp"):
+                value = kept(f"layers[{layer}].{part}_out")
+                normed = (value - value.mean(-1, keepdim=True)) / scale * model.norm.weight
+                expected = (normed @ model.unembed.weight[3])[:, -1]
+                np.testing.assert_allclose(parts[part].sel(layer=layer), expected, atol=1e-4)
+
+
+def test_scores_of_heads_are_derivatives(model: Model) -> None:
+    (_, clean), (_, corrupted) = tokens_of(model), tokens_of(model, 1)
+    pg, values = PatchableGraph(model, clean), list[Tensor]()
+    names = [f"layers[1].attn.heads[{head}].z" for head in range(HEADS)]
+    found = attribute(pg, metric, clean, corrupted, paths=names)
+
+    def keep(_: Any, given: tuple[Tensor]) -> tuple[Tensor]:
+        values.append(given[0].detach().requires_grad_())
+        return (values[-1],)
+
+    handle = model.attention(1).out.register_forward_pre_hook(keep)
+    model(clean)
+    metric(model(corrupted)).backward()
+    handle.remove()
+    gradient = values[1].grad
+    assert gradient is not None
+    products = ((values[0] - values[1]).detach() * gradient).unflatten(-1, (HEADS, SIZE))
+    expected = products.sum(-1).flatten(0, -2).sum(0)
+    np.testing.assert_allclose(found.values.reshape(-1), expected.numpy(), atol=1e-4)
+
+
+def test_weights_of_heads_are_those_of_the_code(model: Model) -> None:
+    _, given = tokens_of(model)
+    pg = PatchableGraph(model, given)
+    attention = model.attention(1)
+    out = attention.out.weight.T.unflatten(0, (HEADS, SIZE))
+    assert torch.equal(pg.weights.W_O[1], out)
+    maps = getattr(attention, "maps", None)
+    for letter, linear in zip("QKV", maps or [], strict=False):
+        weight = linear.weight.T.unflatten(1, (-1, SIZE)).transpose(0, 1)
+        assert torch.equal(getattr(pg.weights, f"W_{letter}")[1], weight)
+    if maps is None:
+        assert torch.equal(pg.weights.W_Q[1], attention.weights[0])
+
+
+def test_one_path_is_a_list_of_one(model: Model) -> None:
+    (_, clean), (_, corrupted) = tokens_of(model), tokens_of(model, 1)
+    pg, name = PatchableGraph(model, clean), "layers[1].resid_post"
+    one, several = (
+        causal_trace(pg, clean, corrupted, metric=metric, paths=paths, positions=True) for paths in (name, [name])
+    )
+    assert one.equals(several)

@@ -1,0 +1,1 @@
+"""Models of libraries outside transformers, and of tutorials: whether components are what the models' own code says."""
