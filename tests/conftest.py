@@ -15,9 +15,11 @@ from tests.browser import leaving_out
 from tests.frozen_imports import freeze
 from tests.warm_kernels import warm_kernels
 
-# A busy machine is no failure; nothing here is measured in seconds.
-hypothesis.settings.register_profile("patient", deadline=None)
-hypothesis.settings.load_profile("patient")
+# A busy machine is no failure; nothing here is measured in seconds. The examples are the same in each run, so that a
+# change meets no failure of another; `HYPOTHESIS_PROFILE=random` draws others.
+hypothesis.settings.register_profile("patient", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("random", deadline=None, database=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "patient"))
 # Of the processes that tests start, kernels for the most part: a fixture below says it to this one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -24,6 +24,7 @@ from graphpatch_notebook.experiments.attribution.scored_nodes import (
     all_nodes,
     named_nodes,
 )
+from graphpatch_notebook.experiments.engine.examples import OverExamples
 from graphpatch_notebook.experiments.engine.inputs import inputs_of
 from graphpatch_notebook.experiments.methods.arguments import (
     PositionDim,
@@ -63,6 +64,11 @@ def attribute(
     positions: Positions | RowPositions = None,
     position_dim: PositionDim = None,
     max_bytes: int = 2**30,
+    batch_size: int | None = None,
+    keep_examples: bool = False,
+    progress: bool = True,
+    executor: Any = None,
+    recipe: Any = None,
 ) -> DataArray:
     """Returns a score for each node: an estimate of the effect of restoring its clean value in the corrupted run.
 
@@ -115,6 +121,12 @@ def attribute(
             several groups with runs of their own. The scores do not change. What `"secant"` keeps of the clean run
             counts too, but each group keeps all of that: values may take half of the limit in any case. What a backward
             pass keeps does not count.
+        batch_size: For datasets in place of `clean` and `corrupted`, as for `causal_trace`; then there may be a list of
+            metrics, too.
+        keep_examples: As for `causal_trace`.
+        progress: Whether a progress bar is shown for datasets.
+        executor: Runs batches of datasets elsewhere, as for `map_batches`.
+        recipe: As for `map_batches`.
 
     Returns:
         An array with the dimension `path` (`layer` and `head` for components, such as `layers[*].attn.heads[*].z`), and
@@ -151,6 +163,12 @@ def attribute(
         activation differences (2017).
     """
     check_graph(pg, has_gradients=True)
+    if examples := OverExamples({"clean": clean, "corrupted": corrupted}, batch_size, keep_examples):
+        return examples.run(  # type: ignore[no-any-return]
+            pg, attribute, each={"metric": metric}, method=method, steps=steps, one_sided=one_sided, routing=routing,
+            paths=paths, positions=positions, position_dim=position_dim, max_bytes=max_bytes, progress=progress,
+            executor=executor, recipe=recipe,
+        )  # fmt: skip
     check_metric(metric)
     check_method(method)
     fractions = midpoints(steps) if method == "integrated" else [0.0]

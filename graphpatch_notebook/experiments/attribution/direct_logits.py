@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.examples import OverExamples
+from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.experiments.methods.lens import arranged, checked_tokens, component, layer_count, of_rows
 from graphpatch_notebook.lazy_names import extra
@@ -42,6 +43,11 @@ def direct_logit_attribution(
     by: Literal["layer", "head", "neuron"] = "layer",
     position: int | Sequence[int] | Tensor | None = -1,
     stack: str = "",
+    batch_size: int | None = None,
+    keep_examples: bool = False,
+    progress: bool = True,
+    executor: Any = None,
+    recipe: Any = None,
     **input_kwargs: Any,
 ) -> Dataset:
     """Returns what each part of the model adds to a logit directly: through the final norm and the unembedding only.
@@ -59,6 +65,12 @@ def direct_logit_attribution(
         by: What layers are divided into: `"head"` for attention, `"neuron"` for MLPs.
         position: The position of the logit; one for all rows, or one for each row; `None` for all positions.
         stack: The stack of layers, if the model has several.
+        batch_size: For a dataset in place of the inputs, as for `causal_trace`; then `target` and
+            `minus` are numbers, tensors with one for each example, or lists with one for each batch.
+        keep_examples: As for `causal_trace`.
+        progress: Whether a progress bar is shown for a dataset.
+        executor: Runs batches of a dataset elsewhere, as for `map_batches`.
+        recipe: As for `map_batches`.
         **input_kwargs: Inputs of the model, by keyword.
 
     Returns:
@@ -88,6 +100,11 @@ def direct_logit_attribution(
         wild (2022).
     """
     check_graph(pg, has_gradients=True)
+    if examples := OverExamples({"inputs": as_one(inputs, input_kwargs)}, batch_size, keep_examples):
+        return examples.run(  # type: ignore[no-any-return]
+            pg, direct_logit_attribution, each={"target": target, "minus": minus}, by=by, position=position,
+            stack=stack, progress=progress, executor=executor, recipe=recipe,
+        )  # fmt: skip
     check_input_names(pg.nodes.root, input_kwargs, direct_logit_attribution)
     if by not in _DIVIDED:
         raise ExperimentError(f"by must be 'layer', 'head' or 'neuron', not {by!r}")

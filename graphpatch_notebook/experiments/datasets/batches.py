@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import bind, signature_of
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.elsewhere import map_batches
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
+from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.lazy_names import extra
@@ -31,41 +32,9 @@ from graphpatch_notebook.patching import (
     token_inputs,
 )
 from graphpatch_notebook.patching.sharding import runs_where_the_model_is
-from graphpatch_notebook.texts import is_text
 
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset
-
-Examples: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
-"""Inputs of all examples (a tensor, a dict of tensors, or a list of texts), or an iterable of batches of inputs."""
-
-
-def batches_of(pg: PatchableGraph, dataset: Examples, batch_size: int | None) -> Iterator[Inputs]:
-    """Yields the batches of a dataset: those of an iterable, or parts of the inputs of all examples.
-
-    Texts are cut into batches before they become tokens, so that they are padded to the longest of their batch.
-    """
-    if isinstance(dataset, (list, tuple)) and is_text(dataset):
-        if batch_size is None:
-            raise ExperimentError("batch_size= says how many of the texts run at once: give it, too")
-        yield from (inputs_of(pg, [*dataset[i : i + batch_size]]) for i in range(0, len(dataset), batch_size))
-        return
-    if not isinstance(dataset, (Tensor, Mapping)):
-        if batch_size is not None:
-            raise ExperimentError(f"each item of this {type(dataset).__name__} is a batch: leave batch_size= out")
-        yield from (inputs_of(pg, batch) for batch in dataset)
-        return
-    whole = inputs_of(pg, dataset)
-    if batch_size is None or (count := whole.rows) is None:
-        raise ExperimentError("batch_size= cuts tensors with examples along their first dimension: give both")
-    for first in range(0, count, batch_size):
-        part = slice(first, first + batch_size)
-        args = tuple(_cut(value, part, count) for value in whole.args)
-        yield Inputs(args, {name: _cut(value, part, count) for name, value in whole.kwargs.items()})
-
-
-def _cut(value: Any, part: slice, count: int) -> Any:
-    return value[part] if isinstance(value, Tensor) and value.ndim and len(value) == count else value
 
 
 def numbered(batches: Iterable[Inputs], first: int = 0) -> Iterator[tuple[int, Inputs]]:

@@ -25,8 +25,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.datasets.batches import Examples, RowReader, batches_of, numbered, read_batch
+from graphpatch_notebook.experiments.datasets.batches import RowReader, numbered, read_batch
 from graphpatch_notebook.experiments.elsewhere import map_batches, weights_digest
+from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured

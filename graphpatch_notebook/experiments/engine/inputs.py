@@ -54,6 +54,11 @@ class Inputs:
         return next((len(tensor) for tensor in self.tensors() if tensor.ndim), None)
 
 
+def as_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the arguments of a call as one value, which may be a dataset: its only argument, or `Inputs`."""
+    return args[0] if len(args) == 1 and not kwargs else Inputs(args, dict(kwargs))
+
+
 def inputs_of(pg: PatchableGraph, given: Any, kwargs: Mapping[str, Any] | None = None) -> Inputs:
     """Converts a tuple of arguments, a dict of keyword arguments, or a single value to `Inputs`; texts to tokens.
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
-from graphpatch_notebook.experiments.engine.inputs import inputs_of
+from graphpatch_notebook.experiments.engine.examples import OverExamples
+from graphpatch_notebook.experiments.engine.inputs import as_one, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import (
     Paths,
     PositionDim,
@@ -50,6 +51,8 @@ def ablate(
     mean_over: Literal["batch", "batch and positions"] = "batch",
     positions: Positions | RowPositions = None,
     position_dim: PositionDim = None,
+    batch_size: int | None = None,
+    keep_examples: bool = False,
     batch: int | str | None = "auto",
     progress: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -63,7 +66,8 @@ def ablate(
     Args:
         pg: The graph.
         paths: The values to remove, such as the outputs of all MLPs, or all heads: `layers[*].attn.heads[*].z`.
-        *inputs: Positional inputs of the model. The first dimension of tensors is the batch.
+        *inputs: Positional inputs of the model. The first dimension of tensors is the batch. Or a dataset, as for
+            `causal_trace`.
         metric: Maps the output of the model to a number (see `LogitDifference` and others), or to a dict of numbers.
         method: What replaces the value: `"zero"`; `"mean"`, the mean over the reference inputs; or `"resample"`, the
             value on the reference inputs, row by row (shuffle them, such as `ids[torch.randperm(len(ids))]`).
@@ -75,6 +79,8 @@ def ablate(
             the end. With two dimensions, `(batch, columns)`, each row of the batch has positions of its own, and the
             result has the numbers of the columns as positions.
         position_dim: As for `causal_trace`.
+        batch_size: As for `causal_trace`.
+        keep_examples: As for `causal_trace`.
         batch: As for `pg.sweep`.
         progress: As for `pg.sweep`.
         checkpoint: As for `pg.sweep`.
@@ -104,11 +110,18 @@ def ablate(
         (resampling).
     """
     check_graph(pg)
-    check_metric(metric)
     check_input_names(pg.nodes.root, input_kwargs, ablate)
     check_ablation(method, reference, mean_over, ("zero", "mean", "resample"))
     if method != "mean" and mean_over != "batch":
         raise ExperimentError(f"mean_over is for method='mean', not {method!r}")
+    datasets = {"inputs": as_one(inputs, input_kwargs)} | ({"reference": reference} if method == "resample" else {})
+    if examples := OverExamples(datasets, batch_size, keep_examples):
+        return examples.run(  # type: ignore[no-any-return]
+            pg, ablate, paths, each={"metric": metric}, method=method, reference=reference, mean_over=mean_over,
+            positions=positions, position_dim=position_dim, batch=batch, progress=progress, checkpoint=checkpoint,
+            executor=executor, recipe=recipe,
+        )  # fmt: skip
+    check_metric(metric)
     names = several_paths(pg, paths)
     given = inputs_of(pg, inputs, input_kwargs)
     is_pooled = mean_over != "batch"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
+from graphpatch_notebook.experiments.engine.examples import OverExamples
 from graphpatch_notebook.experiments.engine.inputs import inputs_of
 from graphpatch_notebook.experiments.methods.arguments import (
     Paths,
@@ -106,6 +107,8 @@ def causal_trace(
     window: int = 1,
     normalize: bool = False,
     position_dim: PositionDim = None,
+    batch_size: int | None = None,
+    keep_examples: bool = False,
     **options: Any,
 ) -> DataArray:
     """Returns the metric on the corrupted inputs with one clean value restored at a time.
@@ -115,28 +118,35 @@ def causal_trace(
 
     Args:
         pg: The graph.
-        clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value.
-        corrupted: Other inputs of the same shapes, such as with some tokens changed; or `Noise`, for the clean inputs
-            with noise added to a value.
+        clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value. Or a dataset: with
+            `batch_size`, the inputs of all examples, which are cut into batches along their first dimension, or a list
+            of texts; without, a list or another iterable of such inputs, one for each batch.
+        corrupted: Other inputs of the same shapes, such as with some tokens changed (for a dataset, in the same form);
+            or `Noise`, for the clean inputs with noise added to a value.
         paths: The paths to restore, such as the outputs of all layers, in order; or heads: `layers[*].attn.heads[*].z`.
         positions: The positions to restore: a number or several; `None` (or `True`) for each position; `False` to
             restore all positions at once. Negative numbers count from the end. With two dimensions, `(batch, columns)`,
             they are those of each row of the batch: `[[3], [5], [2]]` restores another position in each row. `Noise`
             takes them, too.
         metric: Maps the output of the model to a number (see `LogitDifference` and others), or to a dict of numbers.
+            For a dataset, there may be a list of metrics, one for each batch.
         window: The number of adjacent paths of the list that are restored at once, centered at the path of the cell.
             ROME uses 10 for the outputs of MLPs and attention. At the ends of the list, the window is smaller.
         normalize: Returns (value - corrupted) / (clean - corrupted): 0 if nothing is restored, 1 if everything is.
         position_dim: The sequence dimension of the values: one number for all paths, or a dict by path. Only needed for
             models without `input_ids` or `inputs_embeds`, and where it is ambiguous (an error says so).
+        batch_size: How many examples of a dataset are one batch.
+        keep_examples: Returns the results of all batches, along the dimension `example`, in place of their mean.
         **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `checkpoint_key`,
-            `executor`, `recipe`.
+            `executor`, `recipe`. For a dataset, an executor runs batches.
 
     Returns:
         An array with the dimensions `path` (`layer` and `head` for components) and `position`
             (counted from the start; the number of the column for positions by row). Its `attrs` contain `corrupted`,
             the metric with nothing restored (for `Noise`, the mean over samples), and `clean`, the metric on the clean
-            inputs.
+            inputs. For a dataset, it is the mean over the batches, weighted by their rows; the coordinates `low` and
+            `high` are the ends of a confidence interval of 95% (bootstrap over batches: with `batch_size=1`, over
+            examples).
 
     Raises:
         ExperimentError: Before the sweep: values differ in shape between clean and corrupted inputs, positions are out
@@ -155,6 +165,11 @@ def causal_trace(
         Meng et al., Locating and Editing Factual Associations in GPT, 2022.
     """
     check_graph(pg)
+    if examples := OverExamples({"clean": clean, "corrupted": corrupted}, batch_size, keep_examples):
+        return examples.run(  # type: ignore[no-any-return]
+            pg, causal_trace, each={"metric": metric}, paths=paths, positions=positions, window=window,
+            normalize=normalize, position_dim=position_dim, **options,
+        )  # fmt: skip
     check_metric(metric)
     if type(window) is not int or window < 1:
         raise ExperimentError(f"window must be a positive number of paths, not {window!r}")

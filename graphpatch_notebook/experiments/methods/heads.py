@@ -14,7 +14,8 @@ from torch import Tensor
 from graphpatch_notebook.components.ends import table_of
 from graphpatch_notebook.components.flow import Value, factored, walk
 from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.examples import OverExamples
+from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import (
     check_ablation,
     check_graph,
@@ -46,6 +47,11 @@ def head_scores(
     rows: int = 4,
     seed: int = 0,
     stack: str = "",
+    batch_size: int | None = None,
+    keep_examples: bool = False,
+    progress: bool = True,
+    executor: Any = None,
+    recipe: Any = None,
     **input_kwargs: Any,
 ) -> DataArray:
     """Returns how much each attention head attends where induction, previous-token and duplicate-token heads do.
@@ -63,6 +69,11 @@ def head_scores(
         rows: How many sequences of random tokens there are.
         seed: The seed of the random tokens.
         stack: The stack of layers, if the model has several.
+        batch_size: For a dataset in place of the inputs, as for `causal_trace`.
+        keep_examples: As for `causal_trace`.
+        progress: Whether a progress bar is shown for a dataset.
+        executor: Runs batches of a dataset elsewhere, as for `map_batches`.
+        recipe: As for `map_batches`.
         **input_kwargs: Inputs of the model, by keyword.
 
     Returns:
@@ -86,6 +97,10 @@ def head_scores(
     """
     check_graph(pg)
     check_input_names(pg.nodes.root, input_kwargs, head_scores)
+    if examples := OverExamples({"inputs": as_one(inputs, input_kwargs)}, batch_size, keep_examples):
+        return examples.run(  # type: ignore[no-any-return]
+            pg, head_scores, each={}, stack=stack, progress=progress, executor=executor, recipe=recipe
+        )
     xarray = extra("xarray", "an array of scores")
     layers, prefix = layer_count(pg, stack), f"{stack}." if stack else ""
     names = {layer: f"{prefix}layers[{layer}].attn.pattern" for layer in range(layers)}

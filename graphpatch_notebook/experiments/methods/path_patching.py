@@ -15,6 +15,7 @@ from graphpatch_notebook.components import find
 from graphpatch_notebook.components.flow import Flow
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
+from graphpatch_notebook.experiments.engine.examples import OverExamples
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import (
     Paths,
@@ -52,6 +53,8 @@ def path_patch(
     components: Paths | None = None,
     together: bool = False,
     normalize: bool = False,
+    batch_size: int | None = None,
+    keep_examples: bool = False,
     **options: Any,
 ) -> DataArray:
     """Returns the metric on the corrupted inputs when a sender's value from the clean inputs passes along one edge.
@@ -86,6 +89,8 @@ def path_patch(
         together: Replaces all receivers at once, such as the queries of all heads of one kind: the edges of a sender
             to each of them are one cell, and the result has no dimension `receiver`.
         normalize: Return (value - corrupted) / (clean - corrupted).
+        batch_size: For datasets in place of `clean` and `corrupted`, as for `causal_trace`.
+        keep_examples: As for `causal_trace`.
         **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `checkpoint_key`,
             `executor`, `recipe`.
 
@@ -118,6 +123,11 @@ def path_patch(
         Patching, 2023.
     """
     check_graph(pg)
+    if examples := OverExamples({"clean": clean, "corrupted": corrupted}, batch_size, keep_examples):
+        return examples.run(  # type: ignore[no-any-return]
+            pg, path_patch, each={"metric": metric}, sender=sender, receiver=receiver, components=components,
+            together=together, normalize=normalize, **options,
+        )  # fmt: skip
     check_metric(metric)
     senders, receivers = edge_ends(pg, sender, "sender"), edge_ends(pg, receiver, "receiver")
     if together and not all(end.path for end in receivers.values()):

@@ -1,0 +1,162 @@
+"""Experiments over datasets are means of the same experiments on each batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray
+from torch import Tensor
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments import (
+    LogitDifference,
+    Noise,
+    ablate,
+    attribute,
+    causal_trace,
+    direct_logit_attribution,
+    head_scores,
+    load_result,
+    path_patch,
+    save_result,
+)
+
+HEADS = "layers[*].attn.heads[*].z"
+METRIC = LogitDifference(3, 4)
+CLEAN, OTHER = torch.randint(0, 20, (2, 7, 5), generator=torch.Generator().manual_seed(0))
+
+
+def build() -> PatchableGraph:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=2, n_head=2, n_embd=8, vocab_size=20, initializer_range=0.5, bos_token_id=0, eos_token_id=0
+    )
+    return PatchableGraph(GPT2LMHeadModel(config).eval(), CLEAN)
+
+
+@pytest.fixture(scope="module")
+def pg() -> PatchableGraph:
+    return build()
+
+
+# Each: the experiment on clean and corrupted inputs, which are datasets or those of one batch.
+PAIRS: dict[str, Callable[..., Any]] = {
+    "ablate": lambda pg, one, _, **more: ablate(pg, HEADS, one, metric=METRIC, **more),
+    "resample": lambda pg, one, other, **more: ablate(
+        pg, HEADS, one, metric=METRIC, method="resample", reference=other, **more
+    ),
+    "causal_trace": lambda pg, one, other, **more: causal_trace(
+        pg, one, other, "layers[*].resid_post", None, METRIC, **more
+    ),
+    "path_patch": lambda pg, one, other, **more: path_patch(
+        pg, "layers[0].attn.heads[*].z", None, one, other, METRIC, **more
+    ),
+    "attribute": lambda pg, one, other, **more: attribute(pg, METRIC, one, other, paths=HEADS, **more),
+    "head_scores": lambda pg, one, _, **more: head_scores(pg, one, **more),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("form", ["cut", "list", "loader"])
+def test_a_dataset_gives_the_mean_of_its_batches(pg: PatchableGraph, name: str, form: str) -> None:
+    run, size = PAIRS[name], 3
+    batches = [*zip(CLEAN.split(size), OTHER.split(size), strict=True)]
+    alone = [run(pg, one, other, progress=False) for one, other in batches]
+    numbers = np.stack([each.values for each in alone])
+    weights = np.array([len(one) for one, _ in batches]).reshape([-1] + [1] * (numbers.ndim - 1)) * ~np.isnan(numbers)
+    expected = (np.nan_to_num(numbers) * weights).sum(0) / weights.sum(0)
+    given: tuple[Any, Any] = (CLEAN, OTHER)
+    more: dict[str, Any] = {"batch_size": size}
+    if form == "list":
+        given, more = ([one for one, _ in batches], [other for _, other in batches]), {}
+    elif form == "loader":
+        given, more = tuple(torch.utils.data.DataLoader(each, batch_size=size) for each in given), {}
+    found = run(pg, *given, progress=False, **more)
+    np.testing.assert_allclose(found.values, expected, rtol=1e-5, atol=1e-6)
+    xarray.testing.assert_equal(found.coords.to_dataset().drop_vars(["low", "high"]), alone[0].coords.to_dataset())
+    kept = run(pg, *given, progress=False, keep_examples=True, **more)
+    assert kept.dims[0] == "example"
+    np.testing.assert_allclose(kept.values, numbers, rtol=1e-5, atol=1e-6)
+    if "baseline" in found.attrs:
+        baselines = [each.attrs["baseline"] for each in alone]
+        assert found.attrs["baseline"] == pytest.approx(np.average(baselines, weights=[3, 3, 1]), rel=1e-5)
+
+
+def test_the_interval_holds_the_middle_of_resampled_means(pg: PatchableGraph) -> None:
+    kept = ablate(pg, HEADS, CLEAN, metric=METRIC, batch_size=1, keep_examples=True, progress=False)
+    found = ablate(pg, HEADS, CLEAN, metric=METRIC, batch_size=1, progress=False)
+    rows = np.random.default_rng(5).integers(0, len(CLEAN), (20_000, len(CLEAN)))
+    low, high = np.percentile(kept.values[rows].mean(1), [2.5, 97.5], axis=0)
+    scale = (high - low).max()
+    np.testing.assert_allclose(found.low.values, low, atol=0.1 * scale)
+    np.testing.assert_allclose(found.high.values, high, atol=0.1 * scale)
+    one = ablate(pg, HEADS, [CLEAN], metric=METRIC, progress=False)
+    assert np.isnan(one.low).all()
+    assert np.isnan(one.high).all()
+
+
+def test_rows_of_a_result_are_examples(pg: PatchableGraph) -> None:
+    targets = CLEAN[:, 0]
+    whole = direct_logit_attribution(pg, CLEAN, target=targets, by="head")
+    found = direct_logit_attribution(pg, CLEAN, target=targets, by="head", batch_size=3, progress=False)
+    for name, part in whole.items():
+        np.testing.assert_allclose(found[name].values, part.mean("batch").values, atol=1e-6)
+        assert f"{name}_low" in found.coords
+    batches = [*map(list, zip(CLEAN.split(3), targets.split(3), strict=True))]
+    given = [one for one, _ in batches], [target for _, target in batches]
+    other = direct_logit_attribution(pg, given[0], target=given[1], by="head", progress=False, keep_examples=True)
+    np.testing.assert_allclose(other["attn"].transpose(*whole["attn"].rename(batch="example").dims), whole["attn"])
+
+
+def test_each_batch_may_have_its_metric_and_the_noise_is_the_same(pg: PatchableGraph) -> None:
+    metrics = [LogitDifference(number, 7) for number in range(2)]
+    found = ablate(pg, HEADS, [CLEAN[:2], CLEAN[2:4]], metric=metrics, progress=False)
+    alone = [
+        ablate(pg, HEADS, part, metric=metric, progress=False)
+        for part, metric in zip(CLEAN[:4].split(2), metrics, strict=True)
+    ]
+    np.testing.assert_allclose(found.values, (alone[0].values + alone[1].values) / 2, rtol=1e-6)
+    noise = Noise("@embed", scale=1.0, samples=2)
+    traced = causal_trace(pg, [CLEAN[:2]], noise, "layers[*].resid_post", False, METRIC, progress=False)
+    expected = causal_trace(pg, CLEAN[:2], noise, "layers[*].resid_post", False, METRIC, progress=False)
+    np.testing.assert_allclose(traced.values, expected.values, rtol=1e-6)
+
+
+def test_batches_run_in_other_processes_and_results_are_stored(pg: PatchableGraph, tmp_path: Any) -> None:
+    here = ablate(pg, HEADS, CLEAN, metric=METRIC, batch_size=4, progress=False)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        there = ablate(pg, HEADS, CLEAN, metric=METRIC, batch_size=4, progress=False, executor=executor, recipe=build)
+    xarray.testing.assert_allclose(here, there)
+    save_result(here, tmp_path / "result.nc")
+    xarray.testing.assert_equal(load_result(tmp_path / "result.nc"), here)
+
+
+def _ends(batches: list[Tensor]) -> Iterator[Tensor]:
+    yield from batches
+
+
+@pytest.mark.parametrize(
+    ("run", "match"),
+    [
+        (lambda pg: causal_trace(pg, [CLEAN], [OTHER, OTHER], HEADS, False, METRIC), r"\['clean'\]"),
+        (lambda pg: ablate(pg, HEADS, [CLEAN, CLEAN], metric=[METRIC]), r"\['metric'\]"),
+        (lambda pg: ablate(pg, HEADS, [], metric=METRIC), "no examples"),
+        (lambda pg: ablate(pg, HEADS, CLEAN, metric=METRIC, keep_examples=True), "keep_examples"),
+        (lambda pg: ablate(pg, HEADS, [CLEAN], metric=METRIC, checkpoint="folder"), "checkpoint="),
+        (lambda pg: ablate(pg, HEADS, _ends([CLEAN]), metric=METRIC, batch_size=2), "batch_size="),
+        (lambda pg: ablate(pg, HEADS, [CLEAN, CLEAN[:, :4]], metric=METRIC, positions=True), "positions="),
+    ],
+)
+def test_what_does_not_fit_is_an_error(pg: PatchableGraph, run: Callable[..., Any], match: str) -> None:
+    with pytest.raises(ExperimentError, match=match):
+        functools.partial(run, pg)()
