@@ -56,7 +56,6 @@ from graphpatch_notebook.patches.kinds import (
     RecordPatch,
     ReplacePatch,
     SkipPatch,
-    SplicePatch,
     StopPatch,
     ZeroPatch,
 )
@@ -94,7 +93,6 @@ __all__ = [
     "ReplacePatch",
     "SerializationError",
     "SkipPatch",
-    "SplicePatch",
     "StopPatch",
     "UnknownPathError",
     "UnusedModule",

@@ -28,7 +28,7 @@ from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import METHODS
 from graphpatch_notebook.options import ExtractionOptions, check_input_names, options_among
-from graphpatch_notebook.patches.kinds import Patch, StopPatch
+from graphpatch_notebook.patches.kinds import Patch, ProbePatch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.patching import (
     GENERATION_CONFIG,
@@ -463,6 +463,10 @@ class PatchableGraph(_LikeItsModel):
             raise GraphError(
                 "the graphs of a model that is sharded over processes do not run, and are not saved or copied: make "
                 "the PatchableGraph of the model in one process (on the meta device, say)"
+            )
+        if any(frame.splices for frame in self._captured.root.walk()):
+            raise GraphError(
+                "its graphs do not have the spliced SAEs: take the PatchableGraph that splice() was called on"
             )
 
     def _refuse_patches(self) -> None:
@@ -931,6 +935,66 @@ class PatchableGraph(_LikeItsModel):
         result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"])
         return result
 
+    def splice(self, saes: Any, *, error: bool = True, name: str = "sae") -> PatchableGraph:
+        """Returns a `PatchableGraph` of the same model with sparse autoencoders (SAEs), whose parts are nodes.
+
+        Those of an SAE at `layers[5].resid_post` are `layers[5].resid_post.sae.latents`, `.error`, `.reconstruction`,
+        and `.value` and `.output`, what it reads and what follows reads: values like any other, for patches, records
+        and experiments. `.latents[7]` is a feature, `.latents[*]` is each of them. Until one of them is patched, the
+        numbers and gradients are those of the model, and the SAE does not run.
+
+        The SAE reads the value as patched. A patched part has the effect `value + (reconstruction - decoded) +
+        (error - residue)`, in which `decoded` and `residue` are what reconstruction and error are without patches. So
+        the gradient of latents is that through their reconstruction, the gradient of the error is that of the output,
+        and what comes before the SAE has the gradients that it has without it.
+
+        This graph and the model stay as they are; no weight is copied. The model runs once on the example inputs, to
+        the last value that is read, without gradients, and each SAE on these values.
+
+        Args:
+            saes: A dict from paths to SAEs. An SAE is any object with methods `encode`, from a tensor of shape
+                `(..., size)` to latents `(..., features)`, and `decode`, back: those of SAELens and dictionary_learning
+                are taken as they are. Of a transcoder, the key is a pair: the value that it encodes, and the one that
+                it replaces, which comes later. An attribute `W_skip`, `(out, in)`, adds a map of what it encodes.
+                Patterns and names of several values take the SAE to each. In place of a dict, SAEs whose
+                `cfg.metadata` has a `hook_name` (and `hook_name_out`) of TransformerLens.
+            error: Whether the error of the reconstruction is added; else the model runs on the reconstruction.
+            name: What paths call the SAE; several at one value need a name each.
+
+        Raises:
+            UnknownPathError: There is no such value.
+            PatchMapError: Something is not an SAE, or not for this value.
+            PatchValueError: `encode` or `decode` returns another shape.
+            GraphError: The model has no weights or example inputs, is sharded over processes, or runs edited graphs.
+
+        Example:
+            >>> import torch
+            >>> from graphpatch_notebook import PatchableGraph, ZeroPatch
+            >>> class SparseAutoencoder(torch.nn.Linear):
+            ...     def encode(self, value):
+            ...         return torch.relu(self(value))
+            ...     def decode(self, latents):
+            ...         return latents @ self.weight
+            >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Tanh()), torch.ones(1, 2))
+            >>> spliced = pg.splice({"sub_0.output": SparseAutoencoder(2, 8)})
+            >>> spliced.nodes["sub_0.sae.latents"].shape
+            torch.Size([1, 8])
+            >>> with spliced.patch({"sub_0.sae.latents": ZeroPatch(slice=(..., 3))}):
+            ...     _ = spliced(torch.ones(1, 2))
+
+        Source:
+            Marks et al., Sparse feature circuits (2024), for the error as a node.
+        """
+
+        def recorded(paths: Sequence[str]) -> Mapping[str, Tensor]:
+            probes = {path: ProbePatch() for path in paths}
+            self._run_proofs(lambda run, _: run(probes), (), {})
+            return {path: probe.activation for path, probe in probes.items()}
+
+        result = self._around(self._captured.spliced(saes, recorded, name=name, has_error=error))
+        result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"])
+        return result
+
     def sweep(
         self,
         axes: Mapping[str, Any],
@@ -1094,7 +1158,8 @@ class PatchableGraph(_LikeItsModel):
         return sorted({*object.__dir__(self), *dir(self._module)})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
-        self._refuse_elsewhere()
+        if self._captured.sharding is not None:
+            self._refuse_elsewhere()
         result = memo[id(self)] = self._around(copy.deepcopy(self._captured, memo))
         result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"], memo)
         return result

@@ -87,7 +87,7 @@ def patched(pg: PatchableGraph, path: str, patch: Any) -> Any:
             "'hidden': give a patch or a list of patches, not Tensor; write Replace",
         ),
         ("hidden", torch.relu, PatchMapError, "write CustomPatch(function) to apply it"),
-        ("hidden", Autoencoder(), PatchMapError, "not Autoencoder; write SplicePatch(it) to put its reconstruc"),
+        ("hidden", Autoencoder(), PatchMapError, "not Autoencoder; write pg.splice({path: it}) for a graph"),
         ("hidden", [torch.ones(8)], PatchMapError, "a Tensor of shape (8,) is not a Patch; write ReplacePatch(value)"),
         ("hidden", ZeroPatch(any_shape="yes"), PatchMapError, "any_shape must be True or False, not 'yes'"),  # type: ignore[arg-type]
         (

@@ -668,6 +668,7 @@ def name_nodes(frame: Frame, size_prefix: str = SIZE_PREFIX) -> None:
                 numbering = numberings.get(base) or numberings.setdefault(base, numbered(base))
                 node.name = next(n for n in numbering if n not in frame.names)
         frame.names[node.name] = node
+    frame.names.update({call.name: call for _, call in frame.splices})
 
 
 def _rank(node: Node) -> int:

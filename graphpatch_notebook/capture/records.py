@@ -501,6 +501,8 @@ class Frame:
         value_reads: The values that were read into Python, and where.
         size_guards: What Python found out about sizes: branches, for example, depend on it.
         example_values: The values that an exported program describes its nodes by (`meta["val"]`), by their names.
+        splices: Modules that patched runs call with the value of a node of this frame, whose result replaces it: each
+            with that node. The graph of the frame does not have these calls.
     """
 
     module: Module
@@ -522,6 +524,7 @@ class Frame:
     value_reads: list[ValueRead] = field(default_factory=list)
     size_guards: list[SizeGuard] = field(default_factory=list)
     example_values: dict[str, Any] = field(default_factory=dict)
+    splices: list[tuple[Node, CallNode]] = field(default_factory=list)
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -570,11 +573,19 @@ class Frame:
         """Yields the nodes that call submodules, in order."""
         return (node for node in self.nodes if isinstance(node, CallNode))
 
-    def walk(self) -> Iterator[Frame]:
+    @property
+    def nodes_and_splices(self) -> list[Node]:
+        """The nodes, each followed by the calls that are spliced in after it."""
+        if not self.splices:
+            return self.nodes
+        return [each for node in self.nodes for each in (node, *(call for host, call in self.splices if host is node))]
+
+    def walk(self, *, with_splices: bool = False) -> Iterator[Frame]:
         """Yields this frame and all below it, in order of execution."""
         yield self
-        for node in self.calls():
-            yield from node.frame.walk()
+        for node in self.nodes_and_splices if with_splices else self.nodes:
+            if isinstance(node, CallNode):
+                yield from node.frame.walk(with_splices=with_splices)
 
     def inputs(self) -> Iterator[Node]:
         """Yields the input nodes, in the order of `forward`'s parameters."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import Frame, once_a_capture
+from graphpatch_notebook.capture.records import CallNode, Frame, once_a_capture
 from graphpatch_notebook.components.attention import Attention, Part
 from graphpatch_notebook.components.chain import Step, Trails
 from graphpatch_notebook.components.ends import find_ends
@@ -25,6 +25,7 @@ from graphpatch_notebook.components.writes import Parts, Write, Writes, norm_of
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch
 from graphpatch_notebook.patching.model_state import RandomState
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.values import TensorSpec
 
 Index: TypeAlias = "tuple[int | slice, ...]"
 
@@ -147,6 +148,18 @@ class Components(Mapping[str, Component]):
         self._by_name[component.name] = component
         self.evidence.values[component.name] = value
 
+    def add_splice(self, call: CallNode) -> None:
+        """Adds the parts of a splice at a component: `layers[5].resid_post.sae.latents`."""
+        for one in [one for one in self._by_name.values() if one.path == call.target and not one.index]:
+            for part in ("value", "source", "latents", "reconstruction", "error", "output"):
+                node = call.frame.names.get(part)
+                if node is None or not isinstance(node.spec, TensorSpec):
+                    continue
+                name, shape = f"{one.name}.{call.op}.{part}", tuple(node.spec.shape)
+                axes: Axes = one.axes if len(shape) == len(one.axes) else (None,) * len(shape)
+                axes = (*axes[:-1], "latent") if part == "latents" else axes
+                self._by_name[name] = Component(name, format_path((*call.frame.path, part)), shape, axes)
+
     def take(self, proved: Mapping[str, Component]) -> None:
         """Takes the proofs and doubts of the same components, proved elsewhere."""
         for name, component in proved.items():
@@ -216,9 +229,13 @@ def find(root: Frame) -> Components:
     """Returns the components of a captured model, found in its records; each capture is searched once."""
     before = RandomState()  # operations that draw numbers do so from one state
     try:
-        return _ComponentFinder(root).found
+        found = _ComponentFinder(root).found
     finally:
         before.restore()
+    for frame in root.walk(with_splices=True):
+        for _, call in frame.splices:
+            found.add_splice(call)
+    return found
 
 
 def _unrecorded(frame: Frame) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from graphpatch_notebook.capture import is_sized_by_values
 from graphpatch_notebook.capture.inputs import inputs_of_call
-from graphpatch_notebook.capture.records import Frame, Node, once_a_capture
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, once_a_capture, refs_in
 from graphpatch_notebook.components.meta_runs import (
     FrameKinds,
     MetaRunError,
@@ -29,7 +29,7 @@ from graphpatch_notebook.components.meta_runs import (
     run_on_meta,
 )
 from graphpatch_notebook.patching.model_state import RandomState
-from graphpatch_notebook.values import TensorSpec, ValueSpec, describe, tensor_specs
+from graphpatch_notebook.values import TensorSpec, ValueSpec, describe, spec_at, tensor_specs
 
 InputDim: TypeAlias = "tuple[int, int]"
 """A dimension of the inputs: the number of the tensor among them, and the position in its shape; see `input_shapes`."""
@@ -115,7 +115,9 @@ class Dimensions:
     def __init__(self, root: Frame, stored: StoredRuns | None = None) -> None:
         self._root = root
         self._sizes = input_shapes(root)
-        self._numbers = {id(spec): number for number, spec in enumerate(captured_tensors(root))}
+        self._splices = [call for frame in root.walk(with_splices=True) for _, call in frame.splices]
+        every = [*captured_tensors(root), *(spec for call in self._splices for spec in captured_tensors(call.frame))]
+        self._numbers = {id(spec): number for number, spec in enumerate(every)}
         self.groups: list[list[InputDim]] = []
         self.runs: list[SizeRun] = []
         self.unseen: set[InputDim] = set()
@@ -183,10 +185,25 @@ class Dimensions:
         except MetaRunError as error:
             self.reason = self.reason or str(error)
             return False
+        for call in self._splices:
+            found.shapes.extend(self._shapes_in(call, found.shapes))
         self.runs.append(SizeRun(group, size, found.shapes))
         if group is not None and found.has_other_numbers:
             self.unseen.update(self.groups[group])
         return True
+
+    def _shapes_in(self, call: CallNode, shapes: Sequence[tuple[int, ...] | None]) -> Sequence[tuple[int, ...] | None]:
+        """Returns the shape of each tensor in a splice, given those before it, some of which it reads."""
+        specs = [spec_at(ref.node.spec, ref.dig) for ref in refs_in(call.args)]
+        read = [shapes[self._numbers[id(spec)]] for spec in specs]
+        try:
+            if None not in read:
+                return run_on_meta(
+                    call.frame, Variation([each for each in read if each is not None]), FrameKinds()
+                ).shapes
+        except MetaRunError:  # such as an SAE that looks at numbers
+            pass
+        return [None] * len(captured_tensors(call.frame))
 
     def run_at_other_sizes(self) -> bool:
         """Runs the model at large and small sizes, too, if it was not yet.

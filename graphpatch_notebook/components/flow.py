@@ -141,7 +141,7 @@ class Place(NamedTuple):
 
 
 class Flow:
-    """The flow of values through a capture.
+    """The flow of values through a capture; with splices, they read values, and nothing reads what they return.
 
     Attributes:
         frames: All frames, outer ones first.
@@ -153,8 +153,8 @@ class Flow:
         outputs: The tensors that a frame returns.
     """
 
-    def __init__(self, root: Frame) -> None:
-        self.root = root
+    def __init__(self, root: Frame, *, with_splices: bool = False) -> None:
+        self.root, self._with_splices = root, with_splices
         self.frames: list[Frame] = []
         self.frame_of: dict[Node, Frame] = {}
         self.order: dict[Node, int] = {}
@@ -172,7 +172,7 @@ class Flow:
     def _number(self, frame: Frame) -> None:
         self._starts[id(frame)] = len(self.order)
         self.frames.append(frame)
-        for node in frame.nodes:
+        for node in frame.nodes_and_splices if self._with_splices else frame.nodes:
             self.frame_of[node] = frame
             if node.is_inner:  # the flow uses its call instead
                 continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -28,8 +29,8 @@ Numbers: TypeAlias = "int | slice | tuple[int, ...]"
 _Item = TypeVar("_Item")
 _Other = TypeVar("_Other")
 
-MEMBERS = {"heads": "head", "experts": "expert"}
-"""The words that take numbers, and the axis that these count along."""
+MEMBERS = {"heads": "head", "experts": "expert", "latents": "latent"}
+"""The words that take numbers, and the axis that these count along. `latents` may be the last word, too."""
 
 BRACKETS = r"\[(?:\[[^\[\]]*\]|[^\[\]]*)\]"
 """What a name has in brackets, as a regular expression: numbers and slices, or a list of numbers."""
@@ -61,7 +62,7 @@ class ComponentName:
 
     def __str__(self) -> str:
         member = None if self.members is None else f"[{_numbers_text(self.members)}]"
-        part = ".".join(f"{word}{member}" if word in MEMBERS and member else word for word in self.words)
+        part = ".".join(f"{word}{member}" if word == self.member_word and member else word for word in self.words)
         layer = None if self.layers is None else f"layers[{_numbers_text(self.layers)}]"
         name = ".".join(filter(None, (self.stack, layer, part)))
         return f"{name}[{index_text(self.index)}]" if self.index else name
@@ -69,6 +70,8 @@ class ComponentName:
     @property
     def member_word(self) -> str:
         """The word that takes numbers; empty if there is none."""
+        if self.words[-1] == "latents":
+            return "" if self.members is None else "latents"
         return next((word for word in self.words if word in MEMBERS), "")
 
     @property
@@ -121,11 +124,14 @@ def _parsed(text: str) -> ComponentName:
         hint = "; for a list of indices, give the patch slice=" if "[" in part else ""
         raise ValueError(f"unexpected {part[len(known) :]!r}{hint}")
     *before, (last, index) = [step.groups() for step in steps]
-    if last in MEMBERS:
+    if last in MEMBERS and last != "latents":
         raise ValueError(f"say what of the {last}, such as .{'z' if last == 'heads' else 'out'}")
     if outer := [word for word, inside in before if inside is not None and word not in MEMBERS]:
         raise ValueError(f"a slice is at its end, not after {outer[0]!r}")
     members = [slice(None) if inside is None else _numbers(inside) for word, inside in before if word in MEMBERS]
+    if last == "latents" and index is not None:
+        with suppress(ValueError):  # else it is a slice of the value
+            members, index = [_numbers(index)], None
     numbers, words = None if layers is None else _numbers(layers), (*(word for word, _ in before), last)
     return ComponentName(words, stack or "", numbers, members[-1] if members else None, _slice(index))
 
@@ -253,7 +259,7 @@ def _of_layer(found: Components, name: ComponentName, text: str) -> Iterator[Com
         match = re.fullmatch(pattern, key) if key.startswith(start) else None
         if match is None:
             continue
-        if name.axis is not None and match[1] is not None:
+        if name.axis is not None and match.re.groups and match[1] is not None:
             families.setdefault(key[: match.start(1)] + key[match.end(1) :], {})[int(match[1])] = key
         elif key in found and (name.axis is None or "*" not in bare or name.axis in found[key].axes):
             families[key] = {}
@@ -280,6 +286,7 @@ def _separate(found: Components, name: ComponentName, numbered: Mapping[int, str
 def _along(found: Components, name: ComponentName, whole: Component, text: str) -> Iterator[Component]:
     """Yields members that are parts of a value along a dimension."""
     word, start, last = name.member_word, *whole.name.rsplit(".", 1)
+    form = f"{start}.{word}[{{}}]" if last == word else f"{start}.{word}[{{}}].{last}"
     if name.axis not in whole.axes:
         raise UnknownPathError(
             f"{text!r}: {whole.name!r} has no dimension of the {word}: its axes are {', '.join(map(str, whole.axes))}"
@@ -300,7 +307,7 @@ def _along(found: Components, name: ComponentName, whole: Component, text: str) 
     for number in _counted(numbers, count, word, text):
         index = [*whole.index, *(slice(None),) * (dim + 1 - len(whole.index))]
         index[dim] = number
-        part = replace(whole, name=f"{start}.{word}[{number}].{last}", index=tuple(index))
+        part = replace(whole, name=form.format(number), index=tuple(index))
         yield _sliced(part, name.index, text)
 
 

@@ -105,7 +105,7 @@ def _arguments(value: Any, slot: str) -> Iterator[tuple[str, str]]:
 
 
 def targets_of(nodes: NodeMap, paths: Iterable[str]) -> list[Target]:
-    """Returns the values at paths. What a capture does not have, such as a part of a splice, is left out."""
+    """Returns the values at paths. What a capture does not have is left out."""
     found = []
     for path in paths:
         with suppress(Unresolvable):

@@ -199,7 +199,7 @@ class NodeRows:
 
 
 def _rows(frame: Frame, prefix: str) -> Iterator[tuple[str, Node, Frame, ValueSpec]]:
-    for node in frame.nodes:
+    for node in frame.nodes_and_splices:
         if isinstance(node, CallNode):
             yield from _rows(node.frame, f"{prefix}{format_segment(node.name)}.")
         elif is_patchable(node):

@@ -151,7 +151,7 @@ class Location:
         Inputs that the example did not have are there, though the tree leaves them out: they can be patched.
         """
         if self.graph is not None:
-            return [node.name for node in self.graph.nodes if is_child(node)]
+            return [node.name for node in self.graph.nodes_and_splices if is_child(node)]
         return [text for text, _, _ in self.spec.children] if isinstance(self.spec, ContainerSpec) else []
 
     def keys(self) -> list[str]:

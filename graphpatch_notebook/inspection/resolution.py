@@ -48,6 +48,13 @@ _IN_LAYERS = {
     "attn.hook_attn_scores": "attn.scores",
     "ln1.hook_normalized": "ln1",
     "ln2.hook_normalized": "ln2",
+    "hook_in": "resid_pre",
+    "hook_out": "resid_post",
+    "hook_mlp_in": "resid_mid",
+    "mlp.hook_in": "ln2",
+    "mlp.hook_out": "mlp_out",
+    "attn.hook_in": "ln1",
+    "attn.hook_out": "attn_out",
     # nnterp
     "layers_input": "resid_pre",
     "layers_output": "resid_post",
@@ -92,6 +99,11 @@ def answer_to_alias(root: Frame, text: str) -> str | None:
     except UnknownPathError as error:
         return str(error) if certain or text.rpartition(".")[2] in _PATTERNS else None
     return f"nearest: {(found[0].name if len(found) == 1 else name)!r}"
+
+
+def component_of_hook(root: Frame, text: str) -> str | None:
+    """Returns the component at a hook of TransformerLens, `blocks.5.hook_resid_post`; `None` for other texts."""
+    return _name_of_alias(root, text) if "hook_" in text else None
 
 
 def _name_of_alias(root: Frame, text: str) -> str | None:

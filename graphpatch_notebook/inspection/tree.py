@@ -233,7 +233,7 @@ class _FrameEntries:
     show_all: bool
 
     def of_frame(self, frame: Frame | None, name: str, is_plumbing: bool = False) -> TreeEntry:
-        nodes = () if frame is None else (node for node in frame.nodes if self.show_all or is_shown(node))
+        nodes = () if frame is None else (node for node in frame.nodes_and_splices if self.show_all or is_shown(node))
         label = graph_class(frame)
         return TreeEntry(name, label, "graph", tuple(map(self.of_node, nodes)), is_plumbing)
 

@@ -308,7 +308,7 @@ def _children(here: Location, prefix: str, patchable: bool, limit: int) -> list[
     names, nodes = here.children(), {}
     if here.graph is not None:
         nodes, output = here.graph.names, here.graph.output_node.name
-        names = [output, *(node.name for node in here.graph.nodes if node.name != output)]
+        names = [output, *(node.name for node in here.graph.nodes_and_splices if node.name != output)]
     beginning = [name for name in names if name.startswith(prefix)]
     inside = [name for name in names if prefix.casefold() in name.casefold()]
     for meant, has_sizes in ((beginning, False), (inside, False), (beginning, bool(prefix))):

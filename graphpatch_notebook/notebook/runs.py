@@ -51,7 +51,7 @@ from graphpatch_notebook.notebook.session.workspace import Results, Workspace
 from graphpatch_notebook.options import options_among
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch
-from graphpatch_notebook.patching import held_value, is_part_of_splice, tensor_at
+from graphpatch_notebook.patching import held_value, tensor_at
 from graphpatch_notebook.patching.model_state import copied, copied_output, preserved
 from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import collected_warnings
@@ -478,9 +478,7 @@ class Runs:
         chosen, calls = session.chosen, self._calls(inputs)
         resolved = session.resolve(namespace, chosen)
         numbers = [one.number for one in chosen.enabled]
-        # For a call without the other patches. Parts of splices do not exist without the splices.
-        root = captured(session.graph).root
-        alone = [one.number for one, _ in resolved.observing if not is_part_of_splice(root, one.path)]
+        alone = [one.number for one, _ in resolved.observing]  # for a call without the other patches
         is_compared = bool(alone) and len(resolved.observing) < len(numbers)
         probes = session.resolve(namespace, chosen.only(alone)) if is_compared else None
         names = {name: namespace[name] for one, _ in resolved.observing if one.index for name in one.index.names}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         verified_fx_module,
     )
     from graphpatch_notebook.patching.context import CapturedModel, PatchContext, active_patches, innermost
-    from graphpatch_notebook.patching.plan import FUSED_MODULES, Entry, check_call, is_part_of_splice, target_of_call
+    from graphpatch_notebook.patching.plan import FUSED_MODULES, Entry, check_call, target_of_call
     from graphpatch_notebook.patching.positions import (
         DECODER_TOKENS,
         TokenDims,
@@ -64,7 +64,6 @@ __all__ = [
     "generating_with",
     "held_value",
     "innermost",
-    "is_part_of_splice",
     "no_compile_arguments",
     "record",
     "row_and_position_dims",

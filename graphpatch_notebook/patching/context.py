@@ -46,14 +46,15 @@ from graphpatch_notebook.patching.plan import (
     Entry,
     Lookup,
     Plan,
+    Splicing,
     entries_of,
     refuse_exchanged,
-    refuse_unjoined,
     refuse_with_cache,
 )
 from graphpatch_notebook.patching.positions import GenerationSteps, StepCount, Unreached
 from graphpatch_notebook.patching.run import OperatorPatchError, Run
 from graphpatch_notebook.patching.sharding import sharding_of
+from graphpatch_notebook.patching.splices import Given, places_of, spliced, splicings
 from graphpatch_notebook.patching.stand_in import original_of
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.texts import with_tokens
@@ -108,10 +109,7 @@ class CapturedModel:
         result = copy.copy(self)
         result._hierarchy = self.hierarchy
         if patch_map is not None:
-            plan = self.plan(self.entries_of(patch_map))
-            before = self.permanent_plan
-            if (together := plan if before is None else before.with_more(plan.entries)).unjoined:
-                refuse_unjoined(together)
+            self.plan(self.entries_of(patch_map))
             listed = {path: [p] if isinstance(p, Patch) else list(p) for path, p in patch_map.items()}
             result.permanent, result._derived = (*self.permanent, listed), None
         return result
@@ -127,6 +125,22 @@ class CapturedModel:
         )
         # Graphs that the user edited must be copied; others could be built again.
         result._hierarchy, result._derived = copy.deepcopy(self._hierarchy, memo), None
+        return result
+
+    def spliced(
+        self, given: Given, recorded: Callable[[Sequence[str]], Mapping[str, Tensor]], *, name: str, has_error: bool
+    ) -> CapturedModel:
+        """Returns another captured model of the same module, with splices; `recorded` returns values by their paths."""
+        if self.sharding is not None or self.runs_own_graphs:
+            raise GraphError(
+                "SAEs are spliced into the model's own code, which runs in one process, and not into graphs"
+            )
+        places = places_of(self._current().paths, given)
+        values = recorded([path for place in places for path in place.paths])
+        result = copy.copy(self)
+        result.root = spliced(self.root, places, values, name=name, has_error=has_error)
+        result._hierarchy = result._derived = None
+        result.plan(())
         return result
 
     def tokenized(
@@ -209,7 +223,8 @@ class CapturedModel:
     def has_patched_calls(self) -> bool:
         """Whether calls outside of any context differ from those of the model."""
         runs_them_itself = getattr(self.module, "runs_its_graphs", False) and not self.edits  # a loaded graph
-        return bool(self.permanent) or (self.runs_own_graphs and not runs_them_itself)
+        own = self.runs_own_graphs and not runs_them_itself
+        return bool(self.permanent) or own or not all(splice.is_idle for splice in self._current().splices)
 
     @property
     def permanent_paths(self) -> tuple[str, ...]:
@@ -257,8 +272,13 @@ class _Derived:
         """The plan of runs in which graphs that are their module run, without patches."""
         return self.plan(())
 
+    @functools.cached_property
+    def splices(self) -> Sequence[Splicing]:
+        """What plans need of the splices of the capture."""
+        return splicings(self.paths)
+
     def plan(self, entries: Sequence[Entry]) -> Plan:
-        return Plan(self.paths.root, entries, self.callers, self.own_graphs)
+        return Plan(self.paths.root, entries, self.callers, self.own_graphs, self.splices)
 
 
 # -- contexts ----------------------------------------------------------------------------------------------------------
@@ -372,8 +392,6 @@ class PatchContext:
         before = self.captured.permanent_plan if outer is None else outer.plan
         self.own = own.entries
         self.plan = own if before is None else before.with_more(own.entries)
-        if self.plan.unjoined:
-            refuse_unjoined(self.plan)
         refuse_exchanged(self.plan)
 
     def _swap(self) -> None:

@@ -14,9 +14,9 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,10 +46,8 @@ from graphpatch_notebook.inspection.resolution import (
     resolve_all,
 )
 from graphpatch_notebook.patches.kinds import (
-    PARTS,
     Patch,
     ProbePatch,
-    SplicePatch,
     declares,
     has_plain_fields,
     value_problem,
@@ -84,6 +82,7 @@ class Entry:
     # How the value is distributed over processes, if the model is sharded: patches see the whole value.
     placement: Any = None
     is_early: bool = False  # whether it comes before the other entries on the value: it is for the op that made it
+    splice: Frame | None = None  # the frame of the module that it calls, if it is that of a splice
     # The sort key of entries on one value: what others read comes late, and patches that end the run last.
     rank: int = field(default=0, init=False)
     # The recorded shape, if the patches apply to all of such a tensor, and nothing else matters: a fast path.
@@ -249,6 +248,14 @@ class FramePlan:
         self.is_bare = not (self.inputs or self.tensors or self.graph or self.skips or self.needs_mode)
 
 
+class Splicing(NamedTuple):
+    """A splice: its frame, the entries that call it, and whether it has no effect unless something in it is patched."""
+
+    frame: Frame
+    entries: Sequence[Entry]
+    is_idle: bool
+
+
 class Plan:
     """What a patched run needs: made once, and used each time that a context with the same patches is entered.
 
@@ -264,29 +271,35 @@ class Plan:
         with_inputs: The modules whose inputs are patched, or kept with gradients; and whether they are patched.
         restricted: Those of the entries that are for some steps or positions only.
         skips: Those of the entries that replace calls of modules.
-        unjoined: Patches on parts of a splice that is not among the patches.
+        splices: The splices of the capture.
+        all_entries: The patches, and what calls the splices in which something is patched.
         sees_ops: Whether some frame runs under the function mode.
         on_the_way: The frames that lead to patched values, each with one of the entries on these.
         held: What was held on the way when a context was last entered; `None` before.
     """
 
     def __init__(
-        self, root: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule] = ()
+        self,
+        root: Frame,
+        entries: Sequence[Entry],
+        callers: Callers,
+        own_graphs: Sequence[CompiledGraphModule] = (),
+        splices: Sequence[Splicing] = (),
     ) -> None:
-        self.entries, self.callers, self.own_graphs = joined_with_splices(entries), callers, own_graphs
-        wanted = [*(graph.frame for graph in own_graphs), *(entry.target.frame for entry in self.entries)]
+        self.entries, self.callers, self.own_graphs, self.splices = entries, callers, own_graphs, splices
+        self.all_entries = _with_splices(entries, splices)
+        wanted = [*(graph.frame for graph in own_graphs), *(entry.target.frame for entry in self.all_entries)]
         plans = {id(frame): FramePlan(frame) for frame in callers.frames_to_recognize(root, wanted)}
         self.by_frame, self.root = plans, plans[id(root)]
         for graph in own_graphs:
             plans[id(graph.frame)].graph = graph
         for plan in plans.values():
             if plan is not self.root and plan.frame.call is not None:
-                calls = _nearest_above(plan.frame, plans).calls
+                calls = nearest_above(plan.frame, plans).calls
                 calls.setdefault(id(plan.frame.module), {})[plan.frame.call.call_index] = plan
         self.restricted: list[Entry] = []
         self.skips: list[Entry] = []
-        self.unjoined: list[InsidePatch] = []
-        for entry in sorted(self.entries, key=operator.attrgetter("rank")):
+        for entry in sorted(self.all_entries, key=operator.attrgetter("rank")):
             plan = plans[id(entry.target.frame)]
             if own_graphs:
                 _refuse_before_hooks(entry, plans)
@@ -295,8 +308,6 @@ class Plan:
                 self.restricted.append(entry)
             if entry.patches[0].replaces_call:
                 self.skips.append(entry)
-            if isinstance(entry.patches[0], InsidePatch):
-                self.unjoined.append(entry.patches[0])
         self.watched: dict[int, Module] = {}
         self.with_outputs: dict[int, tuple[Module, bool]] = {}
         self.with_inputs: dict[int, tuple[Module, bool]] = {}
@@ -311,7 +322,7 @@ class Plan:
                 _, has_changes = self.with_inputs.get(id(module), (module, False))
                 self.with_inputs[id(module)] = module, has_changes or plan.changes_inputs
         self.sees_ops = any(plan.needs_mode for plan in plans.values())
-        above = {id(f): (f, entry) for entry in self.entries for f in entry.target.frame.frames_above()}
+        above = {id(f): (f, entry) for entry in self.all_entries for f in entry.target.frame.frames_above()}
         self.on_the_way = list(above.values())
         self.held: list[_Held] | None = None
         self.custom = {
@@ -323,10 +334,22 @@ class Plan:
     def with_more(self, entries: Sequence[Entry]) -> Plan:
         """Returns the plan for `entries` after the patches of this one."""
         together = [*self.entries, *entries]
-        return Plan(self.root.frame, together, self.callers, self.own_graphs) if entries else self
+        return Plan(self.root.frame, together, self.callers, self.own_graphs, self.splices) if entries else self
 
 
-def _nearest_above(frame: Frame, plans: dict[int, FramePlan]) -> FramePlan:
+def _with_splices(entries: Sequence[Entry], splices: Sequence[Splicing]) -> Sequence[Entry]:
+    """Returns entries with those that call the splices that have an effect: something in them is patched, or always."""
+    if not splices:
+        return entries
+    found, patched = list(entries), {id(f) for entry in entries for f in entry.target.frame.frames_above()}
+    for splice in reversed(splices):  # later ones may read values in earlier ones
+        if not splice.is_idle or id(splice.frame) in patched:
+            found[len(entries) : len(entries)] = splice.entries
+            patched |= {id(f) for entry in splice.entries for f in entry.target.frame.frames_above()}
+    return found
+
+
+def nearest_above(frame: Frame, plans: dict[int, FramePlan]) -> FramePlan:
     """Returns the plan of the innermost frame around `frame` that has one; the root has one."""
     return next(plans[id(above)] for above in frame.frames_above() if above is not frame and id(above) in plans)
 
@@ -349,7 +372,7 @@ class Callers:
 
     def __init__(self, root: Frame) -> None:
         self._frames: dict[int, list[Frame]] = {}
-        for frame in root.walk():
+        for frame in root.walk(with_splices=True):
             self._frames.setdefault(id(frame.module), []).append(frame)
         self._has_fused = any(isinstance(frames[0].module, _FUSED) for frames in self._frames.values())
 
@@ -376,91 +399,6 @@ class Callers:
             if self._has_fused:
                 waiting += [above for above in frame.frames_above() if isinstance(above.module, _FUSED)]
         return list(found.values())
-
-
-# -- patches on the parts of splices -----------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, kw_only=True)
-class InsidePatch(Patch[Any]):
-    """Patches on a part of a splice, until a plan joins them with the splice; `problem_without` is what is wrong else.
-
-    The splice may be in the same patch map, in a context around it, or permanent: it is not known when a path is read.
-    """
-
-    name: str
-    part: str
-    patches: Sequence[Patch[Any]]
-    problem_without: str
-
-    def op(self, original_output: Any) -> Any:
-        raise PatchValueError(self.problem_without)
-
-
-_PART_OF_SPLICE = re.compile(rf"((?=.*\|).+)[.|]([^\W\d]\w*)\.({'|'.join(PARTS)})")
-
-
-def inside_splice(
-    root: Frame, text: str, patches: Sequence[Patch[Any]], problem: str
-) -> tuple[Target, InsidePatch] | None:
-    """Returns the value with the splice, and the patches on a part of it, if `text` is the path of such a part.
-
-    `problem` is what is wrong with the path if there is no splice.
-    """
-    found = _PART_OF_SPLICE.fullmatch(text)
-    if found is None:
-        return None
-    path, name, part = found.groups()
-    try:
-        target = resolve(root, path)
-    except Unresolvable:
-        return None
-    hint = f"{problem}; a SplicePatch(sae, name={name!r}) on {path!r} would have it, and there is none"
-    return target, InsidePatch(name=name, part=part, patches=patches, problem_without=hint)
-
-
-def is_part_of_splice(root: Frame, text: str) -> bool:
-    """Whether a path can only be that of a part of a splice."""
-    try:
-        resolve(root, text)
-    except Unresolvable:
-        return inside_splice(root, text, (), "") is not None
-    return False
-
-
-def joined_with_splices(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Returns entries with the patches on parts of splices inside of these splices.
-
-    Two splices of one name on a value, and changes of an error that is not added, are a `PatchMapError`.
-    """
-    found = [entry for entry in entries if not isinstance(entry.patches[0], InsidePatch)]
-    if len(found) == len(entries):
-        return entries
-    for entry in entries:
-        inside, path = entry.patches[0], entry.target.path
-        if not isinstance(inside, InsidePatch):
-            continue
-        places = [
-            (number, place)
-            for number, other in enumerate(found)
-            if (other.target.path, other.target.spec) == (path, entry.target.spec)
-            for place, patch in enumerate(other.patches)
-            if isinstance(patch, SplicePatch) and patch.name == inside.name
-        ]
-        if len(places) > 1:
-            raise PatchMapError(f"{path!r} has {len(places)} splices named {inside.name!r}: give one name=")
-        for number, place in places:
-            patches: list[Any] = list(found[number].patches)
-            if inside.part == "error" and not patches[place].error and not all(p.observes_only for p in inside.patches):
-                raise PatchMapError(
-                    f"{path!r}: the splice {inside.name!r} has error=False, so its error is not part of the value and "
-                    "can only be probed: use SplicePatch(..., error=True)"
-                )
-            patches[place] = patches[place].with_inside(inside.part, inside.patches)
-            found[number] = replace(found[number], patches=tuple(patches))
-        if not places:
-            found.append(entry)
-    return found
 
 
 _Held: TypeAlias = "tuple[dict[str, Any], str, object]"
@@ -550,17 +488,12 @@ def entries_of(paths: Lookup, patch_map: Any, sharding: Any) -> list[Entry]:
         try:
             meant.append((text, listed, paths.targets(text, listed)))
         except Unresolvable as error:
-            inside = inside_splice(root, text, listed, error.message)
-            if inside is not None:
-                problems += _problems_of(text, listed, _check_inside)
-                entries.append(Entry(inside[0], (inside[1],)))
-            else:
-                problems.append(error.message)
-                kind = UnknownPathError
+            problems.append(error.message)
+            kind = UnknownPathError
     for _, patches, targets in _without_replaced(meant, problems):
         for target in targets:
             entries += _entries(root, target, patches, problems)
-    entries += _sources_of(paths, entries, problems)
+    entries += sources_of(paths, entries, problems)
     if sharding is not None:
         entries = [sharding.placed(entry, problems) for entry in entries]
     if problems:
@@ -570,11 +503,6 @@ def entries_of(paths: Lookup, patch_map: Any, sharding: Any) -> list[Entry]:
         if component is not None and component.doubt:  # it may not be what its name says
             warn(f"{component.name!r} is in doubt: {component.doubt}", "component", stacklevel=level_of_caller())
     return entries
-
-
-def refuse_unjoined(plan: Plan) -> None:
-    """Raises an `UnknownPathError` for the patches on parts of splices that are not among the patches."""
-    raise UnknownPathError("\n".join(patch.problem_without for patch in plan.unjoined))
 
 
 @dataclass(eq=False)
@@ -669,7 +597,7 @@ _SEVERAL = re.compile(r"[*,:]")
 # -- values that other patches read ------------------------------------------------------------------------------------
 
 
-def _sources_of(paths: Lookup, entries: Sequence[Entry], problems: list[str]) -> list[Entry]:
+def sources_of(paths: Lookup, entries: Sequence[Entry], problems: list[str]) -> list[Entry]:
     """Records in entries which values their patches read, and returns entries that keep these values."""
     found: dict[str, Entry] = {}
     for entry in [one for one in entries if type(one.patches[0]).sources is not Patch.sources]:
@@ -697,11 +625,11 @@ def _sources_of(paths: Lookup, entries: Sequence[Entry], problems: list[str]) ->
 def _order_in_forward(target: Target) -> tuple[int, ...]:
     """Returns the position of a value in the forward pass, for comparison: its place in each frame around it."""
     frames = list(target.frame.frames_above())[::-1]
-    calls = [frame.parent.nodes.index(frame.call) for frame in frames if frame.parent is not None and frame.call]
+    calls = [frame.parent.nodes_and_splices.index(frame.call) for frame in frames if frame.parent and frame.call]
     node = target.node
     if node.kind == "input":
         return (*calls, -2)
-    return (*calls, -1 if node.kind in HELD_KINDS else target.frame.nodes.index(node.whole))
+    return (*calls, -1 if node.kind in HELD_KINDS else target.frame.nodes_and_splices.index(node.whole))
 
 
 # -- the patches on one value ------------------------------------------------------------------------------------------
@@ -776,17 +704,6 @@ def problems_of(target: Target, patches: Any) -> list[str]:
     return _problems_of(target.path if target.component is None else target.text, patches, check)
 
 
-def _check_inside(patch: Patch[Any]) -> None:
-    """Raises a `ValueError` for a patch on a part of a splice, whose shape is not known."""
-    problem = patch.problem(None)
-    if problem is not None or _stands_alone(patch):
-        raise ValueError(
-            problem
-            or "a part of a splice is not a node of the model: steps= and positions= are for the SplicePatch; "
-            "use slice= for patches on parts, which cannot read other values or replace calls"
-        )
-
-
 def _problems_of(path: str, patches: Any, check: Callable[[Patch[Any]], None]) -> list[str]:
     if isinstance(patches, type) and issubclass(patches, Patch):
         patches = [patches]
@@ -812,7 +729,7 @@ def _repair(given: Any) -> str:
     if isinstance(given, (Tensor, bool, int, float, complex)):
         return "; write ReplacePatch(value) to put it there"
     if hasattr(given, "encode") and hasattr(given, "decode"):
-        return "; write SplicePatch(it) to put its reconstruction there"
+        return "; write pg.splice({path: it}) for a graph with it"
     return "; write CustomPatch(function) to apply it" if callable(given) else ""
 
 

@@ -281,7 +281,8 @@ def _is_sorted(target: Target, sequence: Extent | None) -> bool:
     """
     known, at = dimensions_of(target.frame.root), target.node
     for frame in target.frame.frames_above():
-        before = frame.nodes[: next(n for n, node in enumerate(frame.nodes) if node is at)]
+        nodes = frame.nodes_and_splices
+        before = nodes[: nodes.index(at)]
         sorts = [node for node in before if node.op in _SORTS and node.kind == "op"] if at.kind != "output" else []
         if any(known.dims_like(spec, sequence) for node in sorts for spec in tensor_specs(node.spec)):
             return True

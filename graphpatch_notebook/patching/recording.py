@@ -18,7 +18,7 @@ from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.patching.context import CapturedModel, PatchContext
-from graphpatch_notebook.patching.plan import is_part_of_splice, part_of
+from graphpatch_notebook.patching.plan import part_of
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import describe
@@ -197,15 +197,6 @@ def _tensor_text(value: Any) -> str:
     return str(describe(value)) if isinstance(value, Tensor) else repr(value)
 
 
-def _recorded_paths(captured: CapturedModel, pattern: str) -> Sequence[str]:
-    try:
-        return captured.paths_of(pattern)
-    except UnknownPathError:
-        if not is_part_of_splice(captured.root, pattern):
-            raise
-        return [pattern]
-
-
 class _Recorder:
     """Makes recordings of the same values, one at a time."""
 
@@ -264,7 +255,7 @@ def record(
     idle, key = kept_for(captured.nodes, _idle_recorders), (listed, dtype, device, stop_at_last)
     recorder = idle.pop(key, None) if positions is None else None
     if recorder is None:
-        paths = list(dict.fromkeys(path for pattern in listed for path in _recorded_paths(captured, pattern)))
+        paths = list(dict.fromkeys(path for pattern in listed for path in captured.paths_of(pattern)))
         if not paths:
             raise UnknownPathError("there is nothing to record: give a path, or a pattern such as 'h_*.output'")
         is_converted = dtype is not None or device is not None

@@ -44,6 +44,7 @@ from graphpatch_notebook.patching.plan import (
     PatchedCode,
     Plan,
     SiteEntries,
+    nearest_above,
     part_of,
     passing_input,
 )
@@ -358,7 +359,9 @@ class Run(TorchFunctionMode):
         # site that calls modules and ops (`for f in (self.linear, torch.tanh)`).
         self.stack.append(_Frame(None))
         try:
-            if entry.plain_shape is not None and isinstance(value, Tensor) and value.shape == entry.plain_shape:
+            if entry.splice is not None:
+                patched = self._with_splice(entry, entry.splice, value)
+            elif entry.plain_shape is not None and isinstance(value, Tensor) and value.shape == entry.plain_shape:
                 patched = value
                 for patch in entry.patches:
                     patched = apply_patch(patch, entry.target, patched)
@@ -381,6 +384,16 @@ class Run(TorchFunctionMode):
         self.fired.add(id(entry))
         self.has_changed |= patched is not value
         return patched
+
+    def _with_splice(self, entry: Entry, splice: Frame, value: Any) -> Any:
+        """Calls the module of a splice, in which values belong to the plan: as the model's own call of it would."""
+        self.stack[-1] = _Frame(nearest_above(splice, self.plan.by_frame))
+        is_under_mode = self.is_under_mode
+        self.is_under_mode = is_under_mode and function_mode_depth() >= self._depth  # the mode is off in its handler
+        try:
+            return self._applied(entry, value)
+        finally:
+            self.is_under_mode = is_under_mode
 
     def _applied(self, entry: Entry, value: Any) -> Any:
         target, indices_in = entry.target, None
@@ -556,7 +569,7 @@ class Run(TorchFunctionMode):
 
     def unfired(self, needed: Sequence[Entry]) -> list[tuple[Entry, str]]:
         """Returns the needed entries that never fired, with the reasons."""
-        if len(self.fired) == len(self.plan.entries):
+        if len(self.fired) == len(self.plan.all_entries):
             return []
         idle = [entry for entry in needed if id(entry) not in self.fired and not entry.is_source]
         return [

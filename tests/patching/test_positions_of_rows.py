@@ -20,7 +20,6 @@ from graphpatch_notebook import (
     ProbePatch,
     RecordPatch,
     ReplacePatch,
-    SplicePatch,
     ZeroPatch,
 )
 from graphpatch_notebook.patchable_graph import captured
@@ -196,14 +195,6 @@ def test_parts_that_are_read_have_gradients(name: str, positions: Any, part: Any
     torch.testing.assert_close(probe.activation.grad, part(grad))
 
 
-class Doubles(nn.Module):
-    def encode(self, value: Tensor) -> Tensor:
-        return value * 2
-
-    def decode(self, latents: Tensor) -> Tensor:
-        return latents * 3 + 1
-
-
 SOURCE = "transformer.h_0.ln_2.output"
 VECTOR = torch.linspace(-1, 1, 48)
 ALL_KINDS: dict[str, tuple[Callable[..., Any], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -213,11 +204,6 @@ ALL_KINDS: dict[str, tuple[Callable[..., Any], Callable[[Tensor, Tensor], Tensor
     "custom": (lambda **at: CustomPatch(lambda value: value.flip(1), **at), lambda value, source: value.flip(1)),
     "other": (lambda **at: FromPatch(SOURCE, **at), lambda value, source: source),
     "rows": (lambda **at: FromPatch(MLP, rows=[2, 0, 1], **at), lambda value, source: value[[2, 0, 1]]),
-    "splice": (lambda **at: SplicePatch(Doubles(), error=False, **at), lambda value, source: value * 6 + 1),
-    "transcoder": (
-        lambda **at: SplicePatch(Doubles(), error=False, source=SOURCE, **at),
-        lambda value, source: source * 6 + 1,
-    ),
 }
 
 

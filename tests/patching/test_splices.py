@@ -1,12 +1,16 @@
-"""SAEs in place of values: numbers and gradients are those of hooks, and latents are patched and probed by path."""
+"""Spliced SAEs: numbers and gradients are those of hooks, and their parts are values like any other."""
 
 from __future__ import annotations
 
+import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,36 +18,55 @@ from torch import Tensor, nn
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
-    ExperimentError,
     GraphError,
+    GraphPatchError,
     Patch,
     PatchableGraph,
     PatchMapError,
+    PatchValueError,
     ProbePatch,
-    SplicePatch,
+    RecordPatch,
     UnknownPathError,
     ZeroPatch,
-    save_patches,
 )
-from graphpatch_notebook.experiments import ablate
+from graphpatch_notebook.experiments import ablate, attribute, causal_trace, mean_values, record_to
 from tests.tiny_models import gpt2
 
 IDS = torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
-PATH = "transformer.h_0.mlp.output"
+OTHER = torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(1))
+PLACE = "layers[0].resid_post"
+LATENTS = f"{PLACE}.sae.latents"
 
 
 class Sae(nn.Module):
-    """A sparse autoencoder with untied weights."""
+    """A sparse autoencoder with untied weights, and the config of one of SAELens."""
 
-    def __init__(self, size: int, features: int) -> None:
+    def __init__(self, size: int = 16, features: int = 24, **metadata: str) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(size, features), nn.Linear(features, size)
+        self.cfg = SimpleNamespace(metadata=SimpleNamespace(**metadata))
 
     def encode(self, value: Tensor) -> Tensor:
         return torch.relu(self.up(value))
 
     def decode(self, latents: Tensor) -> Tensor:
         return self.down(latents)
+
+
+class TopK(Sae):
+    """It keeps the four largest latents."""
+
+    def encode(self, value: Tensor) -> Tensor:
+        values, at = super().encode(value).topk(4, -1)
+        return torch.zeros(*value.shape[:-1], self.up.out_features).scatter(-1, at, values)
+
+
+class Skipping(Sae):
+    """A skip transcoder, as those of SAELens."""
+
+    def __init__(self, **metadata: str) -> None:
+        super().__init__(**metadata)
+        self.W_skip = nn.Parameter(torch.randn(16, 16))
 
 
 @pytest.fixture(scope="module")
@@ -54,139 +77,235 @@ def pg() -> PatchableGraph:
 @pytest.fixture(scope="module")
 def sae() -> Sae:
     torch.manual_seed(1)
-    return Sae(16, 40)
+    return Sae()
 
 
-def hooked(pg: PatchableGraph, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns the logits of the model with the value at `PATH` changed by a plain hook."""
-    mlp = pg._module.transformer.h[0].mlp
-    with mlp.register_forward_hook(lambda *given: change(given[-1])):
-        return pg._module(IDS).logits
+@pytest.fixture(scope="module")
+def spliced(pg: PatchableGraph, sae: Sae) -> PatchableGraph:
+    return pg.splice({PLACE: sae})
 
 
-def without(sae: Sae, unit: int, *, error: bool) -> Callable[[Tensor], Tensor]:
-    def change(value: Tensor) -> Tensor:
+def total(output: Any) -> Any:
+    return output.logits[:, -1, 7].sum()
+
+
+def changed(sae: Any, change: Callable[[Tensor], Tensor], *, error: bool = True) -> Callable[[Tensor], Tensor]:
+    """Returns what replaces a value if latents are changed."""
+
+    def hook(value: Tensor) -> Tensor:
         latents = sae.encode(value)
         rest = value - sae.decode(latents) if error else 0
-        latents = latents.clone()
-        latents[..., unit] = 0
-        return sae.decode(latents) + rest
+        return sae.decode(change(latents)) + rest
 
-    return change
+    return hook
 
 
-def test_with_the_error_term_nothing_changes(pg: PatchableGraph, sae: Sae) -> None:
-    probe, identity = ProbePatch(), CustomPatch(custom_op=torch.clone)
-    expected, wte = pg(IDS).logits, pg._module.transformer.wte.weight
-    expected.sum().backward()
-    gradient = wte.grad.clone()
-    pg.zero_grad()
-    parts = {f"{PATH}|sae.latents": [identity, probe], f"{PATH}|sae.reconstruction": identity}
-    with pg.patch({PATH: SplicePatch(sae), **parts}):
-        found = pg(IDS).logits
-        probe.activation.retain_grad()
-        found.sum().backward()
-    assert torch.equal(found, expected)
-    torch.testing.assert_close(wte.grad, gradient, rtol=1e-4, atol=1e-4)
-    pg.zero_grad()
-    leaf = probe.activation.detach().requires_grad_()
-    hooked(pg, lambda value: sae.decode(leaf) + (value - sae.decode(leaf)).detach()).sum().backward()
-    torch.testing.assert_close(probe.activation.grad, leaf.grad)
+def without(unit: int) -> Callable[[Tensor], Tensor]:
+    return lambda latents: latents * (torch.arange(latents.shape[-1]) != unit)
 
 
-@pytest.mark.parametrize("error", [True, False])
-def test_patched_latents_are_those_of_hooks(pg: PatchableGraph, sae: Sae, error: bool) -> None:
-    zero, splice, probe = ZeroPatch(slice=(..., 3)), SplicePatch(sae, error=error), ProbePatch()
-    latents = f"{PATH}|sae.latents"
+@contextmanager
+def hooked(module: nn.Module, hook: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def of_output(module: nn.Module, args: Any, output: Any) -> Any:
+        return hook(output) if isinstance(output, Tensor) else (hook(output[0]), *output[1:])
+
+    with module.register_forward_hook(of_output):
+        yield
+
+
+PLACES: dict[str, Callable[[Any], nn.Module]] = {
+    "layers[0].resid_post": lambda model: model.transformer.h[0],
+    "layers[1].attn_out": lambda model: model.transformer.h[1].attn,
+    "transformer.h_0.mlp.output": lambda model: model.transformer.h[0].mlp,
+    "transformer.h_1.attn.output|sub_0": lambda model: model.transformer.h[1].attn,
+    "blocks.1.ln2.hook_normalized": lambda model: model.transformer.h[1].ln_2,
+    "transformer.h_1.mlp.hidden_states": lambda model: model.transformer.h[1].ln_2,  # an input
+    "transformer.h_1.ln_2.layer_norm": lambda model: model.transformer.h[1].ln_2,  # an operation
+}
+
+
+@pytest.mark.parametrize("kind", [Sae, TopK])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_sae_changes_nothing_and_its_latents_are_those_of_hooks(pg: PatchableGraph, place: str, kind: Any) -> None:
+    model, sae, identity = pg._module, kind(), CustomPatch(custom_op=torch.clone)
+    spliced, whole = pg.splice({place: sae}), pg.splice({place: sae}, error=False)
+    inside = [path for path in spliced.nodes if path not in pg.nodes and spliced.nodes[path].shape is not None]
+    (latents,) = [path for path in inside if path.endswith("sae.latents")]
     with torch.no_grad():
-        expected = hooked(pg, without(sae, 3, error=error))
-        assert not torch.equal(expected, hooked(pg, without(sae, 4, error=error)))
-        with pg.patch({latents: [zero, probe], PATH: splice}):
-            together = pg(IDS).logits
-        with pg.patch({PATH: splice}), pg.patch({latents: zero}), pg.patch({latents: probe}):
-            nested = pg(IDS).logits
-        spliced = pg.edit({PATH: splice})
-        with spliced.patch({latents: zero}):
-            edited = spliced(IDS).logits
-        permanent = spliced.edit({latents: zero})(IDS).logits
+        expected = pg(IDS).logits
+        assert torch.equal(spliced(IDS).logits, expected)
+        with spliced.patch(dict.fromkeys(inside, identity)):
+            assert torch.equal(spliced(IDS).logits, expected)
+        with spliced.patch({latents: ZeroPatch(slice=(..., 3))}):
+            found = spliced(IDS[:, :3]).logits
+        with hooked(PLACES[place](model), changed(sae, without(3))):
+            torch.testing.assert_close(found, model(IDS[:, :3]).logits)
+        with hooked(PLACES[place](model), changed(sae, torch.clone, error=False)):
+            replaced = model(IDS).logits
+        torch.testing.assert_close(whole(IDS).logits, replaced)
+    assert torch.equal(pg(IDS).logits, expected)
 
-        def patches(unit: int) -> dict[str, Patch[Any]]:
-            return {latents: ZeroPatch(slice=(..., unit))}
 
-        swept = spliced.sweep({"unit": [3, 4]}, patches, IDS, metric=lambda out: out.logits.sum(), progress=False)
-        assert torch.equal(
-            spliced(IDS).logits, hooked(pg, lambda value: value if error else sae.decode(sae.encode(value)))
+def test_gradients_are_those_of_the_model_and_of_what_is_decoded_from_latents(
+    pg: PatchableGraph, sae: Sae, spliced: PatchableGraph
+) -> None:
+    weight, probe, error = pg._module.transformer.wte.weight, ProbePatch(), ProbePatch()
+    expected = torch.autograd.grad(pg(IDS).logits.square().sum(), weight)
+    with spliced.patch({LATENTS: probe, f"{PLACE}.sae.error": error}):
+        loss = spliced(IDS).logits.square().sum()
+    found = torch.autograd.grad(loss, [weight, probe.activation, error.activation])
+    torch.testing.assert_close(found[:1], expected, rtol=1e-3, atol=1e-4)
+    latents, rest = probe.activation.detach().requires_grad_(), error.activation.detach().requires_grad_()
+    with hooked(pg._module.transformer.h[0], lambda value: sae.decode(latents) + rest):
+        by_hand = torch.autograd.grad(pg._module(IDS).logits.square().sum(), [latents, rest])
+    torch.testing.assert_close(found[1:], by_hand, rtol=1e-4, atol=1e-4)
+
+
+def test_latents_are_ablated_traced_and_scored(pg: PatchableGraph, sae: Sae, spliced: PatchableGraph) -> None:
+    block = pg._module.transformer.h[0]
+    found = ablate(spliced, f"{LATENTS}[*]", IDS, metric=total, progress=False)
+    assert found.dims == ("layer", "latent")
+    for unit, value in enumerate(found.values[0]):
+        with torch.no_grad(), hooked(block, changed(sae, without(unit))):
+            assert value == pytest.approx(float(total(pg._module(IDS))), abs=1e-5)
+    parts = [LATENTS, f"{PLACE}.sae.error"]
+    traced = causal_trace(spliced, IDS, OTHER, [LATENTS], positions=[1, 3], metric=total, progress=False)
+    with torch.no_grad():
+        kept = sae.encode(pg.record(PLACE, IDS)[PLACE])
+        for column, at in enumerate((1, 3)):
+
+            def restored(latents: Tensor, at: int = at) -> Tensor:
+                return torch.where(torch.arange(5)[:, None] == at, kept, latents)
+
+            with hooked(block, changed(sae, restored)):
+                assert traced.values[0, column] == pytest.approx(float(total(pg._module(OTHER))), abs=1e-5)
+    # By hand: the change of the latents, times the gradient of what is decoded from them.
+    value = pg.record(PLACE, OTHER)[PLACE].detach()
+    leaf = sae.encode(value).detach().requires_grad_()
+    rest = (value - sae.decode(leaf)).detach()
+    with hooked(block, lambda _: sae.decode(leaf) + rest):
+        (gradient,) = torch.autograd.grad(total(pg._module(OTHER)), leaf)
+    expected = ((kept - leaf) * gradient).sum((0, 1))
+    scores = attribute(spliced, total, IDS, OTHER, paths=[f"{LATENTS}[*]"])
+    np.testing.assert_allclose(scores.values.ravel(), expected.detach().numpy(), atol=1e-5)
+    secants = attribute(spliced, total, IDS, OTHER, paths=parts, method="secant")
+    assert float(secants.sum()) == pytest.approx((total(pg(IDS)) - total(pg(OTHER))).item(), abs=1e-4)
+
+
+def test_latents_at_positions_steps_and_in_records_and_stores(
+    pg: PatchableGraph, sae: Sae, spliced: PatchableGraph, tmp_path: Any
+) -> None:
+    block, kept = pg._module.transformer.h[0], RecordPatch()
+    with torch.no_grad():
+        with spliced.patch({f"{LATENTS}[2:9]": ZeroPatch(positions=[1, 3]), f"{LATENTS}[0]": AddPatch(1.0)}):
+            found = spliced(IDS).logits
+
+        def change(latents: Tensor) -> Tensor:
+            latents = latents.clone()
+            latents[:, [1, 3], 2:9] = 0
+            latents[..., 0] += 1
+            return latents
+
+        with hooked(block, changed(sae, change)):
+            torch.testing.assert_close(found, pg._module(IDS).logits)
+        with spliced.patch({LATENTS: [AddPatch(2.0, steps="decoding"), kept]}):
+            tokens = spliced.generate(IDS, max_new_tokens=4, do_sample=False)
+        steps = iter([0.0, 2.0, 2.0, 2.0])
+        with hooked(block, changed(sae, lambda latents: latents + next(steps))):
+            assert torch.equal(tokens, pg._module.generate(IDS, max_new_tokens=4, do_sample=False))
+        assert [value.shape[1] for value in kept.activations] == [5, 1, 1, 1]
+        latents = sae.encode(pg.record(PLACE, IDS)[PLACE])
+        recording = spliced.record(["layers[*].resid_post.sae.*", "**.h_1.output"], IDS, positions=-1)
+        assert torch.equal(recording[LATENTS], latents[:, -1:])
+        torch.testing.assert_close(mean_values(spliced, LATENTS, [IDS])[LATENTS], latents.mean((0, 1)))
+        store = record_to(spliced, tmp_path, LATENTS, [IDS])
+        assert torch.equal(store[LATENTS][:].view_as(latents), latents)
+
+
+def test_transcoders_are_placed_by_their_configs(pg: PatchableGraph) -> None:
+    torch.manual_seed(2)
+    hooks = {"hook_name": "blocks.1.ln2.hook_normalized", "hook_name_out": "blocks.1.hook_mlp_out"}
+    several = [Skipping(**hooks), Sae(hook_name="blocks.0.hook_mlp_in")]
+    spliced, mlp = pg.splice(several), pg._module.transformer.h[1].mlp
+    transcoder, latents = several[0], "layers[1].mlp_out.sae.latents"
+    alone, named = pg.splice(transcoder, error=False), pg.splice({("layers[*].ln2", "layers[*].mlp_out"): transcoder})
+    assert "layers[0].resid_mid.sae.latents" in spliced.components
+    assert "layers[0].mlp_out.sae.latents" in named.components
+
+    def change(module: nn.Module, args: Any, output: Any) -> Tensor:
+        encoded = transcoder.encode(args[0])
+        difference = transcoder.decode(without(3)(encoded)) - transcoder.decode(encoded)
+        return output + difference
+
+    with torch.no_grad():
+        found = []
+        for graph in (spliced, named):
+            with graph.patch({latents: ZeroPatch(slice=(..., 3))}):
+                found.append(graph(IDS).logits)
+        with mlp.register_forward_hook(change):
+            expected = pg._module(IDS).logits
+        torch.testing.assert_close(found, [expected] * 2)
+        replaced = mlp.register_forward_hook(
+            lambda _, args, output: transcoder.decode(transcoder.encode(args[0])) + args[0] @ transcoder.W_skip.T
         )
-    for found in (together, nested, edited, permanent):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert probe.activation.shape == (2, 5, 40)
-    assert probe.activation[..., 3].count_nonzero() == 0
-    assert swept.values[0] == pytest.approx(float(expected.sum()), abs=1e-3)
-
-
-def test_in_containers_at_positions_and_before_other_patches(pg: PatchableGraph, sae: Sae) -> None:
-    path = "transformer.h_1.attn.output|sub_0"
-    patches = {path: [AddPatch(1.0), SplicePatch(sae, positions=-1 % 5)], f"{path}.sae.latents": AddPatch(1.0)}
-
-    def change(module: nn.Module, args: Any, output: Any) -> Any:
-        value = output[0] + 1
-        changed = value + sae.decode(sae.encode(value) + 1) - sae.decode(sae.encode(value))
-        return (torch.cat([value[:, :-1], changed[:, -1:]], 1), *output[1:])
-
-    handle = pg._module.transformer.h[1].attn.register_forward_hook(change)
-    with torch.no_grad():
         expected = pg._module(IDS).logits
-        handle.remove()
-        with pg.patch(patches):
-            torch.testing.assert_close(pg(IDS).logits, expected)
+        replaced.remove()
+        torch.testing.assert_close(alone(IDS).logits, expected)
 
 
-def test_errors_are_raised_before_anything_runs(pg: PatchableGraph, sae: Sae) -> None:
-    latents = f"{PATH}|sae.latents"
-    for graph, patches, kind, message in (
-        (
-            pg,
-            {latents: ZeroPatch()},
-            UnknownPathError,
-            r"a SplicePatch\(sae, name='sae'\) on .*would have it, and there is none",
-        ),
-        (pg.edit({PATH: SplicePatch(sae, name="other")}), {latents: ZeroPatch()}, UnknownPathError, "there is none"),
-        (
-            pg,
-            {PATH: [SplicePatch(sae)] * 2, latents: ZeroPatch()},
-            PatchMapError,
-            "2 splices named 'sae': give one name=",
-        ),
-        (
-            pg.edit({PATH: SplicePatch(sae)}),
-            {f"{PATH}|sae.latent": ZeroPatch(), "layers[1].resid_post|sae.features": ZeroPatch()},
-            UnknownPathError,
-            "sae.features",
-        ),
-        (pg, {PATH: SplicePatch(nn.Linear(2, 2))}, PatchMapError, "a Linear has no encode"),
-        (pg, {PATH: SplicePatch(sae, error=1)}, PatchMapError, "error must be True or False"),
-        (pg, {PATH: SplicePatch(sae, name="a.b")}, PatchMapError, "name must be an identifier"),
-        (pg, {PATH: SplicePatch(sae), latents: ZeroPatch(positions=0)}, PatchMapError, "are for the SplicePatch"),
-        (pg, {PATH: SplicePatch(sae), latents: 3}, PatchMapError, "give a patch or a list of patches, not int"),
-    ):
-        with pytest.raises(kind, match=message), graph.patch(patches):
+def test_contexts_edits_copies_and_other_splices(pg: PatchableGraph, sae: Sae, spliced: PatchableGraph) -> None:
+    both = spliced.splice({PLACE: Sae(), "layers[1].attn_out": sae}, name="other")
+    zero, block = ZeroPatch(slice=(..., 3)), pg._module.transformer.h[0]
+    with torch.no_grad():
+        with hooked(block, changed(sae, lambda latents: without(3)(latents) + 1)):
+            expected = pg._module(IDS).logits
+        with spliced.patch({LATENTS: zero}), spliced.patch({LATENTS: AddPatch(1.0)}):
+            nested = spliced(IDS).logits
+        permanent = spliced.edit({LATENTS: [zero, AddPatch(1.0)]})
+        twin = copy.deepcopy(spliced)
+        with twin.patch({LATENTS: [zero, AddPatch(1.0)]}):
+            copied = twin(IDS).logits
+        with both.patch({LATENTS: [zero, AddPatch(1.0)]}):
+            other = both(IDS).logits
+        with spliced.patch({PLACE: AddPatch(1.0), LATENTS: zero}):
+            before = spliced(IDS).logits
+        with hooked(block, lambda value: changed(sae, without(3))(value + 1)):
+            torch.testing.assert_close(before, pg._module(IDS).logits)
+    for found in (nested, permanent(IDS).logits, copied, other):
+        torch.testing.assert_close(found, expected)
+    assert {"layers[0].resid_post.other.latents", "layers[1].attn_out.other.error", LATENTS} <= {*both.components}
+    for use in (lambda: spliced.save(io.BytesIO()), lambda: spliced.verify(IDS), lambda: spliced.to_fx((IDS,))):
+        with pytest.raises(GraphError, match=r"splice\(\)"):
+            use()
+
+
+def test_errors_are_raised_before_anything_runs(pg: PatchableGraph, sae: Sae, spliced: PatchableGraph) -> None:
+    cases: list[tuple[PatchableGraph, Any, dict[str, Any], type[GraphPatchError], str]] = [
+        (pg, {PLACE: nn.Linear(2, 2)}, {}, PatchMapError, "Linear is not an SAE"),
+        (pg, {"layers[0].resid_pots": sae}, {}, UnknownPathError, "resid_post"),
+        (pg, {"blocks.7.hook_resid_post": sae}, {}, UnknownPathError, "7 is out of range"),
+        (pg, sae, {}, PatchMapError, "hook_name"),
+        (pg, {"input_ids": sae}, {}, PatchMapError, "'input_ids': SAEs are for whole tensors"),
+        (pg, {f"{PLACE}[:, 0]": sae}, {}, PatchMapError, "SAEs are for whole tensors"),
+        (pg, {PLACE: sae}, {"name": "a.b"}, PatchMapError, "identifier"),
+        (spliced, {PLACE: sae}, {}, PatchMapError, "a splice 'sae' already"),
+        (pg, {("layers[1].ln2", PLACE): sae}, {}, PatchMapError, "does not come before"),
+        (pg, {("layers[*].ln2", PLACE): sae}, {}, PatchMapError, "2 values to encode, and 1"),
+        (pg, {(PLACE,) * 3: sae}, {}, PatchMapError, "pair"),
+        (pg, {PLACE: SimpleNamespace(encode=list, decode=list)}, {}, PatchValueError, "encode .*tensor, not a list"),
+        (pg, {PLACE: SimpleNamespace(encode=torch.relu, decode=lambda x: x[..., :3])}, {}, PatchValueError, "2, 5, 16"),
+    ]
+    for graph, given, options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            graph.splice(given, **options)
+    for path, message in ((f"{LATENTS}[24]", "out of range"), (f"{PLACE}.sae.latent", "sae.latents")):
+        with pytest.raises(UnknownPathError, match=message), spliced.patch({path: ZeroPatch()}):
             pass
-    with pytest.raises(UnknownPathError, match="there is none"):
-        pg.edit({latents: ZeroPatch()})
-    with pytest.raises(ExperimentError, match="part of a splice"):
-        ablate(pg.edit({PATH: SplicePatch(sae)}), [latents], IDS, metric=lambda out: out.logits.sum())
-    with pytest.raises(GraphError, match="SplicePatch: it holds a Sae"):
-        save_patches(io.BytesIO(), {PATH: SplicePatch(sae)})
-
-
-def test_latents_are_recorded_by_path(pg: PatchableGraph, sae: Sae) -> None:
-    latents = f"{PATH}|sae.latents"
-    spliced = pg.edit({PATH: SplicePatch(sae)})
-    recording = spliced.record([latents, "transformer.h_1.output"], IDS)
-    assert list(recording) == [latents, "transformer.h_1.output"]
-    assert torch.equal(recording[latents], sae.encode(pg.record(PATH, IDS)[PATH]))
-    with pytest.raises(UnknownPathError, match="a SplicePatch"):
-        pg.record(latents, IDS)
+    with (
+        pytest.raises(UnknownPathError),
+        pg.splice({PLACE: sae}, error=False).patch({f"{PLACE}.sae.error": ZeroPatch()}),
+    ):
+        pass  # it is not part of what the model computes with
 
 
 class Careless(nn.Module):
@@ -219,18 +338,19 @@ def test_an_sae_may_write_into_what_it_is_given() -> None:
 
     x = torch.tensor([[1.0, -4.0]])
     pg, looks = PatchableGraph(Doubled(), x), Looks()
-    patches = {"doubled": SplicePatch(Careless(), error=False), "doubled|sae.latents": [looks, AddPatch(value=1.0)]}
-    with pg.patch(patches):
-        assert torch.equal(pg(x), (x + 1) * 3 + 8 + 1)
-    assert torch.equal(looks.seen, x)
-    with pg.patch({"doubled": SplicePatch(Careless()), "doubled|sae.latents": AddPatch(value=1.0)}):
-        assert torch.equal(pg(x), x * 2 + 3 + 1)
+    for error, expected in ((False, (x + 1) * 3 + 8 + 1), (True, x * 2 + 3 + 1)):
+        spliced = pg.splice({"doubled": Careless()}, error=error)
+        with spliced.patch({"doubled_sae.latents": [looks, AddPatch(value=1.0)]}):
+            assert torch.equal(spliced(x), expected)
+        assert torch.equal(looks.seen, x)
 
 
-def test_gradients_of_latents_are_those_of_what_is_decoded_from_them(sae: Sae) -> None:
-    """The error term, which is computed from them too, would take these gradients away again."""
-    pg, probe, weights = PatchableGraph(nn.Linear(16, 16), torch.ones(3, 16)), ProbePatch(), torch.arange(16.0)
-    with pg.patch({"output": SplicePatch(sae), "output|sae.latents": probe}):
-        output = pg(torch.ones(3, 16))
-        (gradient,) = torch.autograd.grad((output @ weights).sum(), probe.activation)
-    assert torch.allclose(gradient, (weights @ sae.down.weight).expand(3, -1))
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
+def test_an_sae_of_another_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    model, sae = gpt2().to(dtypes[0]), Sae().to(dtypes[1])
+    pg = PatchableGraph(model, IDS)
+    spliced = pg.splice({PLACE: sae})
+    with torch.no_grad(), spliced.patch({LATENTS: CustomPatch(custom_op=torch.clone)}):
+        assert torch.equal(spliced(IDS).logits, model(IDS).logits)
+    assert spliced.nodes["transformer.h_0.sae.latents"].dtype == dtypes[1]
+    assert spliced.nodes["transformer.h_0.sae.output"].dtype == dtypes[0]

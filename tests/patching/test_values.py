@@ -26,7 +26,6 @@ from graphpatch_notebook import (
     ProbePatch,
     RecordPatch,
     ReplacePatch,
-    SplicePatch,
     UnknownPathError,
     ZeroPatch,
 )
@@ -201,14 +200,6 @@ class WrittenLater(nn.Module):
         return target + second + first.sum()
 
 
-class HalfSae(nn.Module):
-    def encode(self, value: Tensor) -> Tensor:
-        return value[:, :2] * 0.5
-
-    def decode(self, latents: Tensor) -> Tensor:
-        return latents * 2 + 1
-
-
 READERS: dict[str, tuple[Callable[[str], Any], Callable[[Tensor, Tensor], Tensor]]] = {
     "all": (lambda path: FromPatch(path, lambda value: value[:, :2]), lambda value, _: value[:, :2]),
     "rows": (lambda path: FromPatch(path, lambda v: v[:, :2], rows=[1, 0]), lambda value, _: value[[1, 0], :2]),
@@ -216,7 +207,6 @@ READERS: dict[str, tuple[Callable[[str], Any], Callable[[Tensor, Tensor], Tensor
         lambda path: FromPatch(path, lambda v: v[:, :1], slice=(slice(None), slice(1, 2))),
         lambda value, target: torch.cat([target[:, :1], value[:, :1]], 1),
     ),
-    "splice": (lambda path: SplicePatch(HalfSae(), source=path, error=False), lambda value, _: value[:, :2] + 1),
 }
 
 

@@ -213,7 +213,7 @@ def _selected(nodes: NodeMap, named: dict[str, Target]) -> Selected:
 @once_a_capture
 def flow_of(root: Frame) -> Flow:
     """Returns the flow of values through a capture; each capture is searched once."""
-    return Flow(root)
+    return Flow(root, with_splices=True)
 
 
 def _head_dim(target: Target) -> int:

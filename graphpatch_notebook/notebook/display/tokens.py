@@ -58,7 +58,7 @@ class TokenInputs:
             return None
         try:
             dims = token_dims(root, resolve(root, path))
-        except Unresolvable:  # a part of a splice, say
+        except Unresolvable:  # captured again, with other names
             return None
         return None if dims is None else TokenLabels(self.batch, tokenizer, dims)
 

@@ -40,7 +40,6 @@ from graphpatch_notebook.patches.kinds import (
     RecordPatch,
     ReplacePatch,
     SkipPatch,
-    SplicePatch,
     StopPatch,
     ZeroPatch,
 )
@@ -235,19 +234,6 @@ PATCH_KINDS = {
                 is_function=True,
             ),
             examples=("custom h_0.output lambda value: value.clamp(-1, 1)", "custom h_0.mlp.output[:, -1] rotate"),
-        ),
-        PatchKind(
-            "splice",
-            SplicePatch,
-            "puts a sparse autoencoder in place of the value",
-            value=PatchValue(
-                "sae",
-                "an object with methods encode and decode",
-                "sae",
-                "SAE",
-                "SAE is a sparse autoencoder: an object with methods encode and decode.",
-            ),
-            examples=("splice h_1.output sae", "splice h_0.mlp.output sae --steps prefill"),
         ),
     )
 }

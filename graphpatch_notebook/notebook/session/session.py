@@ -30,7 +30,7 @@ from graphpatch_notebook.notebook.session.expressions import Origin, sliced_shap
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.slices import index_text
-from graphpatch_notebook.patching import check_call, is_part_of_splice, target_of_call
+from graphpatch_notebook.patching import check_call, target_of_call
 from graphpatch_notebook.paths import ParsedPath, numbered, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
 
@@ -294,9 +294,7 @@ class Session:
         try:
             target = _target(root, patch)
         except Unresolvable as problem:
-            if not is_part_of_splice(root, patch.path):
-                raise ChosenPatchError("path", problem.message) from None
-            return Check(patch, warning=used)
+            raise ChosenPatchError("path", problem.message) from None
         shape = target.spec.shape if isinstance(target.spec, TensorSpec) else None
         sliced, warning = _sliced(patch, target, shape)
         return Check(
@@ -376,7 +374,7 @@ def by_value(root: Frame, patches: Sequence[ChosenPatch]) -> dict[str, list[Chos
     last: dict[str, str] = {}
     for patch in patches:
         path, part = patch.path, ""
-        with suppress(Unresolvable):  # a part of a splice; all else is reported when the patches are used
+        with suppress(Unresolvable):  # reported when the patches are used
             target = resolve(root, patch.path)
             path, part = target.path, index_text(target.index) if target.index else ""
         name = names.setdefault((path, part), patch.path)

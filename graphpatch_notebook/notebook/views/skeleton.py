@@ -103,7 +103,7 @@ class Skeleton:
         row = self._add(name, op, "graph", None, flags | OPAQUE * is_opaque, node, parent)
         if reasons := [visible(reason) for reason in (frame.opaque_reason, frame.custom_failure) if reason]:
             self.notes[row] = "; ".join(reasons)
-        for one in frame.nodes:
+        for one in frame.nodes_and_splices:
             own = PLUMBING * (id(one) in self._plumbing) + SIZE * one.is_size
             if isinstance(one, CallNode):
                 self._add_graph(self._segment(one.name), one, one.frame, row, own)
