@@ -42,7 +42,9 @@ def weights_digest(pg: PatchableGraph) -> str:
     for each in module.modules():
         if is_fully_sharded(each) and hasattr(each, "reshard"):  # not the older FSDP
             each.reshard()  # a call may leave weights whole
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    held = [("", module), *((call.target, call.frame.module) for f in pg.nodes.root.walk() for _, call in f.splices)]
+    tensors = [pair for start, one in held for pair in (*one.named_parameters(start), *one.named_buffers(start))]
+    for name, tensor in tensors:
         part: Any = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
         is_plain = type(part.data) is Tensor and not part.is_quantized
         sample = part.detach().reshape(-1)[:: max(1, -(-part.numel() // _SAMPLED))] if is_plain else None
