@@ -36,6 +36,8 @@ from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset
 
+_Array: TypeAlias = "np.ndarray[Any, Any]"
+
 
 def numbered(batches: Iterable[Inputs], first: int = 0) -> Iterator[tuple[int, Inputs]]:
     """Yields each batch with the number of its first example; the first batch begins at `first`."""
@@ -124,9 +126,8 @@ class RowReader:
         if isinstance(mask, Tensor) and mask.shape == kept.shape:
             kept &= mask.cpu().bool()
         if self._positions is not None:
-            wanted = torch.zeros(length, dtype=torch.bool)
-            wanted[self._positions.within(0, length)] = True
-            kept &= wanted
+            columns, from_end = np.arange(length), -kept.flip(1).cumsum(1).flip(1).numpy()
+            kept &= torch.from_numpy(is_at(self._positions, columns, from_end))
         example, position = kept.nonzero(as_tuple=True)
         # The model shifts labels to get its tokens.
         has_ids = tokens.ndim == 2 and not tokens.is_floating_point() and name != "labels"
@@ -169,13 +170,30 @@ def _chosen(positions: PositionSelection) -> Selection:
         raise ExperimentError(str(error)) from None
     if found.rows is not None:
         raise ExperimentError("positions are the same for all examples here: give one list of them")
-    chosen: Any = found.chosen
-    numbers = (chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
-    if any(number is not None and number < 0 for number in numbers):
-        raise ExperimentError(
-            f"positions={positions!r} counts from the end, where shorter examples have padding: count from the start"
-        )
     return found
+
+
+def is_at(chosen: Selection, position: _Array, from_end: _Array) -> _Array:
+    """Whether each row is at one of some positions.
+
+    Args:
+        chosen: The positions. Negative ones count from the end of each example, before padding.
+        position: The position of each row.
+        from_end: The same, counted from the end of its example: -1 for the last row.
+
+    Example:
+        >>> is_at(selection([0, -1], "positions", allow_negative=True), np.arange(4), np.arange(-4, 0)).tolist()
+        [True, False, False, True]
+    """
+    numbers: Any = chosen.chosen
+    if not isinstance(numbers, slice):
+        counted = ((position, [n for n in numbers if n >= 0]), (from_end, [n for n in numbers if n < 0]))
+        return np.logical_or(*(np.isin(index, some) for index, some in counted))
+    start = numbers.start or 0
+    after = (position if start >= 0 else from_end) - start
+    found = (after >= 0) & (after % (numbers.step or 1) == 0)
+    stop = numbers.stop
+    return found if stop is None else found & ((position if stop >= 0 else from_end) < stop)
 
 
 def _dims(model: CapturedModel, target: Target) -> tuple[int, int | None, bool]:
@@ -205,7 +223,6 @@ def read_batch(
 # -- means -------------------------------------------------------------------------------------------------------------
 
 
-@runs_where_the_model_is
 def mean_values(
     pg: PatchableGraph,
     patterns: Any,
@@ -225,7 +242,7 @@ def mean_values(
         pg: The graph.
         patterns: A path, a pattern such as `"layers[*].mlp_out"`, or several.
         dataset: As of `record_to`.
-        positions: The positions to average over; `None` for all.
+        positions: The positions to average over, as of `record_to`; `None` for all.
         batch_size: As of `record_to`.
         executor: Runs batches elsewhere, as for `pg.sweep`.
         recipe: As for `pg.sweep`.
@@ -246,6 +263,22 @@ def mean_values(
         >>> mean_values(pg, "sub_0.output", torch.tensor([[-1.0, 2.0], [3.0, 4.0], [5.0, 0.0]]), batch_size=2)
         {'sub_0.output': tensor([2.6667, 2.0000])}
     """
+    options = {"positions": positions, "batch_size": batch_size, "executor": executor, "recipe": recipe}
+    return {path: mean.to(dtype) for path, (mean, dtype) in exact_means(pg, patterns, dataset, **options).items()}
+
+
+@runs_where_the_model_is
+def exact_means(
+    pg: PatchableGraph,
+    patterns: Any,
+    dataset: Examples,
+    *,
+    positions: PositionSelection | None,
+    batch_size: int | None,
+    executor: Any = None,
+    recipe: Any = None,
+) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """Returns the means of `mean_values` in float64 (or complex128), each with the dtype that it is to have."""
     reader = RowReader(pg, patterns, positions)
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
@@ -262,8 +295,7 @@ def mean_values(
             dtypes[path] = dtype
     if not any(counts.values()):
         raise ExperimentError("the dataset has no examples, or none at these positions")
-    means = {path: (total / counts[path]).to(dtypes[path]) for path, total in sums.items()}
-    return {path: reader.broadcastable(path, mean) for path, mean in means.items()}
+    return {path: (reader.broadcastable(path, sums[path] / counts[path]), dtypes[path]) for path in sums}
 
 
 def _sums(

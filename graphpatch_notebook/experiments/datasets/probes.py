@@ -174,18 +174,11 @@ def _checked(store: ActivationStore, labels: Any, groups: Any, kind: str) -> tup
 def _rows(store: ActivationStore, path: str, position: int | None) -> tuple[Tensor, _Array]:
     """Returns the rows of a value, at one position or at all, and the example of each."""
     stored = store[path]
-    examples = store.example if len(store.example) == len(stored) else np.arange(len(stored))
-    place = store.position
-    if position is not None and position < 0:
-        ends = np.full(store.examples, -1)
-        np.maximum.at(ends, store.example, store.position)
-        place = place - ends[store.example] - 1
-    if position is None:
-        return stored[:].float(), examples
-    chosen = place == position
-    if len(examples) != len(place) or not chosen.any():
-        raise ExperimentError(f"no row of {path!r} is stored for position {position}")
-    return stored[chosen].float(), examples[chosen]
+    try:
+        chosen = stored.is_among(position=position)
+    except ExperimentError as problem:
+        raise ExperimentError(f"{path!r}: {problem}") from None
+    return stored[chosen].float(), stored.example[chosen]
 
 
 def _fitted(values: Tensor, labels: _Array, kind: str, penalty: float) -> Probe:

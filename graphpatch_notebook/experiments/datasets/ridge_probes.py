@@ -77,8 +77,11 @@ def ridge_probes(
         [1.0, 0.8]
     """
     given: Any = positions
-    if given is not None and not isinstance(given, Sequence):
-        raise ExperimentError("positions= is a list of the positions that have a probe of their own, such as [0, 5]")
+    if given is not None and (not isinstance(given, Sequence) or min(given, default=0) < 0):
+        raise ExperimentError(
+            "positions= is a list of the positions that have a probe of their own, counted from zero, such as [0, 5]; "
+            "`probes` of a store takes negative ones"
+        )
     reader = RowReader(pg, patterns, positions)
     without = reader.without_positions
     if without and positions is not None:

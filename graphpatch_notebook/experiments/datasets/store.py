@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.datasets.batches import RowReader, numbered, read_batch
+from graphpatch_notebook.experiments.datasets.batches import RowReader, is_at, numbered, read_batch
 from graphpatch_notebook.experiments.elsewhere import map_batches, weights_digest
 from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -73,7 +73,8 @@ def record_to(
         patterns: A path, a pattern such as `"layers[*].resid_post"`, or several.
         dataset: An iterable of batches: each a tensor, a tuple of arguments or a dict of keyword arguments. Or the
             inputs of all examples in that form, with `batch_size`.
-        positions: The positions to record: an index, indices or a slice; `None` for all.
+        positions: The positions to record: an index, indices or a slice; `None` for all. Negative ones count from the
+            end of each example, before padding on the right.
         dtype: The dtype to store, such as `torch.float16`; `None` for that of the values.
         batch_size: How many examples to run at once, if `dataset` has the inputs of all examples.
         shard_bytes: About how many bytes a file has.
@@ -342,19 +343,31 @@ class StoredValues:
 
         Args:
             example: A number, or several (a list, range, slice or set); `None` for all.
-            position: A position, likewise.
+            position: A position, likewise. Negative ones count from the last that is stored of each example.
 
         Raises:
             ExperimentError: The value does not have positions, or none of the examples or positions is stored.
         """
+        return self[self.is_among(example, position)]
+
+    @property
+    def example(self) -> np.ndarray[Any, Any]:
+        """The number of the example of each row, of shape (rows)."""
+        return self._store.example if self._has_positions else np.arange(len(self))
+
+    def is_among(self, example: Any = None, position: Any = None) -> np.ndarray[Any, Any]:
+        """Whether each row belongs to some examples and positions, of shape (rows): as of `where`."""
         if position is not None and not self._has_positions:
             raise ExperimentError(f"{self.path!r} has one row for each example, not for each position")
         chosen = np.ones(len(self), bool)
-        examples = self._store.example if self._has_positions else np.arange(len(self))
-        for what, index, wanted in (("example", examples, example), ("position", self._store.position, position)):
-            if wanted is not None:
-                chosen &= _is_among(index, wanted, what)
-        return self[chosen]
+        if example is not None:
+            chosen &= _is_among(self.example, self.example - self._store.examples, example, "example")
+        if position is not None:
+            ends = np.full(self._store.examples, -1)
+            np.maximum.at(ends, self.example, self._store.position)
+            place = self._store.position
+            chosen &= _is_among(place, place - ends[self.example] - 1, position, "position")
+        return chosen
 
     def chunks(self) -> Iterator[Tensor]:
         """Yields all rows in order, one file after the other, mapped into memory."""
@@ -376,11 +389,13 @@ class StoredValues:
         return result
 
 
-def _is_among(index: np.ndarray[Any, Any], wanted: Any, what: str) -> np.ndarray[Any, Any]:
+def _is_among(
+    index: np.ndarray[Any, Any], from_end: np.ndarray[Any, Any], wanted: Any, what: str
+) -> np.ndarray[Any, Any]:
     try:
-        found = np.isin(index, selection(wanted, what).within(0, int(index.max(initial=-1)) + 1))
+        found = is_at(selection(wanted, what, allow_negative=True), index, from_end)
     except ValueError:
-        raise ExperimentError(f"{what}={wanted!r} is not a number, or several, counted from zero") from None
+        raise ExperimentError(f"{what}={wanted!r} is not a number, or several") from None
     if not found.any():
         raise ExperimentError(f"no row is stored for {what}={wanted!r}")
     return found

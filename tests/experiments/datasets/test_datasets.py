@@ -73,7 +73,8 @@ def streams_of(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     count=st.integers(1, 9), batch=st.integers(1, 5), shard=st.sampled_from([1, 700, 2**28]),
-    positions=st.sampled_from([None, [0], [1, 3], slice(2, None)]), seed=st.integers(0, 99),
+    positions=st.sampled_from([None, [0], [1, 3], slice(2, None), -1, [0, -2], slice(-2, None), slice(1, -1)]),
+    seed=st.integers(0, 99),
 )  # fmt: skip
 def test_rows_are_those_of_one_run(
     pg: PatchableGraph,
@@ -87,7 +88,16 @@ def test_rows_are_those_of_one_run(
     inputs, folder = examples(count, seed), tmp_path_factory.mktemp("store")
     mask = inputs["attention_mask"].bool()
     wanted = torch.zeros_like(mask)
-    wanted[:, slice(None) if positions is None else positions] = True
+    for row, kept in zip(wanted, mask, strict=True):  # negative ones count from the end of the example
+        columns = kept.nonzero().flatten().tolist()
+        if isinstance(positions, slice):
+            row[columns[positions]] = True
+        else:
+            row[
+                columns
+                if positions is None
+                else [columns[p] for p in np.ravel(positions) if -len(columns) <= p < len(columns)]
+            ] = True
     example, position = (mask & wanted).nonzero(as_tuple=True)
     with nullcontext() if len(example) else pytest.warns(GraphPatchWarning, match="the store has no rows"):
         store = record_to(pg, folder, STREAMS, inputs, positions=positions, batch_size=batch, shard_bytes=shard)
@@ -170,7 +180,7 @@ INVALID: list[tuple[type[Warning | Exception], Any]] = [
     (ExperimentError, lambda pg, folder: ActivationStore(folder)),
     (ExperimentError, to(STREAMS, [], positions=[[1], [2]])),
     (ExperimentError, to(STREAMS, [], positions=[])),
-    (ExperimentError, lambda pg, _: mean_values(pg, STREAMS, [examples(4)], positions=[0, -1])),  # the end is padding
+    (ExperimentError, lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 4, positions=[0, -1])),
     (TypeError, lambda _, folder: record_to(build(), folder, STREAMS, [])),
     (ExperimentError, lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 5, held_out=0.5)),
     (ExperimentError, lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 4)),
@@ -215,8 +225,9 @@ def test_rows_are_asked_for_by_numbers_that_are_stored(pg: PatchableGraph, tmp_p
     for asked in ({"example": 3}, {"position": 1000}):
         with pytest.raises(ExperimentError, match="no row is stored for"):
             values.where(**asked)
-    for asked in ({"example": -1}, {"position": -1}, {"position": "0"}, {"position": 1.5}):
-        with pytest.raises(ExperimentError, match="counted from zero"):
+    assert torch.equal(values.where(example=-1, position=[-1]), values[-1:])
+    for asked in ({"position": "0"}, {"position": 1.5}):
+        with pytest.raises(ExperimentError, match="or several"):
             values.where(**asked)
 
 
