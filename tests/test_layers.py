@@ -52,6 +52,7 @@ LAYERS = [
     "experiments/attribution",
     "experiments/circuits",
     "experiments/datasets",
+    "experiments/interventions",
     "experiments/grids",
     "experiments/plotting",
     "experiments",

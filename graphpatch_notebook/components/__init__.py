@@ -19,7 +19,14 @@ from graphpatch_notebook.lazy_names import lazy_names
 if TYPE_CHECKING:
     from graphpatch_notebook.capture.records import Frame
     from graphpatch_notebook.components.components import Component, Components, ProofRun
-    from graphpatch_notebook.components.weights import ComponentWeights, NoWeightError, Projection, Weights, projection
+    from graphpatch_notebook.components.weights import (
+        ComponentWeights,
+        NoWeightError,
+        Projection,
+        Weights,
+        projection,
+        tensors_written,
+    )
 
 __all__ = [
     "Component",
@@ -31,6 +38,7 @@ __all__ = [
     "Weights",
     "find",
     "projection",
+    "tensors_written",
 ]
 
 

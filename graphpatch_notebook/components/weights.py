@@ -35,6 +35,10 @@ _FARTHEST = 60
 _SMALL = 3
 _STEPS = SAME_VALUES | VIEWS | NORMS | SCALINGS | ADDITIONS | {"tanh"}
 """What may lie between a linear map and a component that it makes, besides norms as modules."""
+_UNCHANGED = SAME_VALUES - frozenset("where clamp clip masked_fill nan_to_num".split())
+_UNCHANGED |= frozenset("view reshape flatten unflatten squeeze unsqueeze getitem expand".split())
+"""Keep the channels as they are, if they are the last dimension before and after."""
+_OF_A_SUM = 2
 _ORDER = frozenset("batch position query key token window".split())
 
 
@@ -179,6 +183,22 @@ def projection(root: Frame, name: str) -> Projection:
     if is_read or not finder.has_norm_over_heads(component, found.heads.shape[1]):
         return found
     return replace(found, heads=found.heads.reshape(1, -1), are_separate=False)
+
+
+def tensors_written(root: Frame, name: str) -> dict[str, tuple[Tensor, int]]:
+    """Returns the tensors of the model that a component is a linear function of, by path.
+
+    The component is what a part of a layer adds to the stream, or its start: the sum of a linear map, an embedding and
+    biases, say. Each tensor comes with its dimension of the component's channels: what is projected there is projected
+    in the component.
+
+    Raises:
+        NoWeightError: It is computed in another way, such as by experts, or through a norm.
+        GraphError: A tensor is not held as floating-point numbers.
+    """
+    finder = _finder(root)
+    found = finder.written(finder.component(name))
+    return {finder.flow.path(value): (held_tensor(finder.flow, value), dim) for value, dim in found.items()}
 
 
 class ComponentWeights:
@@ -378,6 +398,31 @@ class _WeightFinder:
         if table is None or len(table.shape) != 2:
             raise NoWeightError(f"{self.flow.path(start)} ({start.op}) does not have rows of one table")
         return held_tensor(self.flow, table)
+
+    def written(self, component: Component) -> dict[Value, int]:
+        """Returns the tensors that a component is a linear function of, each with its dimension of channels."""
+        flow, start, found = self.flow, self._value(component), dict[Value, int]()
+
+        def terms(value: Value) -> list[Value]:
+            reads = [read for read in flow.reads(value.node) if read.is_float] if value.op else []
+            whole = [read for read in reads if read.shape[-1:] == value.shape[-1:]]
+            is_scaled = value.op in SCALINGS and sum(read.size > 1 for read in reads) == 1
+            if value.shape[-1:] == start.shape[-1:] and value not in self._trails.norms:
+                if (table := table_of(flow, value)) is not None or value.node.kind in HELD_KINDS:
+                    found[table or value] = -1
+                    return []
+                if flow.is_linear_map(value):
+                    linear = _LinearMap(flow, value)
+                    if [*linear.outputs.values()] == [len(value.shape) - 1]:
+                        found[linear.weight] = next(iter(linear.outputs)) - len(linear.weight.shape)
+                        return [read for read in reads if read not in (linear.weight, linear.given)]
+                elif is_scaled or value.op in _UNCHANGED or (value.op in ADDITIONS and len(whole) == _OF_A_SUM):
+                    return whole
+            raise NoWeightError(f"{flow.path(value)} ({value.op or value.node.kind}) is not linear in weights")
+
+        for _ in walk([start], terms):
+            pass
+        return found
 
     def unembedding(self) -> Value:
         """Returns the result of the last linear map before the logits."""

@@ -10,6 +10,7 @@
   exact runs of the model with some of these edges only.
 - `record_to`, `ActivationStore`, `mean_values`, `average`, `ridge_probes`: values and results over datasets that do not
   fit into memory; `probes`: what linear probes read off stored values, and along which direction.
+- `direction`, `project_out`: the direction between two kinds of examples, and the model without it.
 - `map_batches`: any of these on each batch of a dataset, also on an executor; `RayExecutor`, an executor of Ray.
 - `attribute`, `top_scores`: the effect of each value, estimated by gradients.
 
@@ -37,6 +38,7 @@ from graphpatch_notebook.experiments.datasets.probes import Probe, Probes, probe
 from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
 from graphpatch_notebook.experiments.elsewhere import RayExecutor, map_batches, remote
+from graphpatch_notebook.experiments.interventions.directions import direction, project_out
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
 from graphpatch_notebook.experiments.methods.heads import composition_scores, head_scores, keep_heads
@@ -78,6 +80,7 @@ __all__ = [
     "circuit_patches",
     "composition_scores",
     "direct_logit_attribution",
+    "direction",
     "faithfulness",
     "head_scores",
     "keep_heads",
@@ -89,6 +92,7 @@ __all__ = [
     "plot_heads",
     "plot_heatmap",
     "probes",
+    "project_out",
     "record_to",
     "remote",
     "ridge_probes",

@@ -187,8 +187,8 @@ def is_at(chosen: Selection, position: _Array, from_end: _Array) -> _Array:
     """
     numbers: Any = chosen.chosen
     if not isinstance(numbers, slice):
-        counted = ((position, [n for n in numbers if n >= 0]), (from_end, [n for n in numbers if n < 0]))
-        return np.logical_or(*(np.isin(index, some) for index, some in counted))
+        found: _Array = np.isin(position, [number for number in numbers if number >= 0])
+        return found | np.isin(from_end, [number for number in numbers if number < 0])
     start = numbers.start or 0
     after = (position if start >= 0 else from_end) - start
     found = (after >= 0) & (after % (numbers.step or 1) == 0)
