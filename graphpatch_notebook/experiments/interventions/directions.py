@@ -12,8 +12,9 @@ from torch import Tensor
 
 from graphpatch_notebook.components import NoWeightError, tensors_written
 from graphpatch_notebook.errors import ExperimentError, GraphError
-from graphpatch_notebook.experiments.datasets.batches import Examples, exact_means
+from graphpatch_notebook.experiments.datasets.batches import exact_means
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, StoredValues
+from graphpatch_notebook.experiments.engine.examples import Examples
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
     check_problems,
