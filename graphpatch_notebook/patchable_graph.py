@@ -37,7 +37,6 @@ from graphpatch_notebook.patching import (
     Recording,
     generating_with,
     innermost,
-    no_compile_arguments,
     record,
 )
 from graphpatch_notebook.patching.model_state import copied, preserved
@@ -53,7 +52,6 @@ from graphpatch_notebook.texts import (
     token_text,
     with_tokens,
 )
-from graphpatch_notebook.torch_compat import eager_code
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -1126,12 +1124,8 @@ class PatchableGraph(_LikeItsModel):
 
             @functools.wraps(value)
             def method(*args: Any, **kwargs: Any) -> Any:
-                is_patched = innermost(self._captured) is not None or bool(self._captured.permanent)
                 if name == "generate":
                     args, kwargs = self._captured.tokenized(args, kwargs, is_generation=True)
-                # With an older torch, patches on operations would only have an effect at the first step.
-                if name == "generate" and is_patched and not eager_code.is_possible:
-                    kwargs |= no_compile_arguments(self._module)
                 return self._call(function, args, kwargs)
 
             return method

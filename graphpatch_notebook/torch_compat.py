@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 def is_in_backward() -> bool:
     """Whether this code runs inside a backward pass.
 
-    `torch._C._current_graph_task_id`: torch 2.1 to 2.13. Tested by: tests/laws/test_law_06_gradients.py.
+    `torch._C._current_graph_task_id`: torch 2.6 to 2.13. Tested by: tests/laws/test_law_06_gradients.py.
     """
     return torch._C._current_graph_task_id() != -1
 
@@ -34,7 +34,7 @@ def is_in_backward() -> bool:
 def is_overload(func: object) -> bool:
     """Whether `func` is an operator of `torch.ops`, which prints as such.
 
-    `torch._ops.OpOverload`, `OpOverloadPacket`, `HigherOrderOperator`: torch 2.4 to 2.13. Tested by:
+    `torch._ops.OpOverload`, `OpOverloadPacket`, `HigherOrderOperator`: torch 2.6 to 2.13. Tested by:
     tests/graphs/test_code.py (torch.ops).
     """
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator))
@@ -43,7 +43,7 @@ def is_overload(func: object) -> bool:
 def is_higher_order(func: object) -> bool:
     """Whether `func` is an operator of `torch.ops.higher_order`, which calls functions: `cond`, `scan`.
 
-    `torch._ops.HigherOrderOperator`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py (branches).
+    `torch._ops.HigherOrderOperator`: torch 2.6 to 2.13. Tested by: tests/integrations/test_exported.py (branches).
     """
     return isinstance(func, torch._ops.HigherOrderOperator)
 
@@ -51,7 +51,7 @@ def is_higher_order(func: object) -> bool:
 def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
     """Returns the `CodeGen` of `graph`: torch has `set_codegen`, but no public getter.
 
-    `torch.fx.Graph._codegen`: torch 2.0 to 2.13. Tested by: tests/graphs/test_weaving.py.
+    `torch.fx.Graph._codegen`: torch 2.6 to 2.13. Tested by: tests/graphs/test_weaving.py.
     """
     return graph._codegen
 
@@ -59,7 +59,7 @@ def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
 def forward_pre_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any], bool]]:
     """Returns the forward pre-hooks of a module in order: id, hook, and whether it takes keyword arguments.
 
-    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Tested by: tests/graphs/test_postprocessing.py.
+    The hook dictionaries of `torch.nn.Module`: torch 2.6 to 2.13. Tested by: tests/graphs/test_postprocessing.py.
     """
     with_kwargs = module._forward_pre_hooks_with_kwargs
     return [(key, hook, key in with_kwargs) for key, hook in module._forward_pre_hooks.items()]
@@ -74,7 +74,7 @@ def forward_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any]
 def runs_hooks(module: torch.nn.Module) -> bool:
     """Whether `Module.__call__` goes the long way for `module`, past hooks, rather than straight to `forward`.
 
-    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_06_gradients.py.
+    The hook dictionaries of `torch.nn.Module`: torch 2.6 to 2.13. Tested by: tests/laws/test_law_06_gradients.py.
     """
     return bool(
         module._forward_hooks
@@ -96,7 +96,7 @@ def takes_hooks(module: torch.nn.Module) -> bool:
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether `module` is under FSDP: its parameters are gathered for a call, and their memory is freed afterwards.
 
-    `FSDPModule` is public since torch 2.6, and elsewhere before. Tested by: tests/distributed/test_sharded_models.py.
+    Asked without importing FSDP. Tested by: tests/distributed/test_sharded_models.py.
     """
     kind: Any = type(module)
     return _is_fully_sharded(kind)
@@ -105,7 +105,7 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 def fully_shards_parts(module: torch.nn.Module) -> bool:
     """Whether `module` is under FSDP, and its parameters were parts of weights before: tensor parallelism within FSDP.
 
-    `_get_fsdp_state`, `_fsdp_param_group`, `is_dtensor`; `_handle`, `_param_extensions` of the older FSDP: torch 2.4 to
+    `_get_fsdp_state`, `_fsdp_param_group`, `is_dtensor`; `_handle`, `_param_extensions` of the older FSDP: torch 2.6 to
     2.13. Tested by: tests/distributed/test_sharded_models.py.
     """
     if not is_fully_sharded(module):
@@ -124,10 +124,9 @@ _fully_sharded: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionar
 
 def _is_fully_sharded(kind: type) -> bool:
     if kind not in _fully_sharded:
-        homes = map(sys.modules.get, ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"))
-        names = ("FSDPModule", "FullyShardedDataParallel")
-        found = (getattr(home, name, None) for home in homes for name in names)
-        _fully_sharded[kind] = issubclass(kind, tuple(wrapper for wrapper in found if wrapper is not None))
+        home: Any = sys.modules.get("torch.distributed.fsdp")
+        wrappers = () if home is None else (home.FSDPModule, home.FullyShardedDataParallel)
+        _fully_sharded[kind] = issubclass(kind, wrappers)
     return _fully_sharded[kind]
 
 
@@ -144,31 +143,29 @@ _module_globals = torch.nn.Module.__call__.__globals__
 without_torch_functions = torch._C.DisableTorchFunction
 """A context manager in which function modes see nothing: for the engine's own looks at tensors.
 
-`torch._C.DisableTorchFunction`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_02_identity.py.
+`torch._C.DisableTorchFunction`: torch 2.6 to 2.13. Tested by: tests/laws/test_law_02_identity.py.
 """
 
 
 def is_tracing() -> bool:
     """Whether a `torch.jit.trace` is under way.
 
-    `torch._C._get_tracing_state`: torch 2.4 to 2.13. Tested by: tests/graphs/test_laziness.py (torch.jit.trace).
+    `torch._C._get_tracing_state`: torch 2.6 to 2.13. Tested by: tests/graphs/test_laziness.py (torch.jit.trace).
     """
     return torch._C._get_tracing_state() is not None
 
 
-def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
-    """Returns the softmax of `scores`, as torch's attention takes it: zeros where all scores are minus infinity.
+safe_softmax = torch._safe_softmax
+"""The softmax of torch's attention: zeros where all scores are minus infinity.
 
-    `torch._safe_softmax`: torch 2.5 to 2.13. Before, attention itself gave NaN there, as `softmax` does. Tested
-    by: tests/capture/test_decompositions.py.
-    """
-    return getattr(torch, "_safe_softmax", torch.softmax)(scores, dim)
+`torch._safe_softmax`: torch 2.6 to 2.13. Tested by: tests/capture/test_decompositions.py.
+"""
 
 
 def function_mode_depth() -> int:
     """Returns the number of active function modes; inside the handler of a mode, it is not active.
 
-    `torch._C._len_torch_function_stack`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_02_identity.py
+    `torch._C._len_torch_function_stack`: torch 2.6 to 2.13. Tested by: tests/laws/test_law_02_identity.py
     (awkward-custom-operators).
     """
     return torch._C._len_torch_function_stack()
@@ -177,7 +174,7 @@ def function_mode_depth() -> int:
 def may_compile() -> bool:
     """Whether `torch.compile` may have compiled anything so far: it imports `torch._dynamo`.
 
-    torch 2.0 to 2.15. Tested by: tests/integrations/test_torch_compile.py.
+    torch 2.6 to 2.15. Tested by: tests/integrations/test_torch_compile.py.
     """
     return "torch._dynamo" in sys.modules
 
@@ -185,7 +182,7 @@ def may_compile() -> bool:
 def has_compiled_frames() -> bool:
     """Whether `torch.compile` has compiled any code in this process.
 
-    `torch._dynamo.utils.counters`: torch 2.0 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
+    `torch._dynamo.utils.counters`: torch 2.6 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])
@@ -194,7 +191,7 @@ def has_compiled_frames() -> bool:
 def own_call(module: torch.nn.Module) -> Callable[..., Any]:
     """Returns what calls the forward of a module with its hooks, whatever attribute of the module replaces it.
 
-    `Module._call_impl`: torch 2.0 to 2.13. Tested by: tests/patching/test_contexts.py.
+    `Module._call_impl`: torch 2.6 to 2.13. Tested by: tests/patching/test_contexts.py.
     """
     call: Callable[..., Any] = type(module)._call_impl.__get__(module)
     return call
@@ -203,7 +200,7 @@ def own_call(module: torch.nn.Module) -> Callable[..., Any]:
 def called_attribute(module: torch.nn.Module) -> str:
     """Returns the attribute that `Module.__call__` calls, which a module may have of its own: its forward with hooks.
 
-    `Module._call_impl`, and `Module._compiled_call_impl`, which `Module.compile` sets: torch 2.2 to 2.13. Tested by:
+    `Module._call_impl`, and `Module._compiled_call_impl`, which `Module.compile` sets: torch 2.6 to 2.13. Tested by:
     tests/laws/test_law_03_edits.py.
     """
     return "_call_impl" if module.__dict__.get("_compiled_call_impl") is None else "_compiled_call_impl"
@@ -212,8 +209,8 @@ def called_attribute(module: torch.nn.Module) -> str:
 def is_any_compiled(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether one of the modules runs code of `torch.compile`: a wrapper made by it, or its `forward` is. For speed.
 
-    `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.2 to 2.13; `_torchdynamo_orig_callable` of
-    functions: torch 2.0 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
+    `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.6 to 2.13; `_torchdynamo_orig_callable` of
+    functions: torch 2.6 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
     """
     kinds = set()
     for module in modules:
@@ -257,23 +254,13 @@ class Switch:
 class EagerCode(Switch):
     """Makes compiled code run eagerly, in all threads.
 
-    `torch.compiler.set_stance` (public): torch 2.6 and later. Earlier, dynamo would fail on modes and hooks inside
-    compiled parts, or ignore them. Tested by: tests/integrations/test_torch_compile.py, test_old_torch.py.
-
-    Attributes:
-        is_possible: Whether this torch supports it.
-        reason: The message for older versions: why compiled parts cannot be observed, and what to do.
+    `torch.compiler.set_stance` (public). Tested by: tests/integrations/test_torch_compile.py.
     """
 
-    is_possible = hasattr(torch.compiler, "set_stance")
-    reason = (
-        f"torch {torch.__version__} cannot be asked to run as it was written what torch.compile compiled in the model, "
-        "as 2.6 and later can; upgrade torch, or make the PatchableGraph of the model as it is without torch.compile"
-    )
     _stance: Any = None
 
     def _switch_on(self) -> None:
-        if self._stance is None and self.is_possible:
+        if self._stance is None:
             self._stance = torch.compiler.set_stance("force_eager")
 
     def _switch_off(self) -> None:
@@ -288,7 +275,7 @@ eager_code = EagerCode()
 def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Returns `function` wrapped so that `torch.compile` breaks its graph there and runs it eagerly.
 
-    `torch._compile._disable_dynamo`: torch 2.1 to 2.13. The public `torch.compiler.disable` imports dynamo at once,
+    `torch._compile._disable_dynamo`: torch 2.6 to 2.13. The public `torch.compiler.disable` imports dynamo at once,
     which takes as long as torch itself. Tested by: tests/integrations/test_torch_compile.py, tests/test_packaging.py.
     """
     return torch._compile._disable_dynamo(function)
@@ -297,7 +284,7 @@ def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def tensor_metadata(shape: torch.Size, dtype: torch.dtype) -> Any:
     """Returns what `torch.fx` prints as the type of a value: `meta["tensor_meta"]` of a node.
 
-    `TensorMetadata` of `torch.fx.passes.shape_prop`: torch 2.0 to 2.13. Tested by: tests/graphs/test_code.py.
+    `TensorMetadata` of `torch.fx.passes.shape_prop`: torch 2.6 to 2.13. Tested by: tests/graphs/test_code.py.
     """
     return torch.fx.passes.shape_prop.TensorMetadata(shape, dtype, False, (), None, False, {})
 
@@ -305,7 +292,7 @@ def tensor_metadata(shape: torch.Size, dtype: torch.dtype) -> Any:
 def run_while_compiling(function: Callable[_P, _T]) -> Callable[_P, None]:
     """Returns a function that calls `function` when `torch.compile` traces a call of it, without tracing into it.
 
-    `_dynamo_marked_constant`: torch 2.0 to 2.13; it runs with modules as arguments since 2.9. The public
+    `_dynamo_marked_constant`: torch 2.6 to 2.13; it runs with modules as arguments since 2.9. The public
     `torch.compiler.assume_constant_result` imports dynamo. Tested by: tests/integrations/test_torch_compile.py.
     """
 
@@ -324,7 +311,7 @@ class VisibleFlexAttention(Switch):
     functions of torch do; where no mode is on, their own code runs, compiled if the caller compiled it.
 
     `torch.nn.attention.flex_attention` is public; `set_eval_frame` and `skip_code` of `torch._dynamo.eval_frame`: torch
-    2.5 to 2.13. Tested by: tests/capture/test_flex_attention.py.
+    2.6 to 2.13. Tested by: tests/capture/test_flex_attention.py.
     """
 
     _original: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
@@ -398,7 +385,7 @@ def _hand_over(*args: Any, **kwargs: Any) -> Any:
 def is_module_call(code: CodeType) -> bool:
     """Whether this is the code of torch that calls a module: its `self` is the module, which is called once there.
 
-    `torch.nn.Module._call_impl`: torch 2.0 to 2.13. Tested by: tests/patching/test_failures.py.
+    `torch.nn.Module._call_impl`: torch 2.6 to 2.13. Tested by: tests/patching/test_failures.py.
     """
     return code is torch.nn.Module._call_impl.__code__
 
@@ -406,7 +393,7 @@ def is_module_call(code: CodeType) -> bool:
 def structure_of(value: object) -> Any:
     """Returns the pytree structure of `value`.
 
-    `torch.utils._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
+    `torch.utils._pytree`: torch 2.6 to 2.13. Tested by: tests/integrations/test_exported.py.
     """
     return torch.utils._pytree.tree_structure(value)
 
@@ -419,7 +406,7 @@ def structured(leaves: list[Any], structure: Any) -> Any:
 def parts_of(structure: Any) -> list[Any]:
     """Returns the structures of the children of a container.
 
-    `TreeSpec.children`, a list called `children_specs` before: torch 2.4 to 2.13. Tested by:
+    `TreeSpec.children`, a list called `children_specs` before: torch 2.6 to 2.13. Tested by:
     tests/integrations/test_exported.py.
     """
     children = getattr(structure, "children", None)
@@ -429,7 +416,7 @@ def parts_of(structure: Any) -> list[Any]:
 def version_of(value: Any) -> int | None:
     """Returns the number of writes into a tensor; `None` if torch does not count them.
 
-    `Tensor._version`: torch 2.4 to 2.13. Tested by: tests/patches/test_kinds.py.
+    `Tensor._version`: torch 2.6 to 2.13. Tested by: tests/patches/test_kinds.py.
     """
     try:
         return value._version  # type: ignore[no-any-return]
@@ -440,18 +427,9 @@ def version_of(value: Any) -> int | None:
 def base_of(value: torch.Tensor) -> torch.Tensor | None:
     """Returns the tensor that a tensor is a view of, if it is one.
 
-    `Tensor._base`: torch 2.0 to 2.13. Tested by: tests/experiments/attribution/test_rules.py.
+    `Tensor._base`: torch 2.6 to 2.13. Tested by: tests/experiments/attribution/test_rules.py.
     """
     return value._base
-
-
-def unflattens_programs() -> bool:
-    """Whether `torch.export.unflatten` can be relied on to make modules of a program.
-
-    In torch 2.4 it stops at bare assertions where modules are called twice, loses the branches of `torch.cond`, and
-    miscounts the outputs of programs that write into inputs. Tested by: tests/integrations/test_old_torch.py.
-    """
-    return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.6")
 
 
 def input_guards(program: torch.export.ExportedProgram) -> Callable[..., None] | None:
@@ -471,7 +449,7 @@ def input_guards(program: torch.export.ExportedProgram) -> Callable[..., None] |
 def native_namespaces() -> dict[str, object]:
     """Returns the namespaces that hold torch's own operators: nothing else is in them. By names for them.
 
-    `torch._C._VariableFunctions`, `torch._C._nn`, ...: torch 2.0 to 2.13. Tested by:
+    `torch._C._VariableFunctions`, `torch._C._nn`, ...: torch 2.6 to 2.13. Tested by:
     tests/files/test_functions.py.
     """
     names = ("_nn", "_linalg", "_fft", "_special", "_sparse", "_nested")
@@ -482,21 +460,21 @@ def native_namespaces() -> dict[str, object]:
 set_grad_enabled = torch._C._set_grad_enabled
 """The functions that `torch.no_grad()` and similar contexts call, and that function modes see.
 
-`torch._C._set_grad_enabled`: torch 2.0 to 2.13. Tested by: tests/files/test_functions.py.
+`torch._C._set_grad_enabled`: torch 2.6 to 2.13. Tested by: tests/files/test_functions.py.
 """
 
 
 assert_that = torch._assert
 """What code that is to be traced calls in place of `assert`.
 
-`torch._assert`: torch 2.0 to 2.13. Tested by: tests/files/test_functions.py.
+`torch._assert`: torch 2.6 to 2.13. Tested by: tests/files/test_functions.py.
 """
 
 
 def overload_path(func: object) -> str | None:
     """Returns the path in `torch.ops` of an operator (`aten.add.Tensor`); `None` for other functions.
 
-    `torch._ops.OpOverload`, `OpOverloadPacket`, whose `str` is that path: torch 2.4 to 2.13. Tested by:
+    `torch._ops.OpOverload`, `OpOverloadPacket`, whose `str` is that path: torch 2.6 to 2.13. Tested by:
     tests/files/test_functions.py.
     """
     return str(func) if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else None
@@ -505,7 +483,7 @@ def overload_path(func: object) -> str | None:
 def is_awaited(value: object) -> bool:
     """Whether a tensor is the result of a collective, for which its first use waits: it has no memory of its own.
 
-    `torch.distributed._functional_collectives.AsyncCollectiveTensor`: torch 2.1 to 2.13. Tested by:
+    `torch.distributed._functional_collectives.AsyncCollectiveTensor`: torch 2.6 to 2.13. Tested by:
     tests/distributed/test_sharded_models.py.
     """
     return type(value).__name__ == "AsyncCollectiveTensor"
@@ -514,27 +492,16 @@ def is_awaited(value: object) -> bool:
 def default_store() -> Any:
     """Returns the store in which the processes of the default group find each other.
 
-    `torch.distributed.distributed_c10d._get_default_store`: torch 2.1 to 2.13. Tested by:
+    `torch.distributed.distributed_c10d._get_default_store`: torch 2.6 to 2.13. Tested by:
     tests/distributed/test_sharded_models.py.
     """
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def dtensor_module() -> Any:
-    """Returns the module with `DTensor` and its placements.
-
-    `torch.distributed.tensor` is public since torch 2.5. Tested by: tests/distributed/test_sharded_models.py.
-    """
-    try:
-        return importlib.import_module("torch.distributed.tensor")
-    except ImportError:
-        return importlib.import_module("torch.distributed._tensor")
-
-
 def strided_shard(dim: int, factor: int) -> Any:
     """Returns the placement of weights that are packed into one along a dimension and split one by one.
 
-    `_StridedShard`: torch 2.5 to 2.13. Tested by: tests/distributed/test_sharded_models.py.
+    `_StridedShard`: torch 2.6 to 2.13. Tested by: tests/distributed/test_sharded_models.py.
     """
     placements = importlib.import_module("torch.distributed.tensor.placement_types")
     return placements._StridedShard(dim=dim, split_factor=factor)

@@ -24,8 +24,8 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 
 PAIRS = (
-    ("==2.4.1", "<5"),
-    ("==2.4.1", "==5.0.*"),
+    ("==2.6.0", "<5"),
+    ("==2.6.0", ">=5"),
     ("==2.8.0", "<5"),
     ("==2.8.0", ">=5"),
     ("==2.13.0", "<5"),
@@ -36,7 +36,7 @@ PAIRS = (
 """What pip is asked for, of torch and of transformers.
 
 The oldest torch that is supported, one in between, the one that CI tests against, and the newest that there is; of
-transformers the newest of each major version that is supported. Of transformers 5, later versions want torch 2.6.
+transformers the newest of each major version that is supported.
 """
 
 CASES = (
@@ -51,7 +51,7 @@ SELECTION = """
     patching/test_opened_calls.py integrations/test_transformers_calls.py patching/test_shapes.py
     patching/test_contexts.py integrations/test_positions.py integrations/test_steps.py
     integrations/test_generation.py integrations/test_attention_patterns.py integrations/test_exported.py
-    integrations/test_torch_compile.py integrations/test_old_torch.py files/test_own_graphs.py
+    integrations/test_torch_compile.py files/test_own_graphs.py
     patching/test_values.py files/test_round_trip.py patches/test_kinds.py test_patchable_graph.py
     notebook/export/test_patch_code.py notebook/session/test_recipes.py notebook/session/test_session.py
     notebook/session/test_session_file.py experiments/test_metrics.py experiments/methods/test_sweeps.py

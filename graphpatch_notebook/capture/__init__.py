@@ -59,7 +59,7 @@ from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_dou
 from graphpatch_notebook.errors import CaptureError, GraphPatchWarning
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import eager_code, has_compiled_frames, is_any_compiled, may_compile, version_of
+from graphpatch_notebook.torch_compat import eager_code, has_compiled_frames, may_compile, version_of
 
 __all__ = [
     "INVOKE",
@@ -132,8 +132,6 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Runs the module of `recorder` and returns the record of the run, under the conditions of `capture`."""
     module = recorder.root_module
     modules = reachable_modules(module)
-    if is_any_compiled(modules) and not eager_code.is_possible:
-        raise CaptureError(eager_code.reason)
     has_dynamo = may_compile()  # then functions may be compiled, too
     swaps = Swaps(lambda module: recorder.unseen.add(id(module)))
     lazy = [each for each in modules if isinstance(each, LazyModuleMixin) and each.has_uninitialized_params()]

@@ -19,7 +19,7 @@ from graphpatch_notebook.capture.records import HELD_KINDS
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.patching.sharding import is_distributed, same_value
-from graphpatch_notebook.torch_compat import dtensor_module, strided_shard, without_torch_functions
+from graphpatch_notebook.torch_compat import strided_shard, without_torch_functions
 
 _SAME = 1e-5
 _FEW = 4  # this many terms are not equal on all processes by chance
@@ -62,14 +62,14 @@ class Placement:
             )
         shape = (*value.shape[: self.dim], sum(self.sizes), *value.shape[self.dim + 1 :])
         stride = torch.empty(shape, device="meta").stride()
-        joined = dtensor_module().DTensor.from_local(
+        joined = _distributed_tensors().DTensor.from_local(
             value.contiguous(), self.mesh, [self._shard()], run_check=False, shape=torch.Size(shape), stride=stride
         )
         return joined.full_tensor()  # type: ignore[no-any-return]
 
     def local(self, whole: Any, value: Tensor) -> Any:
         """Returns this process's part of a patched value, in the form of `value`, its part of the unpatched one."""
-        kinds = dtensor_module()
+        kinds = _distributed_tensors()
         if not isinstance(whole, Tensor) and (self.dim is not None or is_distributed(value)):
             raise PatchValueError(f"{self.path!r} is distributed over processes: a patch must return a tensor for it")
         if is_distributed(value):
@@ -107,7 +107,7 @@ class Placement:
 
     def _shard(self) -> Any:
         assert self.dim is not None
-        return dtensor_module().Shard(self.dim) if self.factor == 1 else strided_shard(self.dim, self.factor)
+        return _distributed_tensors().Shard(self.dim) if self.factor == 1 else strided_shard(self.dim, self.factor)
 
     def of_first(self, whole: Any, patches: Sequence[Patch[Any]]) -> Any:
         """Returns what functions in patches made of a value on the first process: of random numbers, say."""
@@ -209,3 +209,10 @@ def _weights(size: int, device: str) -> Tensor:
 def is_same_sketch(one: Tensor, other: Tensor) -> bool:
     """Whether two sketches are of the same value, up to rounding."""
     return bool(((one - other).abs() <= _SAME * max(one[-1].item(), other[-1].item())).all())
+
+
+def _distributed_tensors() -> Any:
+    """Returns the module with `DTensor` and its placements: not every torch has `torch.distributed`."""
+    import torch.distributed.tensor
+
+    return torch.distributed.tensor

@@ -500,7 +500,7 @@ def is_sharded(model: Module) -> bool:
 
     Also with `tp_size`, which transformers sets: its tensors may be plain parts.
     """
-    if "torch.distributed.tensor" not in sys.modules and "torch.distributed._tensor" not in sys.modules:
+    if "torch.distributed.tensor" not in sys.modules:
         return False
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return False

@@ -37,7 +37,6 @@ from graphpatch_notebook.torch_compat import (
     parts_of,
     structure_of,
     structured,
-    unflattens_programs,
     without_torch_functions,
 )
 
@@ -56,12 +55,6 @@ def exported_model(program: Any, flat_args_adapter: Any = None) -> tuple[Module,
         raise TypeError(
             "from_exported needs what torch.export.export returns, or a file that torch.export.save wrote, not "
             f"{type(program).__name__}; for a model, use PatchableGraph(model, *example_args)"
-        )
-    if not unflattens_programs():
-        raise GraphError(
-            f"exported programs need torch 2.6 or later, and this is {torch.__version__}, whose torch.export.unflatten "
-            "fails on modules that are called twice, and on branches; upgrade torch, or use "
-            "PatchableGraph(model, *example_args) on the model that was exported"
         )
     program = program if file is None else torch.export.load(file)
     if program.example_inputs is None:

@@ -193,10 +193,7 @@ class _Writer:
         if self._frame.parent is None:
             self._check(placeholders)
         self._graph.lint()
-        try:
-            result = fx.GraphModule(self._held, self._graph, type(self._frame.module).__name__)
-        except AssertionError as error:  # torch 2.4, if two functions have the same name
-            raise GraphError(f"torch {torch.__version__} cannot write the code of {self._source.path!r}") from error
+        result = fx.GraphModule(self._held, self._graph, type(self._frame.module).__name__)
         result.training = self._frame.conditions.training
         return result
 

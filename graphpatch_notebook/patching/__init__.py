@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         GENERATION_CONFIG,
         generating_with,
         held_value,
-        no_compile_arguments,
         tensor_at,
     )
 
@@ -64,7 +63,6 @@ __all__ = [
     "generating_with",
     "held_value",
     "innermost",
-    "no_compile_arguments",
     "record",
     "row_and_position_dims",
     "row_dimension",

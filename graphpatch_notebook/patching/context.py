@@ -482,11 +482,9 @@ class PatchContext:
 
     def _observed(self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Methods may compile the model themselves, as `generate` does with a static cache.
-        is_known = run.plan.sees_ops and eager_code.is_possible  # to need eager code, whatever is compiled
-        has_compiled = may_compile() and not is_known and is_any_compiled(all_modules(run.root))
-        if has_compiled and not eager_code.is_possible:
-            raise GraphError(eager_code.reason)
-        is_eager = has_compiled or function is not run.root or (run.plan.sees_ops and may_compile())
+        is_eager = function is not run.root or (
+            may_compile() and (run.plan.sees_ops or is_any_compiled(all_modules(run.root)))
+        )
         token = observer.set(run)
         try:
             if not (is_eager or run.plan.sees_ops or function_mode_depth()):

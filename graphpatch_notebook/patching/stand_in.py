@@ -188,12 +188,3 @@ def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., 
             stand_in.copy_changes_back(but=_BOUND)
 
     return generate_with
-
-
-def no_compile_arguments(module: Module) -> dict[str, Any]:
-    """Returns the keyword arguments that keep `generate` from compiling decoding steps, as it does with a static cache.
-
-    Empty if the versions of transformers that have such arguments never do.
-    """
-    is_known = hasattr(getattr(module, GENERATION_CONFIG, None), "disable_compile")
-    return {"disable_compile": True} if is_known else {}

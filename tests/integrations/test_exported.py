@@ -25,7 +25,6 @@ from tests.zoo import installed
 from tests.zoo.submodules import Submodules
 
 pytestmark = [
-    pytest.mark.skipif(installed.TORCH < (2, 6), reason="refused there: see test_old_torch.py"),
     pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
 ]

@@ -34,9 +34,8 @@ from tests.zoo import AWKWARD, Case, installed
 from tests.zoo.submodules import Submodules
 
 X = torch.linspace(-1, 1, 6).view(2, 3)
-MASKED_BY_VMAP = installed.TRANSFORMERS < (5, 0) and installed.TORCH >= (2, 6)
+MASKED_BY_VMAP = installed.TRANSFORMERS < (5, 0)
 NOT_WRITTEN = r"'transformer' .* uses an object .* that existed only while the model was captured"
-needs_torch_2_6 = pytest.mark.skipif(installed.TORCH < (2, 6), reason="refused there: see test_old_torch.py")
 
 
 class Inner(Submodules, linear=(3, 3)):
@@ -65,7 +64,6 @@ def whole() -> nn.Module:
     return torch.compile(Outer(), backend="eager")
 
 
-@needs_torch_2_6
 @pytest.mark.parametrize("build", [wrapped, in_place, whole])
 def test_compiled_parts_are_captured_and_patched(build: Callable[[], nn.Module]) -> None:
     model, plain = build(), Outer()
@@ -117,7 +115,6 @@ class Functions(nn.Module):
         return (self.method(x) if self.way == "method" else self.attribute(x)) + 1
 
 
-@needs_torch_2_6
 @pytest.mark.parametrize("way", ["decorator", "method", "attribute", "first call", "each call"])
 def test_compiled_functions_are_captured_and_patched(way: str) -> None:
     model = Functions(way)
@@ -154,7 +151,6 @@ except CaptureError:
 """
 
 
-@needs_torch_2_6
 def test_a_capture_that_is_the_first_to_compile_is_refused() -> None:
     found = subprocess.run([sys.executable, "-c", COMPILES_ITSELF], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[1.0, 1.0]"
@@ -229,10 +225,6 @@ def test_patched_gpt2_compiles_as_one_graph(graph_of_gpt2: PatchableGraph, backe
             expected, kept = pg(ids).logits, probe.activation
             compiled = torch.compile(pg.to_fx((ids,), allow_doubts=True), fullgraph=True, backend=backend)
         assert not torch.equal(expected, pg(ids).logits)
-        if installed.TORCH < (2, 6):  # it follows no comparison of classes of containers, and says so
-            with pytest.raises(torch._dynamo.exc.Unsupported, match="GraphError"):
-                compiled(ids)
-            return
         found = compiled(ids).logits
         if backend == "inductor":
             torch.testing.assert_close(found, expected)
@@ -410,7 +402,6 @@ def compile_by_attribute(model: Outer) -> None:
     model.inner.forward = torch.compile(model.inner.forward, backend="eager")
 
 
-@needs_torch_2_6
 @pytest.mark.parametrize("is_patched_before", [False, True])
 @pytest.mark.parametrize("compile_inner", [compile_in_place, compile_by_wrapper])
 def test_parts_compiled_since_the_capture_are_patched(
@@ -428,7 +419,6 @@ def test_parts_compiled_since_the_capture_are_patched(
     assert torch.equal(pg(X), plain(X))
 
 
-@needs_torch_2_6
 @pytest.mark.parametrize("part", ["", "1", "1.inner", "1.inner.linear", "1.last", "2"])
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_patches_have_the_same_effect_with_any_compiled_part(part: str, is_wrapped: bool) -> None:
@@ -448,7 +438,6 @@ def test_patches_have_the_same_effect_with_any_compiled_part(part: str, is_wrapp
     assert torch.equal(pg(X), plain(X))
 
 
-@needs_torch_2_6
 def test_a_compiled_forward_is_captured_as_it_was_written() -> None:
     model, plain = Outer(), Outer()
     compile_by_attribute(model)

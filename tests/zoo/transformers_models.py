@@ -151,8 +151,6 @@ def _common_variants(is_eager: bool, make: Callable[[], Call]) -> dict[str, Call
 def _causal_variants(model: Any, is_eager: bool, *, has_static_cache: bool = True) -> dict[str, Call]:
     from transformers import DynamicCache
 
-    if _BREAKS_EXPANDED_MASKS and not is_eager and getattr(model.config, "sliding_window", None):
-        return _calls_within_the_window(model)
     padded_past = _prefill(model, input_ids=tokens(3, 7, seed=1), attention_mask=_left_padding(0, 2, 4, total=7))
     variants = {
         "other_size": Call.of(input_ids=tokens(5, 11)),
@@ -182,30 +180,12 @@ def _causal_variants(model: Any, is_eager: bool, *, has_static_cache: bool = Tru
         "last_logits": Call.of(input_ids=tokens(3, 11), logits_to_keep=1),
         **_common_variants(is_eager, lambda: Call.of(input_ids=tokens(5, 11))),
     }
-    if has_static_cache and (is_eager or not _BREAKS_EXPANDED_MASKS):
+    if has_static_cache:
         variants["cache_static"] = _static_cache_step(model)
     return variants
 
 
 _IS_TRANSFORMERS_4 = installed.TRANSFORMERS < (5, 0)
-_BREAKS_EXPANDED_MASKS = _IS_TRANSFORMERS_4 and installed.TORCH < (2, 6)
-"""Transformers 4 writes in place into masks that are expanded over the batch, which raises: where there is a static
-cache, or a sliding window that is shorter than the sequence, and no padding."""
-
-
-def _calls_within_the_window(model: Any) -> dict[str, Call]:
-    return {
-        "one_token": Call.of(input_ids=tokens(1, 1)),
-        "other_size": Call.of(input_ids=tokens(5, 8)),
-        "left_padding": Call.of(input_ids=tokens(3, 11), attention_mask=_left_padding(0, 2, 4, total=11)),
-        "labels": Call.of(input_ids=tokens(3, 8), labels=_labels(3, 8)),
-        "embeds": Call.of(inputs_embeds=floats(3, 8, 48)),
-        "no_cache": Call.of(input_ids=tokens(3, 7), use_cache=False),
-        "cache_step": Call.of(
-            input_ids=tokens(3, 1), **with_cache(model, _prefill(model, input_ids=tokens(3, 7, seed=1))), use_cache=True
-        ),
-        **_common_variants(False, lambda: Call.of(input_ids=tokens(5, 8))),
-    }
 
 
 def _static_cache_step(model: Any) -> Call:
