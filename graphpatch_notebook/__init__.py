@@ -37,7 +37,6 @@ from graphpatch_notebook.errors import (
 )
 from graphpatch_notebook.graphs import (
     CompiledGraphModule,
-    GraphInterpreter,
     MultiplyInvokedModule,
     OpaqueGraphModule,
     UnusedModule,
@@ -75,7 +74,6 @@ __all__ = [
     "ExtractionOptions",
     "FromPatch",
     "GraphError",
-    "GraphInterpreter",
     "GraphPatchError",
     "GraphPatchWarning",
     "MultiplyInvokedModule",

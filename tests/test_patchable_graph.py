@@ -117,8 +117,8 @@ def test_deepcopy_is_independent(pg: PatchableGraph) -> None:
 def test_verify_reports_each_frame(pg: PatchableGraph) -> None:
     report = pg.verify(torch.tensor([[5, 6, 7]]), use_cache=False)
     assert {frame.path for frame in report.frames} >= {"", "transformer.h_0.mlp.act"}
-    assert "transformer.h_0.mlp.act" in {frame.path for frame in report.equal}
-    assert [frame.reason for frame in report.differing] == ["output: the keys differ"]  # captured with a cache
+    assert "transformer.h_0.mlp.act" in {frame.path for frame in report.of("equal")}
+    assert [frame.reason for frame in report.of("differing")] == ["output: the keys differ"]  # captured with a cache
     with_cache = pg.verify(torch.tensor([[5, 6, 7]]))
     assert with_cache.frames[0].status == "equal"  # caches are compared by what they hold
-    assert "uses an object (DynamicCache) that is not one of its inputs" in str(with_cache.not_comparable[0])
+    assert "uses an object (DynamicCache) that is not one of its inputs" in str(with_cache.of("not comparable")[0])

@@ -135,7 +135,7 @@ class RemoteGraph(PatchableGraph):
             _call_there,
             (patches, self._is_strict),
             (name, args, kwargs),
-            getattr(self, GENERATION_CONFIG, None),
+            getattr(self, "generation_config", None),
             torch.is_grad_enabled(),
         )
         for patch, values in zip([patch for _, patch in patches if patch.only_keeps], kept, strict=True):
@@ -299,7 +299,7 @@ def _build_there(token: str, recipe: Callable[[], Any], inputs: tuple[tuple[Any,
 def _call_there(token: str, patches: _Patches, call: tuple[Any, ...], config: Any, is_with_gradients: bool) -> Any:
     name, args, kwargs = call
     pg = _graphs[token]
-    if config is not None and captured(pg).options.copy_transformers_generation_config:
+    if config is not None:
         pg.generation_config = config
     with torch.set_grad_enabled(is_with_gradients), _patched(pg, patches):
         output = (pg if name is None else getattr(pg, name))(*args, **kwargs)

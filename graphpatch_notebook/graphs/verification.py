@@ -76,27 +76,7 @@ class VerificationReport:
     @property
     def is_equal(self) -> bool:
         """Whether no graph that these inputs reach differs or cannot be compared; opaque frames do not count."""
-        return not (self.differing or self.not_comparable)
-
-    @property
-    def equal(self) -> tuple[FrameReport, ...]:
-        """The reports of the frames whose graphs equal their modules bit for bit."""
-        return self.of("equal")
-
-    @property
-    def differing(self) -> tuple[FrameReport, ...]:
-        """The reports of the frames whose graphs were run and differ from their modules."""
-        return self.of("differing")
-
-    @property
-    def not_comparable(self) -> tuple[FrameReport, ...]:
-        """The reports of the frames whose graphs cannot be compared with their modules on these inputs."""
-        return self.of("not comparable")
-
-    @property
-    def opaque(self) -> tuple[FrameReport, ...]:
-        """The reports of the frames that have no graph."""
-        return self.of("opaque")
+        return not (self.of("differing") or self.of("not comparable"))
 
     def of(self, status: Status) -> tuple[FrameReport, ...]:
         """Returns the reports with this status, in order of execution."""

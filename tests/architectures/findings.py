@@ -133,10 +133,10 @@ def _look_at_frames(case: Case, finding: Finding) -> None:
         call = case.variants(model).get("no_cache") or case.example()
         pg = run(lambda *args, **kwargs: PatchableGraph(model, *args, **kwargs), call)
         report = run(pg.verify, copy_call(call))
-    finding.opaque = len(report.opaque)
+    finding.opaque = len(report.of("opaque"))
     finding.compiled = len(report.frames) - finding.opaque
-    finding.equal, finding.differing = len(report.equal), len(report.differing)
-    finding.not_comparable = len(report.not_comparable)
+    finding.equal, finding.differing = len(report.of("equal")), len(report.of("differing"))
+    finding.not_comparable = len(report.of("not comparable"))
     finding.reasons = _reasons(report)
 
 

@@ -53,5 +53,5 @@ def test_parameters_are_not_printed_in_place_of_other_names() -> None:
     model, x = Shadowing(), torch.tensor([0.0, 1.0, -1.0])
     pg = PatchableGraph(model, x, 2, 3.0, nan=4.0)
     expected = model(x, 2, 3.0, 4.0)
-    assert pg.verify(x, 2, 3.0, nan=4.0).equal
+    assert pg.verify(x, 2, 3.0, nan=4.0).of("equal")
     torch.testing.assert_close(pg._graph_module(x, 2, 3.0, nan=4.0), expected, rtol=0, atol=0, equal_nan=True)

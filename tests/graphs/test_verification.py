@@ -127,21 +127,21 @@ def test_a_report_of_everything() -> None:
         "unreached": "equal",
     }
     assert not report.is_equal
-    assert [frame.path for frame in report.not_comparable] == ["bad"]
-    assert [frame.path for frame in report.opaque] == ["norm.dropout", "skipped"]
-    assert len(report.equal) == 11
-    assert report.differing == ()
+    assert [frame.path for frame in report.of("not comparable")] == ["bad"]
+    assert [frame.path for frame in report.of("opaque")] == ["norm.dropout", "skipped"]
+    assert len(report.of("equal")) == 11
+    assert report.of("differing") == ()
     short = pg.verify(X[:2], is_short=True)
     assert short.counts() == {"equal": 5, "differing": 4, "opaque": 2, "own graph": 1, "not reached": 3}
-    assert [frame.path for frame in short.differing] == ["", "layers_0", "layers_1", "layers_2"]
-    assert str(short.differing[1]) == "layers_0 (Calls): differing: output: 8 of 8 values differ"
+    assert [frame.path for frame in short.of("differing")] == ["", "layers_0", "layers_1", "layers_2"]
+    assert str(short.of("differing")[1]) == "layers_0 (Calls): differing: output: 8 of 8 values differ"
 
 
 def test_hooks_that_a_graph_would_leave_out() -> None:
     model = Parent().eval()
     model.norm.register_forward_hook(lambda module, args, output: output * 2)
     report = PatchableGraph(model, OPTIONS, X).verify(X)
-    assert report.not_comparable[0].reason == "hooks on a Normed that it calls would not run"
+    assert report.of("not comparable")[0].reason == "hooks on a Normed that it calls would not run"
     assert {frame.path: frame.status for frame in report}["norm"] == "equal"
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.graphs import GraphModule, build_hierarchy
-from graphpatch_notebook.graphs.interpretation import GraphInterpreter
 from graphpatch_notebook.graphs.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
 from tests.laws.captures import leaves_its_state_alone, some_cases
@@ -87,7 +86,7 @@ def test_whole_transformers_run_as_graphs(name: str) -> None:
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         verify(root, call.args, kwargs)
         patch.setattr(type(model), "forward", None)  # nothing but the graphs can run
-        assert GraphInterpreter(root).run(*call.args, **kwargs)[0].shape == model_output_shape(root)
+        assert root.run_graph(call.args, kwargs)[0].shape == model_output_shape(root)
 
 
 def model_output_shape(root: GraphModule) -> torch.Size:

@@ -198,12 +198,6 @@ def proofs(subject: Subject, _: Path) -> int:
     return 0
 
 
-def interpret(subject: Subject, _: Path) -> int:
-    with torch.no_grad():
-        subject.call().run(subject.pg.interpreter().run)
-    return 0
-
-
 def to_fx(subject: Subject, _: Path) -> int:
     call = subject.call()
     with contextlib.suppress(GraphPatchError):  # a refusal is no reason to leave anything behind
@@ -306,7 +300,7 @@ def shown(subject: Subject, _: Path) -> int:
     return 0
 
 
-ACTIONS = [save, verify, proofs, interpret, to_fx, sweep, ablated, traced, attributed, run, shown]
+ACTIONS = [save, verify, proofs, to_fx, sweep, ablated, traced, attributed, run, shown]
 ACTIONS += [recorded, edited, averaged, stored, probed, swept_in_a_thread, mapped_in_a_thread]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

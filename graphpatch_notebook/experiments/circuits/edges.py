@@ -16,7 +16,7 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -61,7 +61,6 @@ from graphpatch_notebook.warning_places import level_of_caller, warn
 if TYPE_CHECKING:
     from xarray import DataArray
 
-RestoredEnd: TypeAlias = Literal["senders", "receivers"]
 Values: TypeAlias = "Mapping[str, Tensor]"
 """What was recorded in a run, by path."""
 
@@ -75,7 +74,7 @@ def attribute_edges(
     *,
     method: Literal["gradient", "integrated", "secant", "exact"] = "gradient",
     steps: int = 5,
-    one_sided: bool | RestoredEnd = False,
+    one_sided: bool = False,
     routing: Routing = "free",
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
@@ -116,11 +115,9 @@ def attribute_edges(
             `steps` points between the runs. `"exact"` runs the model once for each edge, and returns the true effects:
             for small models.
         steps: The number of points for `"integrated"`.
-        one_sided: For `"secant"`: compares the corrupted run with runs that are closer to it than the clean run is.
-            `"senders"`: with the run in which this sender alone is restored; the scores of all edges from a sender then
-            sum to the exact effect of patching it. `"receivers"`: with the run in which this receiver alone reads clean
-            values; the scores of all edges to it sum to the exact effect of that. `True`: the mean of both, the most
-            accurate scores. It takes two runs for each sender, each receiver, or both, of those that are asked for.
+        one_sided: For `"secant"`: compares the corrupted run with runs that are closer to it than the clean run is, for
+            the most accurate scores: the run in which this sender alone is restored, and the run in which this receiver
+            alone reads clean values. The score is the mean of both. It takes two runs for each sender and receiver.
         routing: `"frozen"` holds choices of experts, as for `attribute`; not for `"exact"`.
         senders: Names of senders, or patterns such as `layers[*].mlp_out`; all by default.
         receivers: Names of receivers, or patterns.
@@ -163,7 +160,7 @@ def attribute_edges(
         faith in faithfulness (2024). Edges: Conmy et al., Towards automated circuit discovery (2023).
     """
     check_graph(pg, has_gradients=method != "exact")
-    ends = _restored_ends(method, routing, one_sided)
+    _check_options(method, routing, one_sided)
     points = midpoints(steps)
     batches = batches_of(pg, metric, clean, corrupted)
     nodes = nodes_of(pg.nodes.root, heads=heads)
@@ -174,7 +171,7 @@ def attribute_edges(
         _scores,
         method=method,
         points=points if method == "integrated" else [0.0],
-        ends=ends,
+        is_one_sided=one_sided,
         max_bytes=max_bytes,
         routing=routing,
         heads=heads,
@@ -194,17 +191,14 @@ def attribute_edges(
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
 
 
-def _restored_ends(method: Any, routing: Routing, one_sided: bool | RestoredEnd) -> tuple[RestoredEnd, ...]:
-    """Returns the ends that are restored one by one; raises an `ExperimentError` for options that do not fit."""
+def _check_options(method: Any, routing: Routing, one_sided: bool) -> None:
+    """Raises an `ExperimentError` for options that do not fit."""
     check_method(method, (*METHODS, "exact"))
     Choices(routing)  # checks it
     if method == "exact" and routing != "free":
         raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
-    every = get_args(RestoredEnd)
-    ends = every if one_sided is True else () if one_sided is False else (one_sided,)
-    if not set(ends) <= set(every) or (ends and method != "secant"):
-        raise ExperimentError(f'one_sided={one_sided!r} must be a bool, "senders" or "receivers", with method="secant"')
-    return ends
+    if one_sided not in (False, True) or (one_sided and method != "secant"):
+        raise ExperimentError(f'one_sided={one_sided!r} must be a bool, with method="secant"')
 
 
 def _warn_of_missing(nodes: Nodes) -> None:
@@ -336,7 +330,7 @@ def _scores(pg: PatchableGraph, pair: Batch, *, heads: bool, **options: Any) -> 
     if runs.method == "exact":
         return runs.exact_effects()
     with torch.inference_mode(False), preserved(captured(pg).module) as runs.snapshot:
-        return runs.one_sided_scores() if runs.ends else runs.scores()
+        return runs.one_sided_scores() if runs.is_one_sided else runs.scores()
 
 
 @dataclass
@@ -348,7 +342,7 @@ class _Runs:
     nodes: Nodes
     method: Any
     points: Sequence[float]
-    ends: Sequence[RestoredEnd]
+    is_one_sided: bool
     max_bytes: int
     routing: Routing
     given_positions: Any
@@ -416,15 +410,13 @@ class _Runs:
             alone.values = np.where(found.edges, 0.0, np.nan)
             self._add_scores(alone, readers, gradients, end, base)
             own = alone.values[place]
-            found.values[place] += own / len(self.ends)
+            found.values[place] += own / 2
             found.compare_sum(f"{what} differ from its effect", own, float(effect) - found.corrupted, rules)
 
-        if "senders" in self.ends:
-            for writer, name, number in _members(self.nodes.writers, self.columns):
-                add(writer, number, (slice(None), found.columns[name]), f"out of {name!r}")
-        if "receivers" in self.ends:
-            for reader, name, number in _members(self.nodes.readers, self.rows):
-                add(reader, number, found.rows[name], f"into {name!r}")
+        for writer, name, number in _members(self.nodes.writers, self.columns):
+            add(writer, number, (slice(None), found.columns[name]), f"out of {name!r}")
+        for reader, name, number in _members(self.nodes.readers, self.rows):
+            add(reader, number, found.rows[name], f"into {name!r}")
         return found
 
     def scores(self) -> EdgeScores:

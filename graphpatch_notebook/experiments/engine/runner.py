@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,11 +139,10 @@ class Baseline:
                 found = baseline_of(request.metric, output)  # which may write into it
         finally:
             owners = state.random.changed()
-            if owners == ["Python"] and not _draws(lambda: request.metric(inputs.run(pg)), request):
-                owners = []  # another thread does, as those of Dask
-            drawn = ["the model draws random numbers"] if owners else []
+            # Other threads draw from Python's generator, as those of Dask. If the model does, a cell shows it.
+            drawn = ["the model draws random numbers"] if {*owners} - {"Python"} else []
             change = next(itertools.chain(drawn, map(str, state.changes())), None)
-            if change is not None:
+            if change is not None or owners:
                 state.restore()
         if request.backward and found.values.size != 1:
             raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
@@ -162,24 +159,6 @@ class Baseline:
         with np.errstate(invalid="ignore"):
             changes = np.nan_to_num(np.abs(np.stack(values) - base.values))
         return int(changes.reshape(len(results), -1).max(1, initial=0).argmax())
-
-
-def _draws(run: Callable[[], object], request: Request) -> bool:
-    """Whether a run draws numbers from Python's generator, which all threads share, in this thread."""
-    generator, drawn = getattr(random.random, "__self__", None), []
-
-    def profile(_: Any, event: str, called: Any) -> None:
-        if event == "c_call" and getattr(called, "__self__", None) is generator:
-            drawn.append(called)
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        with request.modes(), suppress(Exception):
-            run()
-    finally:
-        sys.setprofile(before)
-    return bool(drawn)
 
 
 def _rounding_of(pg: PatchableGraph, output: Any) -> tuple[float, float]:

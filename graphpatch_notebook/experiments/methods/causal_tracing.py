@@ -46,38 +46,31 @@ class Noise:
 
     Args:
         path: The value to which noise is added, usually the output of the token embedding.
-        scale: The standard deviation of the noise, in the units of the value.
-        deviations: The same, in standard deviations of the clean value over all its entries. By default 3, as in ROME.
+        scale: The standard deviation of the noise, in the units of the value. By default three times that of the clean
+            value over all its entries, as in ROME.
         positions: The positions to which noise is added: a number or several (in ROME, the tokens of the subject);
             `None` for all. Negative numbers count from the end.
         samples: The number of times noise is drawn. All cells use the same draws; metrics are means over them.
         seed: The seed of the random generator.
 
     Raises:
-        ExperimentError: Both scales are given; a scale or the number of samples is not positive.
+        ExperimentError: The scale or the number of samples is not positive.
 
     Example:
-        >>> Noise("transformer.wte.output", positions=range(2, 5)).deviations
-        3.0
+        >>> Noise("transformer.wte.output", positions=range(2, 5)).samples
+        10
     """
 
     path: str | NodePath
     _: KW_ONLY
     scale: float | None = None
-    deviations: float | None = None
     positions: Positions | RowPositions = None
     samples: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.scale is None and self.deviations is None:
-            object.__setattr__(self, "deviations", 3.0)
-        size: Any = self.deviations if self.scale is None else self.scale
-        is_double = self.scale is not None and self.deviations is not None
-        if is_double or isinstance(size, str) or not 0 < size < math.inf:
-            raise ExperimentError(
-                f"noise has one positive scale: scale={self.scale!r} (absolute) or deviations={self.deviations!r}"
-            )
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise ExperimentError(f"the scale of noise must be a positive number, not {self.scale!r}")
         if type(self.samples) is not int or self.samples < 1:
             raise ExperimentError(f"samples must be a positive integer, not {self.samples!r}")
 
@@ -87,7 +80,7 @@ class Noise:
             raise ExperimentError(
                 f"noise can be added to floating point numbers, but {str(self.path)!r} has {clean.dtype}"
             )
-        scale = self.scale if self.scale is not None else (self.deviations or 0.0) * clean.double().std().item()
+        scale = self.scale if self.scale is not None else 3 * clean.double().std().item()
         # Drawn on the CPU, so that draws do not depend on the device.
         generator = torch.Generator().manual_seed(self.seed)
         shape = clean[index].shape

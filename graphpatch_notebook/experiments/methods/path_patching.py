@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import plain_tensors
-from graphpatch_notebook.capture.records import HELD_KINDS, Node
+from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.flow import Flow
 from graphpatch_notebook.errors import ExperimentError
@@ -32,7 +32,6 @@ from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, ReplacePatch
-from graphpatch_notebook.patches.slices import index_text
 from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import warn_each_time
@@ -76,8 +75,8 @@ def path_patch(
 
     Args:
         pg: The graph.
-        sender: A path, such as `h_0.attn.output|sub_0`; names of heads (`layers[*].attn.heads[*].z`); a path and an
-            index, for another part (`("h_0.attn.c_proj.x", (..., slice(0, 64)))`); or a list of these.
+        sender: A path, such as `h_0.attn.output|sub_0`; names of heads (`layers[*].attn.heads[*].z`) or of other parts
+            (`layers[0].mlp_out[:, -1]`); or a list of these.
         receiver: In the same form: the output of a component, an input (`h_3.attn.hidden_states`), or a value in it
             (`h_3.attn.query_states`); `None` (also in a list) for the output of the model.
         clean: The inputs that the senders' values are from (`x_new`): a tuple of arguments, a dict of keyword
@@ -285,23 +284,15 @@ def _insides(pg: PatchableGraph) -> tuple[Flow, dict[str, frozenset[Node]]]:
     return flow, insides
 
 
-Endpoint: TypeAlias = "str | NodePath | tuple[str | NodePath, Any]"
-"""A sender or receiver: a path, or a path and an index into its value (one head, one position)."""
+Endpoint: TypeAlias = "str | NodePath"
+"""A sender or receiver: a path, or the name of components."""
 
 
 @dataclass(frozen=True)
 class EdgeEnd:
-    """A sender or a receiver.
-
-    Attributes:
-        target: The node of its path; `None` for the output of the model.
-        index: An index into the value; `None` for the whole value.
-        name: The name of the component that it is; empty if it was given by its path.
-    """
+    """A sender or a receiver: a value, or `None` for the output of the model."""
 
     target: Target | None
-    index: Any = None
-    name: str = ""
 
     @property
     def path(self) -> str:
@@ -309,65 +300,34 @@ class EdgeEnd:
 
     @property
     def label(self) -> str:
-        if self.index is None or self.name:
-            return self.name or self.path or "output"
-        return f"{self.path}[{index_text(self.index)}]"
+        return "output" if self.target is None else self.target.text
 
     def part(self, value: Tensor) -> Tensor:
         """Returns a copy of this part of `value`."""
-        try:
-            part = value if self.index is None else value[self.index]
-        except (IndexError, TypeError) as error:
-            raise ExperimentError(
-                f"{self.label!r}: the index does not fit the shape {tuple(value.shape)}: {error}"
-            ) from error
-        if not part.numel() and value.numel():
-            raise ExperimentError(f"{self.label!r}: the index selects nothing of the shape {tuple(value.shape)}")
-        return part.clone()
+        return value[() if self.target is None else self.target.index].clone()
 
     def replaced(self, value: Tensor) -> Patch[Any]:
         """Returns a patch that replaces this part with `value`."""
-        return ReplacePatch(value=value, slice=self.index)
+        return ReplacePatch(value=value, slice=(None if self.target is None else self.target.index) or None)
 
 
 def edge_ends(pg: PatchableGraph, given: Any, what: str) -> dict[str, EdgeEnd]:
-    """Returns the given senders or receivers, by label."""
+    """Returns the given senders or receivers, by label: several for `layers[*].attn_out`."""
     found: dict[str, EdgeEnd] = {}
     for item in given if isinstance(given, list) else [given]:
-        for end in _ends(pg, item, what):
+        is_output = item is None and what == "receiver"
+        if not is_output and not isinstance(item, (str, NodePath)):
+            raise ExperimentError(f"a {what} must be a path, not {item!r}; give several in a list")
+        for target in [None] if is_output else targets(pg, [str(item)]).values():
+            end = EdgeEnd(target)
+            if target is not None and not isinstance(target.spec, TensorSpec):
+                raise ExperimentError(f"{target.text!r} must be a tensor, but was {target.spec} when it was captured")
             if end.label in found:
                 raise ExperimentError(f"{what} has {end.label!r} more than once")
             found[end.label] = end
     if not found:
         raise ExperimentError(f"{what} is empty; give a path, or a list of paths")
     return found
-
-
-def _ends(pg: PatchableGraph, item: Any, what: str) -> list[EdgeEnd]:
-    """Returns what an item of the senders or receivers means: several ends for `layers[*].attn_out`."""
-    if item is None and what == "receiver":
-        return [EdgeEnd(None)]
-    path, index = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
-    if not isinstance(path, (str, NodePath)) or isinstance(index, (str, NodePath)):
-        raise ExperimentError(
-            f"a {what} must be a path, or a path and an index such as (path, (..., slice(0, 64))), not {item!r}; give "
-            "several in a list"
-        )
-    ends = []
-    for target in targets(pg, [str(path)]).values():
-        if not isinstance(target.spec, TensorSpec):
-            raise ExperimentError(f"{target.text!r} must be a tensor, but was {target.spec} when it was captured")
-        if target.index and index is not None:
-            raise ExperimentError(f"{target.text!r} is a part of a value: write the index at the end of its name")
-        first = index[0] if isinstance(index, tuple) and index else index
-        if isinstance(first, int) and len(target.spec.shape) > 1 and target.node.kind not in HELD_KINDS:
-            raise ExperimentError(
-                f"{target.text!r}: {index!r} selects a row of the batch; give a slice. For a head, name it "
-                "(layers[0].attn.heads[1].z), or index its dimension: (..., slice(0, size)), (slice(None), head)"
-            )
-        name = "" if target.component is None or index is not None else target.text
-        ends.append(EdgeEnd(replace(target, component=None), target.index or index, name))
-    return ends
 
 
 def default_components(pg: PatchableGraph) -> list[str]:

@@ -210,38 +210,27 @@ def test_circuits_follow_their_laws(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["gemma2 (sandwich norms)", "bert (post-norm)", "t5 (encoder and decoder)", "arena (heads as dimensions)"],
+    "name", ["gpt2", "llama (grouped heads)", "gemma2 (sandwich norms)", "arena (heads as dimensions)"]
 )
-def test_one_sided_scores_sum_to_the_effect_of_one_end(name: str) -> None:
+def test_one_sided_scores_sum_to_the_effects_of_both_ends(name: str) -> None:
+    """Those of the edges out of a sender sum to its effect if only it is restored, and so for receivers: the mean."""
     it = task(name)
-    nodes = it.scores("gradient")
-    senders, receivers = ([each for each in nodes[dim].values if each[0] != "@"] for dim in ("sender", "receiver"))
-    readers = [each for each in receivers if each.endswith(("q", "k", "v"))][::3]
+    values = {"@embed": "layers[0].resid_pre", "mlp": "ln2", "@logits": "@final_norm"}
 
-    def effect(component: str) -> float:
+    def effect(end: str) -> float:
+        above, dot, last = end.rpartition(".")
+        component = above + dot + values.get(last, last)
         with torch.no_grad():
             clean = it.pg.record(component, **it.clean)[component]
             with it.pg.patch({component: ReplacePatch(value=clean)}):
                 patched = it.metric(it.pg(**it.corrupted))
             return (patched - it.metric(it.pg(**it.corrupted))).item()
 
-    by_sender = it.scores("secant", one_sided="senders", senders=senders[::3], positions=True)
-    for sender in by_sender["sender"].values:
-        assert float(by_sender.sel(sender=sender).sum()) == pytest.approx(effect(sender), rel=1e-4), sender
-    by_receiver = it.scores("secant", one_sided="receivers", receivers=[*readers, receivers[-1]])
-    for receiver in readers:
-        found = by_receiver.sel(receiver=receiver).sum().item()
-        assert found == pytest.approx(effect(receiver), rel=1e-4), receiver  # norms in single precision
-
-
-def test_one_sided_scores_are_the_mean_of_both_ends() -> None:
-    it = task("gpt2")
-    some = {"senders": "layers[0].*_out", "receivers": ["layers[1].mlp", "@logits"]}
-    one, other, both = (it.scores("secant", one_sided=side, **some) for side in ("senders", "receivers", True))
-    np.testing.assert_allclose(both.values, (one.values + other.values) / 2, atol=1e-12)
-    whole = it.scores("secant", one_sided="senders")
-    np.testing.assert_allclose(one.values, whole.sel(sender=one.sender, receiver=one.receiver).values, atol=1e-12)
+    scores = it.scores("secant", one_sided=True)
+    effects = [effect(end) for dim in ("sender", "receiver") for end in scores[dim].values]
+    assert float(scores.sum()) == pytest.approx(sum(effects) / 2, rel=1e-4)  # norms in single precision
+    some = it.scores("secant", one_sided=True, senders=scores.sender.values[2], positions=True)
+    np.testing.assert_allclose(some.sum("position").values, scores[:, 2:3].fillna(0.0).values, atol=1e-6)
 
 
 class ScaledBlock(nn.Module):
