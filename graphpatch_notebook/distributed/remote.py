@@ -36,7 +36,7 @@ from graphpatch_notebook.inspection.meanings import differing_names, meanings
 from graphpatch_notebook.inspection.node_map import kept_for
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.patching import GENERATION_CONFIG, PatchContext, Recording, active_patches, innermost
+from graphpatch_notebook.patching import PatchContext, Recording, active_patches, innermost
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import mapped
 from graphpatch_notebook.warning_places import warn_each_time
@@ -211,7 +211,7 @@ class RemoteGraph(PatchableGraph):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_captured" in self.__dict__ and name != GENERATION_CONFIG:
+        if "_captured" in self.__dict__ and name != "generation_config":
             raise GraphError(
                 f"the model runs in other processes, where {name!r} would not change: set it there, by a function of "
                 "the graph: pg.run_there(function)"
