@@ -373,7 +373,7 @@ class NodePath:
             printer.text(f"NodePath({str(self)!r})")
             return
         lines = self.__lines(False, tree.MAX_LINES, None)
-        printer.text(tree.colored(lines) if tree.is_color_terminal() else tree.plain(lines))
+        printer.text(tree.colored(line.parts() for line in lines) if tree.is_color_terminal() else tree.plain(lines))
 
 
 def location_of(path: NodePath) -> Location:

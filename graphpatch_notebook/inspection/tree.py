@@ -455,18 +455,18 @@ def css_color(color: str) -> str:
     return f"color:{color};color:color-mix(in srgb,{color} 75%,currentColor)"
 
 
-# For terminals, for tables of rich, and for HTML.
-_STYLES: dict[Style, tuple[str, str, str]] = {
-    "name": ("", "", ""),
-    "graph": ("\x1b[1;36m", "bold cyan", f"{css_color('#2c7fb8')};font-weight:600"),
-    "tensor": ("\x1b[32m", "green", css_color("#3a8a4d")),
-    "container": ("\x1b[33m", "yellow", css_color("#a06a1c")),
-    "number": ("\x1b[35m", "magenta", css_color("#a05aa8")),
-    "object": ("\x1b[35m", "magenta", css_color("#a05aa8")),
-    "note": ("\x1b[2m", "dim", "opacity:.7"),
-    "line": ("\x1b[2m", "dim", "opacity:.5"),
+# For terminals, and for HTML.
+_STYLES: dict[Style, tuple[str, str]] = {
+    "name": ("", ""),
+    "graph": ("\x1b[1;36m", f"{css_color('#2c7fb8')};font-weight:600"),
+    "tensor": ("\x1b[32m", css_color("#3a8a4d")),
+    "container": ("\x1b[33m", css_color("#a06a1c")),
+    "number": ("\x1b[35m", css_color("#a05aa8")),
+    "object": ("\x1b[35m", css_color("#a05aa8")),
+    "note": ("\x1b[2m", "opacity:.7"),
+    "line": ("\x1b[2m", "opacity:.5"),
 }
-_ANSI, RICH_STYLES, CSS_STYLES = ({style: of[i] for style, of in _STYLES.items()} for i in range(3))
+_ANSI, CSS_STYLES = ({style: of[i] for style, of in _STYLES.items()} for i in range(2))
 
 
 def plain(lines: Iterable[Line]) -> str:
@@ -474,9 +474,9 @@ def plain(lines: Iterable[Line]) -> str:
     return "\n".join("".join(text for text, _ in line.parts()) for line in lines)
 
 
-def colored(lines: Iterable[Line]) -> str:
-    """Returns the tree as text for a terminal, colored by ANSI codes."""
-    return "\n".join("".join(_ansi(*part) for part in line.parts()) for line in lines)
+def colored(lines: Iterable[Sequence[tuple[str, Style]]]) -> str:
+    """Returns the parts of lines as text for a terminal, colored by ANSI codes."""
+    return "\n".join("".join(_ansi(*part) for part in line) for line in lines)
 
 
 def _ansi(text: str, style: Style) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
@@ -25,8 +25,6 @@ from graphpatch_notebook.values import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from xarray import DataArray
 
 
 _T = TypeVar("_T")
@@ -158,36 +156,6 @@ class Recording(Mapping[str, Any]):
         targets = self._found(self._long_name(kind, "*"))
         kept = [self[target.text] for target in targets if target.path in recorded]
         return torch.stack(kept) if kept else self[kind, 0]
-
-    def to_dataarray(self) -> DataArray:
-        """Returns a copy of the values as one `xarray.DataArray`, with the paths along its first dimension, `path`.
-
-        The other dimensions are `dim_0`, `dim_1`, ... as in the tensors. This needs xarray.
-
-        Raises:
-            ExperimentError: The values are not tensors of one shape, or xarray is not installed.
-
-        Example:
-            >>> from graphpatch_notebook import PatchableGraph
-            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-            >>> recording = PatchableGraph(model, torch.ones(1, 2)).record("sub_*.output", torch.ones(3, 2))
-            >>> recording.to_dataarray().sel(path="sub_1.output").dims
-            ('dim_0', 'dim_1')
-        """
-        try:
-            from xarray import DataArray
-        except ImportError as error:
-            raise ExperimentError(
-                "to_dataarray needs xarray: pip install 'graphpatch-notebook[experiments]'"
-            ) from error
-        values = {path: value for path, value in self.items() if isinstance(value, Tensor)}
-        if not self or len(values) < len(self) or len({value.shape for value in values.values()}) > 1:
-            raise ExperimentError(f"only tensors of one shape make one array, record others separately:\n{self!r}")
-        stacked = torch.stack([value.detach().cpu() for value in values.values()])
-        if stacked.dtype == torch.bfloat16:  # which numpy does not have
-            stacked = stacked.float()
-        dims = ["path", *(f"dim_{dim}" for dim in range(stacked.dim() - 1))]
-        return DataArray(stacked.numpy(), {"path": list(values)}, dims)
 
 
 _MOST_LINES = 40

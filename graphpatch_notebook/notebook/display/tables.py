@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 import html as html_module
-import io
 import re
 import shutil
 import unicodedata
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphpatch_notebook.capture.records import SourceLine
-from graphpatch_notebook.inspection.tree import CSS_STYLES, RICH_STYLES, Style, is_color_terminal
+from graphpatch_notebook.inspection.tree import CSS_STYLES, Style, colored, is_color_terminal
 from graphpatch_notebook.values import TensorSpec, ValueSpec, dtype_name
 
 Item = TypeVar("Item")
@@ -91,19 +90,9 @@ class Table(Sequence[Item]):
         if len(printer.stack) > 1:  # inside a list or dict, a table would be unreadable
             printer.text(f"<{type(self).__name__} of {len(self):,} rows>")
             return
-        printer.text(self._colored() if is_color_terminal() else repr(self))
-
-    def _colored(self) -> str:
-        """Returns the table with ANSI colors, fitted to the width of the terminal."""
-        from rich.console import Console
-        from rich.text import Text
-
-        console = Console(file=io.StringIO(), force_terminal=True, force_jupyter=False, color_system="standard")
-        with console.capture() as captured:
-            for line in self._lines(shutil.get_terminal_size().columns):
-                parts = [(text, RICH_STYLES[style]) for text, style in line]
-                console.print(Text.assemble(*parts), soft_wrap=True)  # the terminal wraps: copied text stays complete
-        return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
+        # Fitted to the width of the terminal.
+        lines = self._lines(shutil.get_terminal_size().columns)
+        printer.text(colored(lines) if is_color_terminal() else repr(self))
 
     def _lines(self, width: int | None = None) -> Iterator[list[tuple[str, Style]]]:
         """Yields the lines, in parts with separate colors; in a terminal of this width, some columns are cut."""
