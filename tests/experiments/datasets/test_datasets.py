@@ -179,7 +179,6 @@ INVALID: list[tuple[type[Warning | Exception], Any]] = [
     (ExperimentError, lambda pg, folder: ActivationStore(folder)),
     (ExperimentError, to(STREAMS, [], positions=[[1], [2]])),
     (ExperimentError, to(STREAMS, [], positions=[])),
-    (ExperimentError, lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 4, positions=[0, -1])),
     (TypeError, lambda _, folder: record_to(build(), folder, STREAMS, [])),
     (ExperimentError, lambda pg, _: mean_values(pg, STREAMS, [])),
     (ExperimentError, lambda pg, _: mean_values(pg, "layers[1].attn.pattern", [tokens(1), tokens(3)])),
