@@ -49,22 +49,37 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class Attention:
-    """One attention of the model.
+class Parts:
+    """The values inside of a part of a layer that have names, and why others do not.
+
+    Attributes:
+        found: The values, by their names.
+        missing: Why others were not found.
+        tiled: Which have heads that the heads of queries read by turns: `0, 1, 0, 1`, not `0, 0, 1, 1`.
+    """
+
+    found: dict[str, Part] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    tiled: set[str] = field(default_factory=set)
+
+    def take(self, start: str, other: Parts) -> None:
+        """Takes what was found inside of a part, under names that begin with `start`."""
+        self.found |= {f"{start}{name}": part for name, part in other.found.items()}
+        self.missing |= {f"{start}{name}": why for name, why in other.missing.items()}
+        self.tiled |= {f"{start}{name}" for name in other.tiled}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attention(Parts):
+    """One attention of the model: `q`, `k`, `v`, `q_rot`, `k_rot`, `scores`, `pattern`, `z`.
 
     Attributes:
         z: What it returns, before the output projection.
         v: The values, as the product with the pattern reads them.
-        found: The values that have names: `q`, `k`, `v`, `q_rot`, `k_rot`, `scores`, `pattern`, `z`.
-        missing: Why the others were not found.
-        tiled: Which of `k` and `v` have heads that the heads of queries read by turns: `0, 1, 0, 1`, not `0, 0, 1, 1`.
     """
 
     z: Value
     v: Value | None = None
-    found: dict[str, Part] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    tiled: set[str] = field(default_factory=set)
 
 
 def attentions(trails: Trails, roles: PartRoles, inside: frozenset[Node]) -> list[Attention]:
@@ -158,7 +173,7 @@ class _Finder:
 
     def _attention(self, pattern: Value, operand: Value, key: int, z: Value) -> Attention | None:
         """Returns an attention; `None` if its keys are no positions: experts of a token, or states of other layers."""
-        study, one = self._study, Attention(z)
+        study, one = self._study, Attention(z=z)
         pairs = study.pairs(operand, z, [j for j in range(len(study.atoms(operand))) if j != key])
         of_z: Names = {e: self._outer(z, e) for e in pairs.values()}
         is_position = self._roles.group_role(study.atoms(operand)[key]) == "position"
@@ -326,7 +341,7 @@ class _Finder:
         """Returns a fused call: its documentation says what the last two dimensions of what it reads are."""
         given = [self._argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
         inner = {step.base_name: Value(step) for step in node.inner}
-        one = Attention(Value(node), given[2])
+        one = Attention(z=Value(node), v=given[2])
         if node.op == _WHOLE_ATTENTION:
             one.missing = dict.fromkeys((name for name in _NAMES if name not in inner), _FUSED_WHOLE)
             one.found = {name: Part(value, ("batch", "head", "query", "key")) for name, value in inner.items()}
@@ -368,6 +383,7 @@ class _Finder:
             if name not in one.found:
                 is_fused = name in ("scores", "pattern") and one.z.node.op in FUSED_ATTENTION
                 one.missing.setdefault(name, _FUSED_REASON if is_fused else _UNKNOWN_DIMENSIONS)
+        one.found = {name: one.found[name] for name in _NAMES if name in one.found}
         return one
 
     def _follow(self, name: str, operand: Value, names: Names, one: Attention) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import CallNode, Frame, once_a_capture
-from graphpatch_notebook.components.attention import Attention, Part
+from graphpatch_notebook.components.attention import Part, Parts
 from graphpatch_notebook.components.chain import Step, Trails
 from graphpatch_notebook.components.ends import find_ends
 from graphpatch_notebook.components.flow import Axes, Flow, Value
@@ -21,7 +21,7 @@ from graphpatch_notebook.components.mlp import mlp_of
 from graphpatch_notebook.components.names import find_one, look_up, why_missing
 from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.stacks import Layer, Stack, stacks_of
-from graphpatch_notebook.components.writes import Parts, Write, Writes, norm_of
+from graphpatch_notebook.components.writes import Write, Writes, norm_of
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch
 from graphpatch_notebook.patching.model_state import RandomState
 from graphpatch_notebook.paths import format_path
@@ -221,7 +221,6 @@ _NO_STACK = (
     "which modules are the layers: ExtractionOptions(layers=[...])"
 )
 _NO_NORM = "no norm reads"
-_ATTENTION = ("q", "k", "v", "q_rot", "k_rot", "scores", "pattern", "z")
 
 
 @once_a_capture
@@ -332,15 +331,18 @@ class _ComponentFinder:
         self.found.missing |= {names[key]: why for key, why in parts.missing.items()}
 
     def _parts(self, write: Write, layer: Layer) -> Parts:
-        """Returns the values inside of a write that have names."""
+        """Returns the values inside of a write that have names.
+
+        Names that begin with a dot or an underscore (`.q`, `_out`) follow that of the write, others that of the layer.
+        """
         parts, own = Parts(), write.attentions
         axes = {axis for one in own for part in one.found.values() for axis in part.axes}
         are_heads = "head" not in axes and len({tuple(one.found) for one in own}) == 1
         if len(own) == 1:
-            _add_attention(parts, ".", own[0])
+            parts.take(".", own[0])
         elif own and are_heads and own[0].found:  # a module for each head
             for number, one in enumerate(own):
-                _add_attention(parts, f".heads[{number}].", one)
+                parts.take(f".heads[{number}].", one)
         elif own:
             paths = list(dict.fromkeys(repr(self._trails.path(each.z, layer.frame)) for each in own))
             returned = ", ".join([*paths[:3], *["..."][: len(paths) - 3]])
@@ -350,7 +352,7 @@ class _ComponentFinder:
                 "no softmax lies between two products alone, and no call that can be opened computes all three"
             )
         elif write.kind == "mlp":
-            self._add_mlp(parts, write, layer)
+            parts = mlp_of(self._trails, write, layer)
         is_written_into = self._trails.path(write.value, layer.frame) == self._flow.path(write.value)
         if is_written_into and write.value.node.is_in_place and self._flow.choices(write.inside):
             why = "the layer writes the results of experts into it one by one, and other inputs may have other experts"
@@ -358,17 +360,6 @@ class _ComponentFinder:
         else:
             parts.found["_out"] = Part(write.value, write.axes(write.value))
         return parts
-
-    def _add_mlp(self, parts: Parts, write: Write, layer: Layer) -> None:
-        mlp = mlp_of(self._trails, write, layer)
-        if mlp.router is not None:
-            parts.found["router"] = Part(mlp.router, write.axes(mlp.router, "expert"))
-        for number, frame in mlp.experts.items():
-            parts.found[f"experts[{number}].out"] = Part(self._flow.outputs(frame)[0].value, ("token", "channel"))
-        for name, value in ((".pre", mlp.pre), (".post", mlp.post)):
-            if value is not None:
-                parts.found[name] = Part(value, write.axes(value, "neuron"))
-        parts.missing |= {name.removeprefix("mlp"): why for name, why in mlp.missing.items()}
 
     def _add_start(self, prefix: str, stack: Stack) -> None:
         layer = stack.first
@@ -410,14 +401,6 @@ class _ComponentFinder:
 
     def _add_value(self, name: str, value: Value, inside: Frame, axes: Axes, *, is_tiled: bool = False) -> None:
         self._add(name, self._trails.path(value, inside), value, axes, is_tiled=is_tiled)
-
-
-def _add_attention(parts: Parts, start: str, attention: Attention) -> None:
-    for name in _ATTENTION:
-        if name in attention.found:
-            parts.found[f"{start}{name}"] = attention.found[name]
-    parts.tiled |= {f"{start}{name}" for name in attention.tiled}
-    parts.missing |= {f"{start}{name}": why for name, why in attention.missing.items()}
 
 
 def _norm_name(kind: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
 
 import torch
 
 from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.components.attention import Part, Parts
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.flow import Flow, Value, walk
 from graphpatch_notebook.components.operations import (
@@ -23,54 +23,42 @@ from graphpatch_notebook.components.writes import Write
 _OUTPUT_STEPS = SAME_VALUES | SCALINGS | VIEWS | ADDITIONS | NORMS
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Mlp:
-    """The parts of an MLP; each that was not found is `None`, and `missing` has the reason.
+def mlp_of(trails: Trails, write: Write, layer: Layer) -> Parts:
+    """Returns the parts of an MLP: `.pre` (what the nonlinearity reads, of the gate if it is gated), `.post`, experts.
 
-    Attributes:
-        post: What its last linear map reads: the neurons.
-        pre: What the nonlinearity reads; of the gate, if it is gated.
-        router: The scores of the experts.
-        experts: The frames of the experts that ran, by their number.
-        missing: Why parts were not found.
+    Names that begin with a dot follow that of the MLP, others (`router`, `experts[0].out`) that of the layer.
     """
-
-    post: Value | None
-    pre: Value | None
-    router: Value | None
-    experts: dict[int, Frame]
-    missing: dict[str, str]
-
-
-def mlp_of(trails: Trails, write: Write, layer: Layer) -> Mlp:
-    """Returns the parts of an MLP that writes to the stream."""
-    missing: dict[str, str] = {}
+    parts, flow = Parts(), trails.flow
     router, choice = _router(trails, write)
-    experts = _experts(trails, write, layer, choice, router) if choice is not None and router is not None else {}
-    last = trails.linear_map(write.value, _OUTPUT_STEPS, is_whole=True)
-    down = last if router is None and trails.flow.is_linear_map(last) else None
-    post = pre = None
-    if router is not None:
-        missing["mlp.pre"] = missing["mlp.post"] = "each expert has its own neurons, and each token other experts"
+    if router is not None and choice is not None:
+        experts = _experts(trails, write, layer, choice, router)
+        parts.found["router"] = Part(router, write.axes(router, "expert"))
+        for number, frame in experts.items():
+            parts.found[f"experts[{number}].out"] = Part(flow.outputs(frame)[0].value, ("token", "channel"))
+        why = "each expert has its own neurons, and each token other experts"
+        parts.missing = dict.fromkeys((".pre", ".post"), why)
         if not experts:
-            missing["experts[*].out"] = "the experts are not modules that are called one by one"
+            parts.missing["experts[*].out"] = "the experts are not modules that are called one by one"
         absent = [number for number in range(router.shape[-1]) if experts and number not in experts]
-        missing |= {f"experts[{number}].out": "no token of the example inputs was sent to it" for number in absent}
-    elif down is None:
-        missing["mlp.pre"] = missing["mlp.post"] = "what is added to the stream does not come from one linear map"
-    else:
-        post = next(iter(trails.flow.moving(down.node)), None)
-        pre = _pre(trails, post, write) if post is not None else None
-        rank = len(write.value.shape)
-        post, pre = _unflattened(trails, post, rank), _unflattened(trails, pre, rank)
-        if pre is None:
-            missing["mlp.pre"] = "no linear map leads to one nonlinearity"
-    return Mlp(post, pre, router, experts, missing)
+        parts.missing |= {f"experts[{n}].out": "no token of the example inputs was sent to it" for n in absent}
+        return parts
+    down = trails.linear_map(write.value, _OUTPUT_STEPS, is_whole=True)
+    post = next(iter(flow.moving(down.node)), None) if flow.is_linear_map(down) else None
+    pre = None if post is None else _pre(trails, post, write)
+    for name, value in ((".pre", pre), (".post", post)):
+        if value is not None:
+            whole = _unflattened(trails, value, len(write.value.shape))
+            parts.found[name] = Part(whole, write.axes(whole, "neuron"))
+        elif post is None:
+            parts.missing[name] = "what is added to the stream does not come from one linear map"
+        else:
+            parts.missing[name] = "no linear map leads to one nonlinearity"
+    return parts
 
 
-def _unflattened(trails: Trails, value: Value | None, rank: int) -> Value | None:
+def _unflattened(trails: Trails, value: Value, rank: int) -> Value:
     """Returns a value before it was flattened for a linear map, or after its shape was restored behind one."""
-    if value is None or len(value.shape) == rank:
+    if len(value.shape) == rank:
         return value
     after = [Value(user) for user in trails.flow.users.get(value.node, ()) if user.op in VIEWS]
     others = [*(trails.flow.reads(value.node)[:1] if value.op in VIEWS else ()), *(after if len(after) == 1 else ())]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from graphpatch_notebook.capture.records import Node
-from graphpatch_notebook.components.attention import Attention, Part, attentions
+from graphpatch_notebook.components.attention import Attention, Parts, attentions
 from graphpatch_notebook.components.chain import Norm, Step, Trails
 from graphpatch_notebook.components.dimensions import Dimensions, dimensions_of
 from graphpatch_notebook.components.flow import Axes, Flow, Value, walk
@@ -32,18 +32,6 @@ _OF_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _MOST_MAPS = 2
 
 WriteKind: TypeAlias = Literal["attn", "cross_attn", "mlp", "mixer", "unknown"]
-
-
-@dataclass(slots=True)
-class Parts:
-    """The values inside of what a layer writes that have names, and why others do not.
-
-    Names that begin with a dot or an underscore (`.q`, `_out`) follow that of the write, others that of the layer.
-    """
-
-    found: dict[str, Part] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    tiled: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
