@@ -68,7 +68,7 @@ def _differs_by_position(writes: Writes, embedding: Value) -> bool:
     index = next(each for each in writes.flow.reads(embedding.node) if not each.is_float)
     nodes = [each.node for each in walk([index], lambda each: writes.flow.reads(each.node))]
     sizes = writes.dimensions.small_sizes
-    numbers = Rerun(writes.flow, nodes, writes.dimensions, sizes, masks=True).base.get(index.node)
+    numbers = Rerun(writes.flow, nodes, writes.dimensions, sizes).base.get(index.node)
     return numbers is None or len(numbers.unique()) > 1
 
 

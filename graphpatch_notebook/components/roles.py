@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -48,22 +48,17 @@ class Rerun:
         nodes: The operations, in order.
         base: What they return, where they could run; and what they read from elsewhere.
         sizes: The sizes of the groups of dimensions of the inputs at which they run.
-        is_masked: Whether they read masks from elsewhere: these are all true, or all false.
         later_than: The operations that depend on a value.
     """
 
-    def __init__(
-        self, flow: Flow, nodes: Iterable[Node], dimensions: Dimensions, sizes: Sequence[int], *, masks: bool
-    ) -> None:
-        self.flow, self._dimensions, self.sizes, self._masks = flow, dimensions, sizes, masks
-        self.is_masked = False
+    def __init__(self, flow: Flow, nodes: Iterable[Node], dimensions: Dimensions, sizes: Sequence[int]) -> None:
+        self.flow, self._dimensions, self.sizes = flow, dimensions, sizes
         every = {each for node in nodes for each in (node, node.whole) if node.kind == "op"}
         self.nodes = sorted(every, key=flow.order.__getitem__)
         self._inside = frozenset(self.nodes)
         self._writes = any(node.is_in_place for node in self.nodes)
         self._given: dict[Value, Tensor] = {}
         self._reads = functools.cache(self._nodes_read)
-        self._before = functools.cache(self._nodes_before)
         self.later_than = functools.cache(self._nodes_after)
         self._generator = torch.Generator().manual_seed(0)
         self.base = self._run({}, self.nodes)
@@ -91,12 +86,12 @@ class Rerun:
             else:
                 env[value] = change(self._value(env, value))
 
-        needed = frozenset([value.node]).union(*(self._before(target.node) for target in targets))
+        last = max(self.flow.order[target.node] for target in targets)
         # Memory that is written into is made again.
         later = self._inside if self._writes else self.later_than(value.node)
-        kept = self.base.items() if not self._writes else ()
-        env = {key: result for key, result in kept if key not in later}
-        return self._run(env, [node for node in self.nodes if node in needed and node in later], value.node, apply)
+        env = {} if self._writes else {key: result for key, result in self.base.items() if key not in later}
+        nodes = [node for node in self.nodes if node in later and self.flow.order[node] <= last]
+        return self._run(env, nodes, value.node, apply)
 
     def _nodes_after(self, start: Node) -> frozenset[Node]:
         """Returns the operations that depend on a value."""
@@ -105,14 +100,6 @@ class Rerun:
             if self.flow.order[node] > self.flow.order[start] and not found.isdisjoint(self._reads(node)):
                 found.add(node)
         return frozenset(found - {start})
-
-    def _nodes_before(self, end: Node) -> frozenset[Node]:
-        """Returns the operations that a result depends on, and its own."""
-        found = {end}
-        for node in reversed(self.nodes):
-            if node in found:
-                found |= self._reads(node)
-        return frozenset(found)
 
     def _nodes_read(self, node: Node) -> frozenset[Node]:
         if node.whole is not node:
@@ -216,9 +203,8 @@ class Rerun:
         if is_held and (held := _held(self.flow.frame_of[value.node], value.node)) is not None:
             return held
         shape = self._dimensions.shape_at(spec, self.sizes)
-        if spec.dtype == torch.bool:
-            self.is_masked = True
-            return torch.full(shape, self._masks)
+        if spec.dtype == torch.bool:  # whether true hides or shows, each row of a mask has both
+            return torch.ones(shape).nonzero().sum(-1).view(shape) % 2 == 0
         if not spec.dtype.is_floating_point:
             numbers = torch.randint(0, 2, shape, generator=self._generator, dtype=spec.dtype)
             numbers.view(-1)[-1:] = 1 - numbers.view(-1)[:1]  # positions, say, are not all the same
@@ -293,13 +279,11 @@ class Study:
         self._reached: dict[Value, dict[Value, Reached]] = {}
 
     def _runnable(self, nodes: Collection[Node]) -> Rerun:
-        """Returns the run in which most depends on the start: at small sizes or as captured, with either masks."""
-        known, found = self.dimensions, list[Rerun]()
-        for sizes, masks in product((known.small_sizes, known.group_sizes()), (True, False)):
-            found.append(Rerun(self.flow, nodes, known, sizes, masks=masks))
-            if found[-1].is_whole and not (masks and found[-1].is_masked):
-                break
-        return found[0] if len(found) == 1 else max(found, key=lambda each: _count_moved(each, self._start))
+        """Returns the run at small sizes; or as captured, if more operations can run there."""
+        known = self.dimensions
+        small = Rerun(self.flow, nodes, known, known.small_sizes)
+        whole = small if small.is_whole else Rerun(self.flow, nodes, known, known.group_sizes())
+        return max(small, whole, key=lambda each: sum(each.base.get(node) is not None for node in each.nodes))
 
     @functools.cached_property
     def floats(self) -> list[Value]:
@@ -623,16 +607,6 @@ def _joined(names: list[str | None]) -> str | None:
 
 def _chosen(size: int) -> list[int]:
     return sorted({*range(min(size, _MOST_INDICES - 1)), size - 1})
-
-
-def _count_moved(one: Rerun, start: Value) -> int:
-    """Returns how many values of a slice change with its start, to numbers."""
-    values = list(map(Value, one.nodes))
-    if one.tensor(start) is None:
-        return 0
-    env = one.changed(start, lambda tensor: tensor.flip(-1) * 2, values)
-    pairs = ((one.tensor(value), one.tensor(value, env)) for value in values)
-    return sum(a is not None and b is not None and not b.isnan().any() and not torch.equal(a, b) for a, b in pairs)
 
 
 def differs(one: Tensor, other: Tensor) -> Tensor:
