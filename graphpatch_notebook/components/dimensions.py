@@ -21,11 +21,11 @@ from graphpatch_notebook.capture import is_sized_by_values
 from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, once_a_capture, refs_in
 from graphpatch_notebook.components.meta_runs import (
-    FrameKinds,
     MetaRunError,
     Variation,
     captured_tensors,
     input_shapes,
+    kind_of,
     run_on_meta,
 )
 from graphpatch_notebook.patching.model_state import RandomState
@@ -122,7 +122,8 @@ class Dimensions:
         self.runs: list[SizeRun] = []
         self.unseen: set[InputDim] = set()
         self.reason: str | None = None
-        self._kinds = FrameKinds()
+        numbers: dict[object, int] = {}
+        self._kind_of = functools.cache(lambda frame: numbers.setdefault(kind_of(frame), len(numbers)))
         self._is_far = stored is not None
         if stored is not None:
             self.groups = stored.groups
@@ -181,7 +182,7 @@ class Dimensions:
 
     def _run(self, group: int | None, variation: Variation, size: int = 0) -> bool:
         try:
-            found = run_on_meta(self._root, variation, self._kinds)
+            found = run_on_meta(self._root, variation, self._kind_of)
         except MetaRunError as error:
             self.reason = self.reason or str(error)
             return False

@@ -39,7 +39,7 @@ from graphpatch_notebook.capture.frame_recorder import VALUE_READS, FrameRecorde
 from graphpatch_notebook.capture.held_values import OF_EACH_MODULE, mutable_containers, reachable_modules
 from graphpatch_notebook.capture.inputs import call_like, value_like
 from graphpatch_notebook.capture.observers import innermost_forward
-from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Ref, Site, ValueRead, map_leaves
+from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead, map_leaves
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patching.model_state import owner_of
 from graphpatch_notebook.patching.sharding import (
@@ -63,6 +63,9 @@ from graphpatch_notebook.values import (
 
 InputShapes: TypeAlias = "Sequence[Sequence[int]]"
 """The shapes of the tensors among the inputs of the root, in order, and then the whole numbers among them."""
+
+KindOf: TypeAlias = "Callable[[Frame], object]"
+"""Returns what is equal of frames that run once for all of them: see `kind_of`."""
 
 _MOST_TIMES_AS_MANY_OPS = 4
 """How many times as many ops as the capture a run may have: loops over a sequence have more of them when it is long."""
@@ -99,7 +102,7 @@ class MetaRun(NamedTuple):
     has_other_numbers: bool
 
 
-def run_on_meta(root: Frame, variation: Variation, kinds: FrameKinds) -> MetaRun:
+def run_on_meta(root: Frame, variation: Variation, kinds: KindOf) -> MetaRun:
     """Returns what a run differs in from the capture.
 
     Raises:
@@ -142,7 +145,7 @@ def _shapes(spec: ValueSpec, found: ValueSpec | None) -> Iterator[tuple[int, ...
 
 
 def recorded_on_meta(
-    root: Frame, variation: Variation, kinds: FrameKinds | None = None, repeated: dict[int, Frame] | None = None
+    root: Frame, variation: Variation, kinds: KindOf | None = None, repeated: dict[int, Frame] | None = None
 ) -> Frame:
     """Returns the record of a run of the captured model.
 
@@ -163,7 +166,7 @@ def recorded_on_meta(
         thread.shutdown(wait=False)
 
 
-def _run(root: Frame, variation: Variation, kinds: FrameKinds | None, repeated: dict[int, Frame]) -> Frame:
+def _run(root: Frame, variation: Variation, kinds: KindOf | None, repeated: dict[int, Frame]) -> Frame:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model, copies = _copied(root)
@@ -275,7 +278,7 @@ class _MetaRecorder(Recorder):
         model: Module,
         captured: Frame,
         variation: Variation,
-        kinds: FrameKinds | None,
+        kinds: KindOf | None,
         repeated: dict[int, Frame],
     ) -> None:
         options = captured.capture.options or ExtractionOptions()
@@ -317,10 +320,9 @@ class _MetaRecorder(Recorder):
     ) -> Any:
         """Runs a module, or returns values like those of a call before that runs the same code."""
         captured = self._frame(frame.record)
-        kind = None if self._kinds is None or captured is None else self._kinds.of(captured)
-        if captured is None or kind is None:
+        if captured is None or self._kinds is None:
             return super()._run_custom(frame, module, forward, args, kwargs)
-        key = kind, tuple(_facts(node.spec) for node in frame.record.inputs())
+        key = self._kinds(captured), tuple(_facts(node.spec) for node in frame.record.inputs())
         if key in self._ran:
             first, spec = self._ran[key]
             self._repeated[id(frame.record)] = first
@@ -367,39 +369,21 @@ def _count(node: Node) -> int:
 # -- which node is which -----------------------------------------------------------------------------------------------
 
 
-class FrameKinds:
-    """Which frames of a capture ran the same operations, on values of the same shapes."""
+def kind_of(frame: Frame) -> object:
+    """Returns what is equal of frames that ran the same operations on values of the same shapes.
 
-    def __init__(self) -> None:
-        self._numbers: dict[object, int] = {}
-        self._known: dict[int, int | None] = {}
-
-    def of(self, frame: Frame) -> int | None:
-        """Returns the number of the kind; `None` for a frame that ran operations on values, or has no record."""
-        if id(frame) not in self._known:
-            key = self._key(frame)
-            self._known[id(frame)] = None if key is None else self._numbers.setdefault(key, len(self._numbers))
-        return self._known[id(frame)]
-
-    def _key(self, frame: Frame) -> object:
-        if frame.opaque_reason is not None or frame.has_own_graph or frame.value_reads:
-            return None
-        inner = [self.of(each.frame) for each in frame.calls()]
-        if None in inner or any(map(is_sized_by_values, frame.nodes)):
-            return None
-        numbers = {id(node): number for number, node in enumerate(frame.nodes)}
-
-        def argument(value: Any) -> object:
-            if isinstance(value, Ref):
-                return numbers.get(id(value.node)), value.dig
-            return value if value is None or type(value) in (bool, int, float, str, torch.dtype) else type(value)
-
-        nodes = (
-            (node.kind, node.op, node_key(node) if node.kind == "op" else None, _facts(node.spec))
-            + ((repr(map_leaves((node.args, node.kwargs), argument)),) if node.kind in ("op", "call") else ())
-            for node in frame.nodes
-        )
-        return type(frame.module), frame.conditions.training, tuple(inner), tuple(nodes)
+    For a frame that ran operations on values, or has no record, it is equal to nothing.
+    """
+    frames = list(frame.walk())
+    nodes = [node for each in frames for node in each.nodes]
+    is_unknown = any(each.opaque_reason is not None or each.has_own_graph or each.value_reads for each in frames)
+    if is_unknown or any(map(is_sized_by_values, nodes)):
+        return object()
+    modules = tuple((type(each.module), each.conditions.training) for each in frames)
+    return modules, tuple(
+        (node.kind, node.op, node_key(node) if node.kind == "op" else None, _facts(node.spec), *_numbers(node))
+        for node in nodes
+    )
 
 
 def _facts(spec: ValueSpec) -> tuple[object, ...]:
