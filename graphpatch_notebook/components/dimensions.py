@@ -199,9 +199,7 @@ class Dimensions:
         read = [shapes[self._numbers[id(spec)]] for spec in specs]
         try:
             if None not in read:
-                return run_on_meta(
-                    call.frame, Variation([each for each in read if each is not None]), FrameKinds()
-                ).shapes
+                return run_on_meta(call.frame, Variation([each for each in read if each is not None]), kind_of).shapes
         except MetaRunError:  # such as an SAE that looks at numbers
             pass
         return [None] * len(captured_tensors(call.frame))
