@@ -574,7 +574,7 @@ class PatchableGraph(_LikeItsModel):
         return CompiledModel(graph, copies, self._captured.module, backend, mode)
 
     def _code_of(self, frame: Frame) -> str:
-        found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)
+        found = self._captured.graph_of(frame)
         assert isinstance(found, CompiledGraphModule)
         return found.code
 

@@ -574,6 +574,11 @@ class Frame:
         return (node for node in self.nodes if isinstance(node, CallNode))
 
     @property
+    def is_spliced(self) -> bool:
+        """Whether this is the frame of a splice."""
+        return self.parent is not None and any(call is self.call for _, call in self.parent.splices)
+
+    @property
     def nodes_and_splices(self) -> list[Node]:
         """The nodes, each followed by the calls that are spliced in after it."""
         if not self.splices:

@@ -173,6 +173,12 @@ class CapturedModel:
             self._hierarchy = build_hierarchy(self.root)
         return self._hierarchy
 
+    def graph_of(self, frame: Frame) -> GraphModule:
+        """Returns the graph module of a frame."""
+        spliced = (each for each in frame.frames_above() if each.is_spliced)
+        top = next((build_hierarchy(each) for each in spliced), self.hierarchy)
+        return next(each for each in top.modules() if isinstance(each, GraphModule) and each.frame is frame)
+
     @property
     def edits(self) -> int:
         """How often graphs were edited."""

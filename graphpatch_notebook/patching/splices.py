@@ -24,6 +24,7 @@ from graphpatch_notebook.inspection.resolution import Target, Unresolvable, comp
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patching.plan import Entry, Lookup, Splicing, sources_of
+from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import TensorSpec
 
 Given: TypeAlias = "Mapping[Any, Any] | Sequence[Any] | Any"
@@ -46,8 +47,9 @@ class Splice(Module):
     def forward(self, value: Tensor, source: Tensor | None = None) -> Tensor:
         """Returns what replaces `value`; `source` is what is encoded, if that is another value."""
         given = value if source is None else source
-        own = next((each for each in self.parameters() if each.is_floating_point()), None)
-        read = given.clone() if own is None else given.to(own.dtype, copy=True)  # the SAE may write into it
+        with without_torch_functions():  # this is no node
+            dtypes = [each.dtype for each in self.parameters() if each.is_floating_point()]
+        read = given.to(dtypes[0], copy=True) if dtypes else given.clone()  # the SAE may write into it
         skip = getattr(self.sae, "W_skip", None)
         skipped = 0.0 if skip is None else read @ skip.T
         encoded = self.sae.encode(read)

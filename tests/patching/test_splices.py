@@ -30,6 +30,8 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.experiments import ablate, attribute, causal_trace, mean_values, record_to
+from graphpatch_notebook.notebook.search import NodeIndex, parse_query
+from graphpatch_notebook.notebook.views.skeleton import Skeleton
 from tests.tiny_models import gpt2
 
 IDS = torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -354,3 +356,32 @@ def test_an_sae_of_another_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> Non
         assert torch.equal(spliced(IDS).logits, model(IDS).logits)
     assert spliced.nodes["transformer.h_0.sae.latents"].dtype == dtypes[1]
     assert spliced.nodes["transformer.h_0.sae.output"].dtype == dtypes[0]
+
+
+def test_latents_are_in_the_tree_its_search_and_its_code(spliced: PatchableGraph) -> None:
+    path = spliced.graph[LATENTS]
+    assert path._shape == (2, 5, 24)
+    assert "latents = " in spliced.graph["transformer.h_0.sae"]._code
+    assert "latents: Tensor(2, 5, 24)" in repr(spliced.graph["transformer.h_0"])
+    index = NodeIndex(spliced.nodes)
+    for text in ("latents", "resid_post.sae.latents"):
+        found = [index.rows.paths[at] for at in index.matching(parse_query(text))]
+        assert "transformer.h_0.sae.latents" in found
+    skeleton = Skeleton(spliced.nodes)
+    assert skeleton.path(skeleton.row(LATENTS)) == "transformer.h_0.sae.latents"
+    assert LATENTS in {row.name for row in skeleton.components()}
+
+
+@pytest.mark.parametrize("kind", ["StandardSAE", "GatedSAE", "JumpReLUSAE", "TopKSAE", "MatchingPursuitSAE"])
+def test_saes_of_saelens(pg: PatchableGraph, kind: str) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    options = {"k": 4} if kind == "TopKSAE" else {}
+    metadata = sae_lens.saes.sae.SAEMetadata(hook_name="blocks.0.hook_resid_post")
+    sae = getattr(sae_lens, kind)(getattr(sae_lens, f"{kind}Config")(d_in=16, d_sae=24, metadata=metadata, **options))
+    spliced, replaced = pg.splice(sae), pg.splice(sae, error=False)
+    with torch.no_grad():
+        with spliced.patch({LATENTS: CustomPatch(custom_op=torch.clone)}):
+            assert torch.equal(spliced(IDS).logits, pg(IDS).logits)
+        with hooked(pg._module.transformer.h[0], sae):
+            expected = pg._module(IDS).logits
+        torch.testing.assert_close(replaced(IDS).logits, expected)

@@ -607,10 +607,8 @@ def _why_not_patchable(spec: ValueSpec | None, node: Node, can_be_patched: bool)
 
 def _code(pg: PatchableGraph, place: Location) -> str:
     """Returns the code of a graph, or the line of it that computes the value of a node."""
-    frame = place.graph or place.frame
-    modules = (one for one in captured(pg).hierarchy.modules() if isinstance(one, CompiledGraphModule))
-    module = next((module for module in modules if module.frame is frame), None)
-    if module is None:
+    module = captured(pg).graph_of(place.graph or place.frame)
+    if not isinstance(module, CompiledGraphModule):
         return ""
     try:
         lines = module.code.strip("\n").splitlines()
