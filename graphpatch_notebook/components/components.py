@@ -151,7 +151,7 @@ class Components(Mapping[str, Component]):
     def add_splice(self, call: CallNode) -> None:
         """Adds the parts of a splice at a component: `layers[5].resid_post.sae.latents`."""
         for one in [one for one in self._by_name.values() if one.path == call.target and not one.index]:
-            for part in ("value", "source", "latents", "reconstruction", "error", "output"):
+            for part in ("value", "source", "latents", "skipped", "reconstruction", "error", "output"):
                 node = call.frame.names.get(part)
                 if node is None or not isinstance(node.spec, TensorSpec):
                     continue

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
+    ExperimentError,
     GraphError,
     GraphPatchError,
     Patch,
@@ -29,7 +30,14 @@ from graphpatch_notebook import (
     UnknownPathError,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import ablate, attribute, causal_trace, mean_values, record_to
+from graphpatch_notebook.experiments import (
+    ablate,
+    attribute,
+    attribute_edges,
+    causal_trace,
+    mean_values,
+    record_to,
+)
 from graphpatch_notebook.notebook.search import NodeIndex, parse_query
 from graphpatch_notebook.notebook.views.skeleton import Skeleton
 from tests.tiny_models import gpt2
@@ -356,6 +364,33 @@ def test_an_sae_of_another_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> Non
         assert torch.equal(spliced(IDS).logits, model(IDS).logits)
     assert spliced.nodes["transformer.h_0.sae.latents"].dtype == dtypes[1]
     assert spliced.nodes["transformer.h_0.sae.output"].dtype == dtypes[0]
+
+
+@pytest.mark.parametrize("place", ["layers[0].mlp_out", "layers[1].attn_out"])
+def test_latents_are_senders_of_edges(pg: PatchableGraph, place: str) -> None:
+    """Their scores sum to those of what writes into the stream, and each to the effect of this latent."""
+    sae = Sae(16, 6)
+    spliced, transcoder = pg.splice({place: sae}), pg.splice({("layers[0].ln2", "layers[0].mlp_out"): Skipping()})
+    for graph, sender in ((spliced, place), (transcoder, "layers[0].mlp_out")):
+        whole = attribute_edges(pg, total, IDS, OTHER, heads=False).sel(sender=sender)
+        parts = attribute_edges(graph, total, IDS, OTHER, heads=False)
+        inside = [name for name in parts.sender.values if name.startswith(sender)]
+        assert len(inside) == (2 if graph is spliced else 3)
+        own = parts.sel(sender=inside).sum("sender", skipna=False)
+        np.testing.assert_allclose(own.values, whole.values, atol=1e-5)
+    name = f"{place}.sae.latents[2]"
+    scores = attribute_edges(spliced, total, IDS, OTHER, method="secant", one_sided="senders", senders=name)
+    with torch.no_grad():
+        kept = sae.encode(pg.record(place, IDS)[place])
+        with hooked(
+            PLACES.get(place, lambda model: model.transformer.h[0].mlp)(pg._module),
+            changed(sae, lambda latents: torch.where(torch.arange(6) == 2, kept, latents)),
+        ):
+            effect = total(pg._module(OTHER))
+        effect -= total(pg._module(OTHER))
+    assert float(scores.sum()) == pytest.approx(float(effect), abs=1e-5)
+    with pytest.raises(ExperimentError, match="linear map"):
+        attribute_edges(pg.splice({place: SimpleNamespace(encode=torch.relu, decode=torch.tanh)}), total, IDS, OTHER)
 
 
 def test_latents_are_in_the_tree_its_search_and_its_code(spliced: PatchableGraph) -> None:

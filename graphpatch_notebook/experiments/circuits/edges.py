@@ -96,7 +96,9 @@ def attribute_edges(
     writes: z @ W_O), `layers[2].mlp_out`, `layers[2].mixer_out`; `layers[2].attn_out` if its heads cannot be separated.
     Receivers are `layers[4].attn.heads[1].q`, `.k` and `.v` (of the heads of keys and values), `layers[4].mlp`,
     `layers[4].mixer`, and `@logits`, the final norm. What cannot be separated is one receiver: `layers[4].attn.q`, or
-    `layers[4].attn`. With several stacks, names begin with that of the stack: `decoder.layers[4].mlp`.
+    `layers[4].attn`. With several stacks, names begin with that of the stack: `decoder.layers[4].mlp`. Where an SAE or
+    transcoder is spliced in that decodes by a linear map, its latents are senders, and what it adds to these:
+    `layers[2].mlp_out.sae.latents[7]`, `layers[2].mlp_out.sae.error` (and `.skipped`, of `W_skip`).
 
     All scores together cost a few forwards, however many edges there are. The model is left as it was. Active patches
     apply to both runs; they come before what edges change, so that a patch on what a receiver reads does not take its

@@ -6,19 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.components import Components, NoWeightError, Projection, find, projection
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.flow import Value, walk
 from graphpatch_notebook.components.stacks import Layer, Stack
 from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.circuits.stream import LinearPaths, NoPathError, Sum, Writer, in_order
+from graphpatch_notebook.experiments.circuits.stream import Decoder, LinearPaths, NoPathError, Sum, Writer, in_order
 from graphpatch_notebook.experiments.methods.arguments import Positions, are_of_rows, counted_positions, counts_from_end
+from graphpatch_notebook.paths import format_path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,6 +124,10 @@ class _NodeFinder:
         self._has_heads = heads
         self._by_value: dict[Value, Writer] = {}
         self._written: dict[str, tuple[str, ...]] = {}
+        self._parts: dict[Value, tuple[Value, ...]] = {}  # of what an SAE writes as latents and error
+        splices = [call for frame in root.walk() for _, call in frame.splices]
+        self._splices = {call.target: call for call in splices}
+        self._numbers: dict[Value, int] = {}
         self.found = Nodes()
         order = self._flow.order
         stacks = sorted(evidence.stacks, key=lambda each: order[each.first.start.value.node])
@@ -130,13 +136,14 @@ class _NodeFinder:
             for layer in stack.layers.values():
                 for kind, write in layer.writes.items():
                     self._add_writer(stack.prefix, f"{layer.name}{kind}", write)
-        self._paths = LinearPaths(self._trails, self._by_value)
+        self._paths = LinearPaths(self._trails, self._by_value, self._parts)
         for stack in stacks:
             for layer in stack.layers.values():
                 for kind, write in layer.writes.items():
                     self._add_readers(layer, f"{layer.name}{kind}", write)
         self._add_end()
-        self.found.writers = sorted(self._by_value.values(), key=lambda writer: order[writer.value.node])
+        numbers = self._numbers
+        self.found.writers = sorted(self._by_value.values(), key=lambda writer: numbers[writer.value])
         self.found.readers.sort(key=lambda reader: reader.number)
 
     # -- senders -------------------------------------------------------------------------------------------------------
@@ -150,17 +157,44 @@ class _NodeFinder:
                 return
             self.found.skipped[f"{stream}@embed"] = "it is computed from components of another stack"
         self.found.streams[stream] = self._flow.boundary_path(value)
-        self._by_value[value] = Writer((f"{stream}@embed",), value, self.found.streams[stream], stream=stream)
+        self._add(Writer((f"{stream}@embed",), value, self.found.streams[stream], stream=stream))
+
+    def _add(self, writer: Writer, after: Value | None = None) -> None:
+        self._by_value[writer.value] = writer
+        self._numbers[writer.value] = self._flow.order[(after or writer.value).node]
+
+    def _add_latents(self, stream: str, name: str, written: Value, call: CallNode) -> None:
+        """Adds what an SAE writes in place of a component: each latent, and the rest."""
+        names, module = call.frame.names, call.frame.module
+        start, path = f"{name}.{call.op}", format_path(call.frame.path)
+        latents, rest = names["latents"], [names[part] for part in ("skipped", "error") if part in names]
+        spec: Any = latents.spec
+        numbers = torch.arange(spec.shape[-1])[None]
+        every: tuple[str, ...] = (f"{start}.latents",)
+        if self._has_heads:
+            numbers, every = numbers.T, tuple(f"{start}.latents[{number}]" for number in range(spec.shape[-1]))
+        like = torch.empty(0, dtype=spec.dtype, device=spec.device)
+        decoder = Decoder(module.sae.decode, numbers, numbers.numel(), like)  # type: ignore[union-attr, arg-type]
+        decoder.weight()
+        self._add(Writer(every, Value(latents), f"{path}.latents", decoder, stream), written)
+        for node in rest:
+            self._add(Writer((f"{start}.{node.name}",), Value(node), f"{path}.{node.name}", stream=stream), written)
+        self._parts[written] = tuple(map(Value, (latents, *rest)))
 
     def _add_writer(self, stream: str, start: str, write: Write) -> None:
         written = write.value
+        component = self._components.get(f"{start}_out")
+        if component is not None and (call := self._splices.get(component.path)) is not None:
+            self._add_latents(stream, component.name, written, call)
+            self._written[start] = tuple(n for part in self._parts[written] for n in self._by_value[part].names)
+            return
         writer = Writer((f"{start}_out",), written, self._flow.boundary_path(written))
         if self._has_heads and len(write.attentions) == 1:
             try:
                 writer = self._of_heads(start, written)
             except (NoWeightError, ValueError) as problem:
                 self.found.skipped[f"{start}.heads[*].z"] = str(problem)
-        self._by_value[writer.value] = replace(writer, stream=stream)
+        self._add(replace(writer, stream=stream))
         self._written[start] = writer.names
 
     def _of_heads(self, start: str, written: Value) -> Writer:

@@ -64,20 +64,45 @@ class StreamStep:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Decoder:
+    """The linear map that an SAE decodes latents by: like a `Projection`, with a latent in place of each head."""
+
+    decode: Callable[[Tensor], Tensor]
+    heads: Tensor
+    channels: int
+    like: Tensor
+
+    def weight(self) -> Tensor:
+        """Returns its matrix, with a row for each latent.
+
+        Raises:
+            NoPathError: It is not linear.
+        """
+        each = torch.eye(self.channels, dtype=self.like.dtype, device=self.like.device)
+        some = torch.linspace(0, 1, self.channels, dtype=self.like.dtype, device=self.like.device)[None]
+        with torch.no_grad():
+            none = self.decode(torch.zeros_like(some))
+            weight = self.decode(each) - none
+            if not torch.allclose(self.decode(some), some @ weight + none, rtol=1e-3, atol=1e-3):
+                raise NoPathError("its SAE does not decode latents by a linear map")
+        return weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Writer:
-    """What a component adds to the residual stream: one sender, or one for each head.
+    """What a component adds to the residual stream: one sender, or one for each head, or each latent of an SAE.
 
     Attributes:
         value: What is added; for heads, the sum of what they write.
         path: The path of the value that is recorded: `value` itself, or what the linear map of the heads reads.
-        projection: The linear map of the heads.
+        projection: The linear map of the heads, or latents.
         stream: The stack that it belongs to: what the names of its layers begin with.
     """
 
     names: tuple[str, ...]
     value: Value
     path: str
-    projection: Projection | None = None
+    projection: Projection | Decoder | None = None
     stream: str = ""
 
     def change(self, now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Tensor:
@@ -139,15 +164,17 @@ class Sum:
 class LinearPaths:
     """Finds the sums that values are, up to what `writers` write."""
 
-    def __init__(self, trails: Trails, writers: Mapping[Value, Writer]) -> None:
+    def __init__(
+        self, trails: Trails, writers: Mapping[Value, Writer], parts: Mapping[Value, tuple[Value, ...]] | None = None
+    ) -> None:
         self._trails = trails
         self._flow = trails.flow
-        self.writers = dict(writers)
+        self.writers, self._parts = dict(writers), dict(parts or {})
         self._sums: dict[Value, Sum] = {}
         self._terms: dict[Value, tuple[Value, ...]] = {}
         self._steps: dict[Value, StreamStep] = {}
         self._nodes, self._next = list(self._flow.order), 0
-        self._moving = {value.node for value in writers}
+        self._moving = {value.node for value in (*writers, *self._parts)}
 
     def depends(self, value: Value) -> bool:
         """Whether a value depends on what a component writes."""
@@ -183,7 +210,7 @@ class LinearPaths:
 
     def _sources(self, value: Value) -> list[Value]:
         """Returns the parts of the stream that a linear operation or a norm reads, if they are not known yet."""
-        if value in self.writers or value in self._terms or not self.depends(value):
+        if value in self.writers or value in self._parts or value in self._terms or not self.depends(value):
             return []
         if (norm := self._trails.norms.get(value)) is not None:
             return [norm.given.value]
@@ -193,6 +220,8 @@ class LinearPaths:
     def _made(self, value: Value) -> tuple[Value, ...]:
         if value in self.writers:
             return (value,)
+        if value in self._parts:
+            return self._parts[value]
         if not self.depends(value):
             return ()
         sources, op, made = self._sources(value), value.op, value.node.whole
@@ -277,7 +306,7 @@ def in_order(value: Value, source: Value) -> bool:
     return value.op in _IN_ORDER | _SAME and value.size == source.size and value.shape[-1:] == source.shape[-1:]
 
 
-def rows_of(value: Tensor, projection: Projection | None = None) -> Tensor:
+def rows_of(value: Tensor, projection: Projection | Decoder | None = None) -> Tensor:
     """Returns a value with all dimensions before its channels flattened, as a view if possible.
 
     The channels are the last dimension, or those that belong to a projection.
