@@ -954,9 +954,7 @@ class PatchableGraph(_LikeItsModel):
             self._run_proofs(lambda run, _: run(probes), (), {})
             return {path: probe.activation for path, probe in probes.items()}
 
-        result = self._around(self._captured.spliced(saes, recorded, name=name, has_error=error))
-        result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"])
-        return result
+        return self._around(self._captured.spliced(saes, recorded, name=name, has_error=error))
 
     def sweep(
         self,
