@@ -368,7 +368,7 @@ def test_an_sae_of_another_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> Non
 
 @pytest.mark.parametrize("place", ["layers[0].mlp_out", "layers[1].attn_out"])
 def test_latents_are_senders_of_edges(pg: PatchableGraph, place: str) -> None:
-    """Their scores sum to those of what writes into the stream, and each to the effect of this latent."""
+    """Their scores sum to those of what writes into the stream, and each is the effect of this latent there."""
     sae = Sae(16, 6)
     spliced, transcoder = pg.splice({place: sae}), pg.splice({("layers[0].ln2", "layers[0].mlp_out"): Skipping()})
     for graph, sender in ((spliced, place), (transcoder, "layers[0].mlp_out")):
@@ -378,17 +378,15 @@ def test_latents_are_senders_of_edges(pg: PatchableGraph, place: str) -> None:
         assert len(inside) == (2 if graph is spliced else 3)
         own = parts.sel(sender=inside).sum("sender", skipna=False)
         np.testing.assert_allclose(own.values, whole.values, atol=1e-5)
-    name = f"{place}.sae.latents[2]"
-    scores = attribute_edges(spliced, total, IDS, OTHER, method="secant", one_sided="senders", senders=name)
+    ends = {"senders": f"{place}.sae.latents[2]", "receivers": "@logits"}
+    scores = attribute_edges(spliced, total, IDS, OTHER, method="exact", **ends)
     with torch.no_grad():
-        kept = sae.encode(pg.record(place, IDS)[place])
-        with hooked(
-            PLACES.get(place, lambda model: model.transformer.h[0].mlp)(pg._module),
-            changed(sae, lambda latents: torch.where(torch.arange(6) == 2, kept, latents)),
-        ):
+        change = sae.encode(pg.record(place, IDS)[place]) - sae.encode(pg.record(place, OTHER)[place])
+        more = change[..., 2:3] * sae.down.weight[:, 2]
+        with pg._module.transformer.ln_f.register_forward_pre_hook(lambda _, args: args[0] + more):
             effect = total(pg._module(OTHER))
         effect -= total(pg._module(OTHER))
-    assert float(scores.sum()) == pytest.approx(float(effect), abs=1e-5)
+    assert float(scores) == pytest.approx(float(effect), abs=1e-5)
     with pytest.raises(ExperimentError, match="linear map"):
         attribute_edges(pg.splice({place: SimpleNamespace(encode=torch.relu, decode=torch.tanh)}), total, IDS, OTHER)
 
