@@ -386,7 +386,7 @@ def test_latents_are_senders_of_edges(pg: PatchableGraph, place: str) -> None:
         with pg._module.transformer.ln_f.register_forward_pre_hook(lambda _, args: args[0] + more):
             effect = total(pg._module(OTHER))
         effect -= total(pg._module(OTHER))
-    assert float(scores) == pytest.approx(float(effect), abs=1e-5)
+    assert scores.item() == pytest.approx(float(effect), abs=1e-5)
     with pytest.raises(ExperimentError, match="linear map"):
         attribute_edges(pg.splice({place: SimpleNamespace(encode=torch.relu, decode=torch.tanh)}), total, IDS, OTHER)
 
