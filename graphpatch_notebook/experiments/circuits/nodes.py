@@ -169,14 +169,14 @@ class _NodeFinder:
         start, path = f"{name}.{call.op}", format_path(call.frame.path)
         latents, rest = names["latents"], [names[part] for part in ("skipped", "error") if part in names]
         spec: Any = latents.spec
-        numbers = torch.arange(spec.shape[-1])[None]
-        every: tuple[str, ...] = (f"{start}.latents",)
+        count = self._components[f"{start}.latents"].shape[-1]
+        numbers, every = torch.arange(count)[None], [f"{start}.latents"]
         if self._has_heads:
-            numbers, every = numbers.T, tuple(f"{start}.latents[{number}]" for number in range(spec.shape[-1]))
+            numbers, every = numbers.T, [f"{start}.latents[{number}]" for number in range(count)]
         like = torch.empty(0, dtype=spec.dtype, device=spec.device)
-        decoder = Decoder(module.sae.decode, numbers, numbers.numel(), like)  # type: ignore[union-attr, arg-type]
+        decoder = Decoder(module.sae.decode, numbers, count, like)  # type: ignore[union-attr, arg-type]
         decoder.weight()
-        self._add(Writer(every, Value(latents), f"{path}.latents", decoder, stream), written)
+        self._add(Writer(tuple(every), Value(latents), f"{path}.latents", decoder, stream), written)
         for node in rest:
             self._add(Writer((f"{start}.{node.name}",), Value(node), f"{path}.{node.name}", stream=stream), written)
         self._parts[written] = tuple(map(Value, (latents, *rest)))
