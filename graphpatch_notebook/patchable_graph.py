@@ -964,7 +964,6 @@ class PatchableGraph(_LikeItsModel):
         metric: Callable[[Any], Any],
         batch: int | str | None = "auto",
         progress: bool = True,
-        backward: bool = False,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_key: str = "",
         executor: Any = None,
@@ -996,8 +995,6 @@ class PatchableGraph(_LikeItsModel):
                 pure function. It is first called on the run without patches.
             batch: The number of cells in one forward, `"auto"`, or `None` for one cell at a time.
             progress: Whether to show the progress, the cells per second, and the remaining time.
-            backward: Whether to call `backward` on the metric of each cell; gradients accumulate, and cells run one by
-                one. Not with `checkpoint` or `executor`, which do not keep gradients.
             checkpoint: The name of a folder to which finished cells are saved, chunk by chunk, and within a chunk each
                 second. After an interrupt, a crash or a power cut, the same call continues from it; cells that failed
                 run again. The folder of another sweep (with other axes, patches, metric, inputs, weights, metric
@@ -1040,7 +1037,7 @@ class PatchableGraph(_LikeItsModel):
 
         return run_sweep(
             self, axes, make_patches, Inputs(inputs, input_kwargs),
-            metric=metric, batch=batch, progress=progress, backward=backward, checkpoint=checkpoint,
+            metric=metric, batch=batch, progress=progress, checkpoint=checkpoint,
             checkpoint_key=checkpoint_key, executor=executor, recipe=recipe,
         )  # fmt: skip
 

@@ -313,10 +313,9 @@ def show_generation(
     *inputs: Any,
     max_new_tokens: int = 20,
     tokens: Any = None,
-    score: Any = "log_probability",
     **input_kwargs: Any,
 ) -> GenerationView:
-    """Returns a view of the tokens that the model generates, colored by a score of each step.
+    """Returns a view of the tokens that the model generates, colored by their log-probability or the entropy.
 
     Tokens are chosen greedily. Pointing at a token shows the probable ones of its step; a click on one of these
     branches there: the generation continues with that token, and both lines are shown. With patches, the lines without
@@ -328,8 +327,6 @@ def show_generation(
             inputs.
         max_new_tokens: How many tokens are generated at most.
         tokens: A tokenizer (an object with `decode` or `convert_ids_to_tokens`).
-        score: What the colors are: `"log_probability"` of the token, `"entropy"` of its step (both in nats), or a
-            number for each step of the run without patches.
         **input_kwargs: Arguments of `generate`, by keyword.
 
     Raises:
@@ -352,7 +349,7 @@ def show_generation(
     from graphpatch_notebook.notebook.views.generation import generation_of
 
     workspace, given = _for_view(inputs, input_kwargs)
-    return generation_of(pg, workspace, given, max_new_tokens=max_new_tokens, tokens=tokens, score=score)
+    return generation_of(pg, workspace, given, max_new_tokens=max_new_tokens, tokens=tokens)
 
 
 def _for_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Workspace, Inputs | None]:

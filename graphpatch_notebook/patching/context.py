@@ -25,7 +25,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture import call_sites, is_own, parameter_without_values
 from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.capture.observers import Swaps, all_modules, observer, visible_apply
-from graphpatch_notebook.capture.records import Frame, Node, Ref, Site, Structure
+from graphpatch_notebook.capture.records import Frame, Node, Site
 from graphpatch_notebook.errors import (
     GraphError,
     GraphPatchError,
@@ -68,7 +68,7 @@ from graphpatch_notebook.torch_compat import (
     runs_hooks,
     visible_flex_attention,
 )
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, ValueSpec, describe, spec_at
+from graphpatch_notebook.values import ScalarSpec, describe
 from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
 PatchLists: TypeAlias = "Mapping[Any, Sequence[Patch[Any]]]"
@@ -662,7 +662,6 @@ def _failure(error: Exception, run: Run) -> str:
     """Returns the note: the nodes of the innermost module's frames whose line of the user's code raised the error."""
     module: Module = run.root
     step: tuple[CodeType, int] | None = None  # the innermost call site of the user's code in its forward
-    variables: dict[str, Any] = {}  # there
     name = call = ""  # the node of a graph that runs in place of the code; the arguments, if the mode saw the call
     entry = error.__traceback__
     while entry is not None:
@@ -676,21 +675,18 @@ def _failure(error: Exception, run: Run) -> str:
             call = _arguments_text(found["args"], found["kwargs"] or {})
             break
         elif call_sites.facts_of(code).is_users:
-            step, variables = (code, call_sites.facts_of(code).offsets[lasti]), found
+            step = code, call_sites.facts_of(code).offsets[lasti]
     frames = run.plan.callers.frames_of(module)
     nodes = [(one, node) for one in frames for node in one.nodes if node.whole is node and _is_at(node, step, name)]
-    tensors = {key: value for key, value in variables.items() if isinstance(value, Tensor)} if not call else {}
-    more = (f"variables there: {_arguments_text((), tensors)}",) if tensors else ()
     line = "" if step is None else str(Site((step,)).source_lines()[0])
-    if not nodes:
+    if nodes:
+        (_, first), names = nodes[0], [repr(format_path((*one.path, node.name))) for one, node in nodes]
+        line = line if first.site is None else str(first.site.source_lines()[-1])
+        what = f"{' or '.join(names[:_MOST_NAMED])}{' or others' * (len(names) > _MOST_NAMED)} ({first.op})"
+    else:
         where = _listed([repr(format_path(frame.path) or "the model") for frame in frames])
         what = f"code of {where} ({type(module).__name__})" if where else f"code of a {type(module).__name__}"
-        return _failure_note(what, line, call, more=more)
-    (_, first), names = nodes[0], [repr(format_path((*one.path, node.name))) for one, node in nodes]
-    if first.site is not None:
-        line = str(first.site.source_lines()[-1])
-    what = f"{' or '.join(names[:_MOST_NAMED])}{' or others' * (len(names) > _MOST_NAMED)} ({first.op})"
-    return _failure_note(what, line, call, _arguments_at_capture(first), more)
+    return "\n  ".join(filter(None, [f"raised by {what}", line, call]))
 
 
 def _is_at(node: Node, step: tuple[CodeType, int] | None, name: str) -> bool:
@@ -706,44 +702,9 @@ def _listed(names: list[str]) -> str:
 _MOST_LISTED = 8
 
 
-def _failure_note(what: str, line: str = "", now: str = "", at_capture: str = "", more: Iterable[str] = ()) -> str:
-    """Returns the note: path and operation, the user's line, the arguments now and at capture, further sentences."""
-    shapes = [f"arguments: {now}"] if now else []
-    if at_capture and at_capture != now:
-        shapes.append(f"arguments at capture: {at_capture}")
-    return "\n  ".join([f"raised by {what}", *([line] if line else []), *shapes, *more])
-
-
 def _arguments_text(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
     """Returns a description of the arguments of a call: tensors by their shapes, numbers by their values."""
-    return _few(
-        [_value_text(value) for value in args] + [f"{name}={_value_text(value)}" for name, value in kwargs.items()]
-    )
-
-
-def _arguments_at_capture(node: Node) -> str:
-    """Returns a description of the arguments of a recorded call, in the same form."""
-    return _arguments_text(node.whole.args, node.whole.kwargs)
-
-
-def _value_text(value: Any) -> str:
-    if isinstance(value, Ref):
-        return _spec_text(spec_at(value.node.spec, value.dig))
-    if isinstance(value, Structure):
-        return value.type.__name__
-    if type(value) in (tuple, list):  # of a recorded call: may hold `Ref`s
-        inside = _few([_value_text(item) for item in value])
-        return f"({inside})" if type(value) is tuple else f"[{inside}]"
-    return _spec_text(describe(value))
-
-
-def _spec_text(spec: ValueSpec | None) -> str:
-    if isinstance(spec, ScalarSpec):
-        return repr(spec.value)
-    if isinstance(spec, ContainerSpec):
-        return f"{spec.type.__name__}({_few([_spec_text(child) for _, _, child in spec.children])})"
-    return "?" if spec is None else str(spec)
-
-
-def _few(texts: list[str]) -> str:
-    return ", ".join(texts[:_MOST_LISTED]) + (", ..." if len(texts) > _MOST_LISTED else "")
+    named = [("", value) for value in args] + [(f"{name}=", value) for name, value in kwargs.items()]
+    specs = [(name, describe(value)) for name, value in named[:_MOST_LISTED]]
+    texts = [f"{name}{repr(spec.value) if isinstance(spec, ScalarSpec) else spec}" for name, spec in specs]
+    return f"arguments: {', '.join(texts)}{', ...' * (len(named) > _MOST_LISTED)}"

@@ -154,10 +154,6 @@ def sweep_by_loop(now: Setting) -> None:
     sweep(now, batch=None)
 
 
-def sweep_backward(now: Setting) -> None:
-    sweep(now, backward=True)
-
-
 ACTIONS: list[Action] = [
     capture_,
     capture_step_by_step,
@@ -172,9 +168,8 @@ ACTIONS: list[Action] = [
     save,
     sweep,
     sweep_by_loop,
-    sweep_backward,
 ]
-MAY_HANDLE = {verify, save, sweep, sweep_by_loop, sweep_backward}
+MAY_HANDLE = {verify, save, sweep, sweep_by_loop}
 """Where the package tells of an error of the user's in its own way: a report, an own error, NaN in a cell.
 
 So it does, too, of one that comes while an edited graph is compared with its module before it runs.

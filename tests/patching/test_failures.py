@@ -105,7 +105,6 @@ def test_under_the_mode_the_arguments_are_known(pg: PatchableGraph) -> None:
     assert lines[2:] == [
         "    return x + y",
         "  arguments: Tensor(4, 5), Tensor(2, 3)",
-        "  arguments at capture: Tensor(2, 3), Tensor(2, 3)",
         "  patched before: 'start' (CustomPatch)",
     ]
 
@@ -123,7 +122,6 @@ def test_under_the_mode_the_arguments_are_known(pg: PatchableGraph) -> None:
 def test_the_node_is_found_in_frames_without_patches(pg: PatchableGraph, patches: Any, way: str, node: str) -> None:
     note = run_broken(pg, patches, X, way)
     assert note.splitlines()[0] == f"graphpatch: raised by {node}"
-    assert "(4, 5)" in note
     assert note.endswith(f"patched before: {next(iter(patches))!r} (CustomPatch)")
 
 

@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import plain_tensors
 from graphpatch_notebook.capture.observers import all_modules
-from graphpatch_notebook.errors import ExperimentError, PatchMapError
+from graphpatch_notebook.errors import PatchMapError
 from graphpatch_notebook.experiments.engine.cells import (
     Cell,
     CellResult,
@@ -69,18 +68,16 @@ class Request:
         inputs: The inputs of the model.
         metric: Maps the output of the model to numbers.
         batch: `"auto"`, the number of cells in one forward, or `None` for the loop.
-        backward: Whether gradients of the metric are accumulated; then cells run one by one.
     """
 
     inputs: Inputs
     metric: Callable[[Any], Any]
     batch: int | str | None = "auto"
-    backward: bool = False
 
     @contextmanager
     def modes(self) -> Iterator[None]:
         """Sets torch's modes for runs in the block. Tensors made in inference mode have no version counter."""
-        with torch.inference_mode(False), torch.set_grad_enabled(self.backward):
+        with torch.inference_mode(False), torch.no_grad():
             yield
 
 
@@ -144,8 +141,6 @@ class Baseline:
             change = next(itertools.chain(drawn, map(str, state.changes())), None)
             if change is not None or owners:
                 state.restore()
-        if request.backward and found.values.size != 1:
-            raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
         return cls(clean, state, found, change, rounding)
 
     def is_close(self, one: Measurement | None, other: Measurement | None) -> bool:
@@ -207,7 +202,7 @@ class CellRunner:
         self._targets: dict[str, Target] = {}
         most = 0
         try:
-            if request.batch is None or request.backward:
+            if request.batch is None:
                 raise CannotShareError
             self._add(itertools.takewhile(lambda cell: is_pure(cell.patches), cells))
             most = min(most_rows(request.inputs, request.batch), len(cells))
@@ -270,8 +265,6 @@ class CellRunner:
             try:
                 with context:
                     value = request.metric(request.inputs.run(self._pg))
-                    if request.backward:
-                        _backward(value)
                 return CellResult(cell.number, measurement(value))
             except Exception as error:
                 if isinstance(error, PatchMapError) and not self._has_run:
@@ -394,13 +387,6 @@ class CellRunner:
 
 class _DifferentError(Exception):
     """A cell has another number when it runs again (caught inside the package)."""
-
-
-def _backward(value: Any) -> None:
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
-    if value.requires_grad:
-        value.backward()
 
 
 # -- patch maps --------------------------------------------------------------------------------------------------------

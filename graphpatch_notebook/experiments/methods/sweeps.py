@@ -56,7 +56,6 @@ def run_sweep(
     metric: Callable[[Any], Any],
     batch: int | str | None = "auto",
     progress: bool = True,
-    backward: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_key: str = "",
     executor: Any = None,
@@ -68,12 +67,12 @@ def run_sweep(
     check_input_names(pg.nodes.root, inputs.kwargs, PatchableGraph.sweep)
     inputs = inputs_of(pg, inputs.args, inputs.kwargs)
     extra("xarray", "the result of a sweep")
-    _check_options(batch, backward, checkpoint, checkpoint_key, executor)
+    _check_options(batch, checkpoint_key)
     if executor is not None:
         check_executor(executor, recipe, pg)
     values = axes_of(axes)
     cells = Cells(values, make_patches)
-    request = Request(inputs, metric, None if batch == 1 else batch, backward)
+    request = Request(inputs, metric, None if batch == 1 else batch)
     names: Meanings = {}
     made: Sequence[Cell] = cells  # each is made just before it runs, unless all must be known before
     if checkpoint is not None or executor is not None:
@@ -277,20 +276,11 @@ def _runs_through(run: Callable[[], None]) -> bool:
     return True
 
 
-def _check_options(batch: Any, backward: bool, checkpoint: Any, checkpoint_key: Any, executor: Any) -> None:
+def _check_options(batch: Any, checkpoint_key: Any) -> None:
     if batch is not None and batch != "auto" and (type(batch) is not int or batch < 1):
         raise ExperimentError(f'batch must be "auto", a number of cells, or None, not {batch!r}')
     if not isinstance(checkpoint_key, str):
         raise ExperimentError(f"checkpoint_key must be a text, not {checkpoint_key!r}")
-    if backward and checkpoint is not None:
-        raise ExperimentError(
-            "backward=True accumulates gradients, which checkpoint= does not keep, so those of earlier cells would be "
-            "missing; use one of the two"
-        )
-    if backward and executor is not None:
-        raise ExperimentError(
-            "backward=True accumulates gradients here, but executor= runs cells elsewhere; use one of the two"
-        )
 
 
 def _stopped(done: int, total: int, checkpoint: str | os.PathLike[str] | None) -> str:

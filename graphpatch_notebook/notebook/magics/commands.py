@@ -23,7 +23,6 @@ from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import (
     CaptureError,
     ChosenPatchError,
-    ExperimentError,
     GraphError,
     SessionError,
     UnknownPathError,
@@ -105,7 +104,7 @@ def commands() -> dict[str, tuple[CommandParser, Action]]:
     return {**{name: _commands[name] for name in _BEFORE_KINDS}, **kinds, **_commands}
 
 
-_BEFORE_KINDS = ("wrap", "use", "show", "attention", "lens", "generation", "find", "code", "shape")
+_BEFORE_KINDS = ("wrap", "use", "show", "find", "code", "shape")
 _PATH = """
 PATH is the path of a node: h_0.mlp.output, or the name of a component:
 layers[0].attn.heads[5].z, @embed. A bar selects a value inside a container:
@@ -423,39 +422,29 @@ MARK = "# Written by %graphpatch export, sha256 "
 
 @command(
     "export",
-    "[-o NAME|FILE] [--cell] [--force]",
+    "[-o FILE] [--cell] [--force]",
     "shows the chosen patches as Python code",
-    argument("-o", metavar="NAME|FILE", type=unquoted, completes="file", help="put it in a variable or write a script"),
+    argument("-o", metavar="FILE", type=unquoted, completes="file", help="write a script"),
     argument("--cell", action="store_true", help="put the code in a new cell"),
     argument("--force", action="store_true", help="overwrite what export did not write"),
     notes="By default, the code is shown. To keep it, use code = %graphpatch export.",
     examples=("export --cell", "export -o patched.py"),
 )
 def export(workspace: Workspace, args: Namespace) -> SourceCode | None:
-    """Returns the chosen patches as Python code. With a target, writes the code there instead, and returns `None`."""
+    """Returns the chosen patches as Python code; `None` if it is written to a file or a cell instead."""
     from graphpatch_notebook.notebook import export as patch_code
 
-    session, target, namespace = workspace.current().session, args.o, workspace.namespace
-    is_variable = target is not None and target.isidentifier()
+    session, file = workspace.current().session, args.o
     # A file runs on its own, so it also contains the code that creates the graph.
-    code = patch_code.export(session, wrap=target is not None and not is_variable)
-    if is_variable:
-        there = namespace.get(target, code)
-        if not is_a(there, patch_code.SourceCode) and not args.force:
-            raise SessionError(
-                f"the variable {target!r} holds an object of type {type(there).__name__} that export did not create; "
-                "choose another name, or add --force"
-            )
-        namespace[target] = code
-        print(f"the code is in the variable {target}")
-    elif target is not None:
+    code = patch_code.export(session, wrap=file is not None)
+    if file is not None:
         text = f"{MARK}{session_file.digest(code.encode())}\n{code}"
-        session_file.write_text(target, text, None if args.force else _check_exported)
-        print(f"the code is in {target}")
+        session_file.write_text(file, text, None if args.force else _check_exported)
+        print(f"the code is in {file}")
     if args.cell:
         workspace.put_in_new_cell(code.rstrip("\n"))
         print("the code is in a new cell")
-    return code if target is None and not args.cell else None
+    return code if file is None and not args.cell else None
 
 
 def _check_exported(content: bytes) -> None:
@@ -528,73 +517,14 @@ def show(workspace: Workspace, args: Namespace) -> Any:
     """Returns a browser opened at a path. Without widgets, it displays as the tree below this path."""
     from graphpatch_notebook.notebook.views.browser import browser_of
 
-    return _opened(browser_of, workspace, args, path=location_of(_place(workspace, args.path)).path)
-
-
-@command(
-    "attention",
-    "[--tokenizer NAME] [--inputs ARGS]",
-    "shows attention patterns; a click selects a head",
-    _TOKENIZER,
-    _INPUTS,
-)
-def attention(workspace: Workspace, args: Namespace) -> Any:
-    """Returns the attention view of the active graph."""
-    from graphpatch_notebook.notebook.views.attention import attention_of
-
-    return _opened(attention_of, workspace, args)
-
-
-def _token(text: str) -> int | str:
-    return int(text) if text.strip().isdecimal() else unquoted(text)
-
-
-@command(
-    "lens",
-    "[TOKEN] [--stream STREAM] [--tokenizer NAME] [--inputs ARGS]",
-    "shows what each layer says at each position",
-    argument("token", metavar="TOKEN", nargs="?", type=_token, help="whose probability is shown: a number, or a text"),
-    argument("--stream", metavar="STREAM", default="residual", help="residual (default), attention or mlp"),
-    _TOKENIZER,
-    _INPUTS,
-    examples=("lens 464 --stream mlp",),
-)
-def lens(workspace: Workspace, args: Namespace) -> Any:
-    """Returns a lens view of the active graph."""
-    from graphpatch_notebook.notebook.views.lens import lens_of
-
-    return _opened(lens_of, workspace, args, "tokens", target=args.token, stream=args.stream)
-
-
-@command(
-    "generation",
-    "[COUNT] [--tokenizer NAME] [--inputs ARGS]",
-    "shows generated tokens; a click branches at one",
-    argument("count", metavar="COUNT", nargs="?", type=int, default=20, help="of tokens at most; default: 20"),
-    _TOKENIZER,
-    (_INPUTS[0], {**_INPUTS[1], "help": "the arguments of generate, in quotes"}),
-    examples=("generation 5 --tokenizer tokenizer",),
-)
-def generation(workspace: Workspace, args: Namespace) -> Any:
-    """Returns a view of the tokens that the active graph generates."""
-    from graphpatch_notebook.notebook.views.generation import generation_of
-
-    return _opened(generation_of, workspace, args, "tokens", max_new_tokens=args.count)
-
-
-def _opened(
-    view_of: Callable[..., Any], workspace: Workspace, args: Namespace, key: str = "tokenizer", **options: Any
-) -> Any:
-    """Returns a view of the active graph, with a tokenizer under `key`, and typed inputs."""
-    active, namespace = workspace.current(), workspace.namespace
+    active, namespace, path = workspace.current(), workspace.namespace, location_of(_place(workspace, args.path)).path
     if args.tokenizer is not None and args.tokenizer not in namespace:
         raise SessionError(f"--tokenizer takes a variable: {undefined(args.tokenizer, namespace)}")
     if args.inputs is not None:
         replace(active.session.origin, arguments=args.inputs)  # raises an error if they are not valid
-    options[key] = namespace.get(args.tokenizer)
     try:
-        return view_of(active.graph, workspace, typed=args.inputs, **options)
-    except (GraphError, ExperimentError, TypeError) as problem:  # about the user's request: without a traceback
+        return browser_of(active.graph, workspace, path, typed=args.inputs, tokenizer=namespace.get(args.tokenizer))
+    except (GraphError, TypeError) as problem:  # about the user's request: without a traceback
         raise SessionError(str(problem)) from None
 
 

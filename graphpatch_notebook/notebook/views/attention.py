@@ -303,15 +303,13 @@ def attention_of(
     inputs: Inputs | None = None,
     *,
     tokens: Any = None,
-    typed: str | None = None,
-    tokenizer: Any = None,
     layers: Sequence[int] | None = None,
 ) -> AttentionView:
-    """Returns a new attention view of a graph: `show_attention`. `typed` are the inputs as Python code."""
+    """Returns a new attention view of a graph: `show_attention`."""
     is_texts = isinstance(tokens, Sequence)
-    session, runs = session_for_view(graph, workspace, tokenizer=tokenizer if is_texts else (tokens or tokenizer))
+    session, runs = session_for_view(graph, workspace, tokenizer=None if is_texts else tokens)
     found = attention_layers(find(captured(graph).root), layers)
-    given = inputs_of_view(session, workspace, runs, inputs, typed)
+    given = inputs_of_view(session, workspace, runs, inputs)
     texts = AxisTokens.of(graph, given, tokens if is_texts else None, runs.tokenizer)
     return AttentionView(graph, session, workspace, found, given, texts)
 

@@ -141,27 +141,14 @@ def generation_of(
     workspace: Workspace,
     inputs: Inputs | None = None,
     *,
-    typed: str | None = None,
     max_new_tokens: int = 20,
     tokens: Any = None,
-    score: Any = "log_probability",
 ) -> GenerationView:
-    """Returns a new generation view of a graph: `show_generation`. `typed` are the inputs as Python code."""
+    """Returns a new generation view of a graph: `show_generation`."""
     session, runs = session_for_view(graph, workspace, tokenizer=tokens)
-    inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs, typed).copy())
+    inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs).copy())
     generator = Generator(graph, inputs, max_new_tokens)
-    return GenerationView(graph, session, workspace, generator, runs.tokenizer, _checked_score(score))
-
-
-def _checked_score(score: Any) -> str | tuple[float, ...]:
-    if isinstance(score, str):
-        if score not in ("log_probability", "entropy"):
-            raise ExperimentError(f"score is 'log_probability', 'entropy', or a number for each step, not {score!r}")
-        return score
-    numbers = np.asarray(score.detach().cpu() if isinstance(score, Tensor) else score, dtype=np.float64)
-    if numbers.ndim != 1:
-        raise ExperimentError(f"give a number for each step, not an array of shape {numbers.shape}")
-    return tuple(numbers.tolist())
+    return GenerationView(graph, session, workspace, generator, runs.tokenizer)
 
 
 class GenerationView(ComputedView):
@@ -180,16 +167,10 @@ class GenerationView(ComputedView):
         workspace: Workspace,
         generator: Generator,
         tokenizer: Any,
-        score: str | tuple[float, ...],
     ) -> None:
-        self._generator, self._tokenizer, self._score = generator, tokenizer, score
+        self._generator, self._tokenizer = generator, tokenizer
         self._branches: list[tuple[bool, tuple[int, ...]]] = []  # `is_patched` and `forced` of their lines
         super().__init__(graph, session, workspace)
-        steps = len(self._lines[0].continuation.tokens)
-        if not isinstance(score, str) and len(score) != steps:
-            raise ExperimentError(
-                f"score has {len(score)} numbers, and {steps} tokens were generated: give one for each"
-            )
 
     def branch(self, step: int, token: int, *, line: int = 0) -> None:
         """Generates again with another token at a step.
@@ -283,8 +264,6 @@ class GenerationView(ComputedView):
                 }
                 for line in lines
             ],
-            "score": self._score if isinstance(self._score, str) else "given",
-            "has_given": not isinstance(self._score, str),
             "version": self._computed_for,
             "remarks": [*self._remarks],
         }
@@ -296,8 +275,6 @@ class GenerationView(ComputedView):
             parts.append(np.searchsorted(vocabulary, one.tokens).astype("<u4"))
             parts += [one.log_probability.astype("<f4"), one.entropy.astype("<f4")]
             parts += [np.searchsorted(vocabulary, one.top).astype("<u4"), one.probabilities.astype("<f4")]
-        if not isinstance(self._score, str):
-            parts.append(np.array(self._score, dtype="<f4"))
         return zlib.compress(b"".join(part.tobytes() for part in parts), 6)
 
     # -- display -------------------------------------------------------------------------------------------------------

@@ -45,17 +45,16 @@ def lens_of(
     workspace: Workspace,
     inputs: Inputs | None = None,
     *,
-    typed: str | None = None,
     target: int | str | Sequence[int | str] | None = None,
     stream: str | Sequence[str] = "residual",
     tokens: Any = None,
     row: int = 0,
     stack: str = "",
 ) -> LensView:
-    """Returns a new lens view of a graph: `show_lens`. `typed` are the inputs as Python code."""
+    """Returns a new lens view of a graph: `show_lens`."""
     is_texts = isinstance(tokens, Sequence) and all(isinstance(text, str) for text in tokens)
     session, runs = session_for_view(graph, workspace, tokenizer=None if is_texts else tokens)
-    inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs, typed).copy())
+    inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs).copy())
     numbers = _target_of(target, runs.tokenizer)
     readouts = Readouts(graph, inputs, target=numbers, top=_TOP, row=row, stack=stack)
     size = len(readouts.target)

@@ -381,12 +381,10 @@ def session_for_view(
     return session, runs
 
 
-def inputs_of_view(
-    session: Session, workspace: Workspace, runs: Runs, inputs: Inputs | None, typed: str | None = None
-) -> RunInputs:
-    """Returns the inputs of a new view: those that were given, else those that were typed, else those of *Run*."""
+def inputs_of_view(session: Session, workspace: Workspace, runs: Runs, inputs: Inputs | None) -> RunInputs:
+    """Returns the inputs of a new view: those that were given, else those of *Run*."""
     if inputs is None:
-        return inputs_for_run(session, workspace.namespace, typed or runs.typed, runs.inputs)
+        return inputs_for_run(session, workspace.namespace, runs.typed, runs.inputs)
     written = written_arguments(inputs.args, inputs.kwargs, workspace.namespace)
     return RunInputs(*captured(session.graph).tokenized(inputs.args, inputs.kwargs), written or "...")
 

@@ -145,7 +145,7 @@ export interface GenerationTraits extends LinkedTraits {
   numbers: DataView; // Deflated numbers: see `readGeneration` in generation_view.ts.
 }
 
-export type Score = "log_probability" | "entropy" | "given";
+export type Score = "log_probability" | "entropy";
 
 /** Generated tokens: a line without patches, one with them if there are any, and branches. */
 export interface Generation {
@@ -154,8 +154,6 @@ export interface Generation {
   tokens: number[]; // Their numbers.
   top: number; // How many probable tokens each step has.
   lines: GenerationLine[];
-  score: Score; // What the colors are at first.
-  has_given: boolean; // Whether numbers were given, for the first line.
   version: number; // The version of the patches that the numbers are for.
   remarks: string[];
 }

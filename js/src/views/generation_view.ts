@@ -24,7 +24,6 @@ import { itemOf } from "./selection";
 const SCORES: Record<Score, string> = {
   log_probability: "log-probability (nats)",
   entropy: "entropy (nats)",
-  given: "given score",
 };
 /** The actions of the form, with an example of their value. */
 const STEP_ACTIONS: readonly [act: Act, text: string, example: string | null][] = [
@@ -55,8 +54,6 @@ interface StepNumbers {
 
 interface GenerationNumbers {
   lines: StepNumbers[];
-  /** The scores that the user gave for the first line, if any. */
-  given: Float32Array | null;
 }
 
 /** Reads the numbers as `GenerationView._packed` in notebook/views/generation.py writes them. */
@@ -69,9 +66,8 @@ async function readGeneration(generation: Generation, data: DataView): Promise<G
     top: packed.unsigned(steps * generation.top),
     probabilities: packed.floats(steps * generation.top),
   }));
-  const given = generation.has_given ? packed.floats(generation.lines[0]?.steps ?? 0) : null;
   packed.checkAllRead();
-  return { lines, given };
+  return { lines };
 }
 
 class GenerationView implements Part {
@@ -123,12 +119,7 @@ class GenerationView implements Part {
     const before = this.scores.value;
     this.generation = generation;
     this.numbers = numbers;
-    const known = (Object.keys(SCORES) as Score[]).filter((score) => score !== "given" || generation.has_given);
-    setOptions(
-      this.scores,
-      known.map((value) => [value, SCORES[value]]),
-      before || generation.score,
-    );
+    setOptions(this.scores, Object.entries(SCORES), before || "log_probability");
     showRemarks(this.remarks, generation.remarks);
     const [line, step] = this.pinned ?? [-1, -1];
     if (step >= (generation.lines[line]?.steps ?? 0)) this.pinned = null;
@@ -193,7 +184,6 @@ class GenerationView implements Part {
 
   private scoresOf(line: number): Float32Array | null {
     const steps = this.numbers.lines[line];
-    if (this.score === "given") return line === 0 ? this.numbers.given : null;
     return (this.score === "entropy" ? steps?.entropy : steps?.logProbability) ?? null;
   }
 

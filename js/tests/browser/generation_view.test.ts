@@ -16,8 +16,6 @@ function generation(changes: Partial<Generation> = {}): Generation {
     tokens: [7, 8, 9],
     top: TOP,
     lines: [{ name: "Without patches", steps: 3, branch: null, start: 0 }],
-    score: "log_probability",
-    has_given: false,
     version: 0,
     remarks: [],
     ...changes,
@@ -100,15 +98,11 @@ test("the path to patch follows the selection until the user types one", async (
   expect(path.value).toBe("layers[0].mlp_out");
 });
 
-test("branches are listed below and can be removed; given scores belong to the first line", async () => {
+test("branches are listed below and can be removed", async () => {
   const branch = { name: "Branch at step 1", steps: 3, branch: 0, start: 1 };
-  const given = new Float32Array([-1, 0, 3]).buffer;
   const lines = [...generation().lines, branch];
-  const { el, tokens, sent } = await shown({ lines, has_given: true, score: "given" }, ...line(), given);
+  const { el, tokens, sent } = await shown({ lines }, ...line());
   expect(tokens).toHaveLength(6);
-  expect(tokens[0]?.getAttribute("aria-label")).toContain("given score -1");
-  expect(tokens[5]?.getAttribute("aria-label")).toBe("step 2: ␣on");
-  expect(el.querySelector(".gp-legend")?.textContent).toBe("-33");
   expect(tokens.map((token) => token.className)).toEqual([
     ...Array(3).fill("gp-generated"),
     "gp-generated gp-generated-before",

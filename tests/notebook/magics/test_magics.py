@@ -15,7 +15,6 @@ from graphpatch_notebook.notebook.search import parse_query
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import PATCH_KINDS, ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session, session_of
-from tests.components.families import captured_model
 from tests.notebook.shells import Mlp, Shell
 
 pytestmark = pytest.mark.hosts
@@ -160,22 +159,6 @@ def test_show_code_and_shape(pg: Shell) -> None:
     assert pg.ok("%graphpatch shape hidden[:, 0:3]").value == (3, 3)
     assert pg.ok("%graphpatch shape up").value["weight"] == torch.Size([8, 4])
     assert pg.ok("%graphpatch show <root>").value.selected_path == ""
-
-
-def test_generation(shell: Shell) -> None:
-    model, ids = captured_model("llama")
-    shell.namespace.update(llama=model, ids=ids)
-    shown = shell.ok("%graphpatch generation 3 --inputs ids[:1]").value
-    expected = model._module.generate(ids[:1], max_new_tokens=3, do_sample=False)[0, ids.shape[1] :].tolist()
-    texts = shown.generation["tokens"]
-    assert shown.generation["lines"][0]["steps"] == 3
-    assert set(expected) <= set(texts)
-    for typed, message in (
-        ("many", "argument COUNT"),
-        ("0 --inputs ids[:1]", "at least 1"),
-        ("--inputs ids.repeat(3, 1)", "one prompt"),
-    ):
-        assert message in shell.refused(f"%graphpatch generation {typed}")
 
 
 def test_find(four: Shell) -> None:

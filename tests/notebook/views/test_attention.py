@@ -215,7 +215,7 @@ def test_positions_have_their_tokens() -> None:
 def test_the_magic_the_browser_and_pages_without_scripts(shell: Shell) -> None:
     model, inputs = MODELS["gpt2"]
     shell.namespace["pg"] = pg = PatchableGraph(model, **inputs)
-    view = shell.ok("%graphpatch attention").value
+    view = shell.ok("from graphpatch_notebook.experiments import show_attention\nshow_attention(pg)").value
     assert repr(view) == "<AttentionView of pg: 8 heads in 2 layers, 7 x 7>"
     html = view._static_html()
     picture = base64.b64decode(html.partition("base64,")[2].partition('"')[0])
