@@ -54,7 +54,7 @@ from graphpatch_notebook.capture.meta_device import (
 )
 from graphpatch_notebook.capture.observers import Swaps, all_modules, observer, visible_apply
 from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of, passed_as, unpacked
-from graphpatch_notebook.capture.recorder import FrameCount, OpPlace, Recorder, frame_count
+from graphpatch_notebook.capture.recorder import OpPlace, Recorder
 from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_doubts
 from graphpatch_notebook.errors import CaptureError, GraphPatchWarning
 from graphpatch_notebook.options import ExtractionOptions
@@ -68,7 +68,6 @@ __all__ = [
     "SIZED_BY_VALUES",
     "Doubt",
     "Frame",
-    "FrameCount",
     "OnMeta",
     "OpPlace",
     "Packing",
@@ -79,7 +78,6 @@ __all__ = [
     "capture",
     "chosen_decompositions",
     "decomposition_of",
-    "frame_count",
     "has_values",
     "held_by",
     "is_call_sized_by_values",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -58,17 +57,6 @@ OpPlace: TypeAlias = "tuple[Site | None, int | None]"
 """The call site of an op, and its occurrence there; `None` for what is not recorded."""
 
 
-class FrameCount:
-    """Counts the frames that captures in its context have completed. Other threads may read the count."""
-
-    def __init__(self) -> None:
-        self.frames = 0
-
-
-frame_count: ContextVar[FrameCount | None] = ContextVar("graphpatch_frame_count", default=None)
-"""Looked at once for each capture: set it before."""
-
-
 class Recorder(TorchFunctionMode):
     """Records one run of a model. Observes `forward` calls and `autograd.Function.apply` in its context.
 
@@ -102,7 +90,6 @@ class Recorder(TorchFunctionMode):
         self.unseen: set[int] = set()
         self.muted = 0
         self.depth = 0
-        self.count = frame_count.get()
 
     def __enter__(self) -> Recorder:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -294,8 +281,6 @@ class Recorder(TorchFunctionMode):
             raise
         finally:
             self.stack.pop()
-        if self.count is not None:
-            self.count.frames += 1
         with self.mute(), nullcontext() if frame.record.opaque_reason else looking_at(output):
             return self._leave(parent, frame, output)
 

@@ -283,7 +283,6 @@ class _MetaRecorder(Recorder):
     ) -> None:
         options = captured.capture.options or ExtractionOptions()
         super().__init__(model, replace(options, custom_extraction_functions={}, error_on_compilation_failure=False))
-        self.count = None
         self._root = captured
         self._variation = variation
         self._kinds, self._repeated = kinds, repeated

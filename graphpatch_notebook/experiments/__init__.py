@@ -20,9 +20,9 @@ them, and `save_result` and `load_result` write and read files. In a notebook,
 `show_heatmap` and `show_circuit` display a result, `show_lens` what each layer of a model
 says, and `show_generation` what it generates.
 
-The functions in `methods` make one patch map for each cell. `engine` runs the cells, `elsewhere` has what distributes
-them. `attribution` and `circuits` run the model with gradients instead, and `datasets` runs it on batch after batch.
-`metrics` has the metrics, `results` makes and stores the arrays, `grids` says what a plot of one shows, and `plotting`
+The functions in `methods` make one patch map for each cell. `engine` runs the cells, here or
+elsewhere. `attribution` and `circuits` run the model with gradients instead, and `datasets` runs it on batch after
+batch. `metrics` has the metrics, `results` makes and stores the arrays, `grids` says what a plot of one shows, and `plotting`
 draws it.
 """
 
@@ -36,7 +36,7 @@ from graphpatch_notebook.experiments.circuits.runs import circuit, circuit_patch
 from graphpatch_notebook.experiments.datasets.batches import average, mean_values
 from graphpatch_notebook.experiments.datasets.probes import Probe, Probes, probes
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
-from graphpatch_notebook.experiments.elsewhere import RayExecutor, map_batches, remote
+from graphpatch_notebook.experiments.engine import RayExecutor, map_batches, remote
 from graphpatch_notebook.experiments.interventions.directions import direction, project_out
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace

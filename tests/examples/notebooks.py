@@ -19,9 +19,6 @@ NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 # What stands before a file's name in source locations is this machine's own.
 _MACHINE_FOLDERS = re.compile(rf"""{re.escape(str(EXAMPLES.parent))}/|(?<=["' ])/[^"'\n]*/site-packages/""")
 
-# What `capture_progress` displays in a cell whose capture takes longer than a second.
-_PROGRESS = re.compile(r"Capturing \w+: .* module calls, [\d.]+ s\n?")
-
 _REPORT = """
 import json
 
@@ -71,9 +68,9 @@ def outputs(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def text(cell: NotebookNode) -> str:
-    """Returns what a code cell shows, as plain text, without the lines of progress that a busy machine gets."""
+    """Returns what a code cell shows, as plain text."""
     shown = (output["text"] if "text" in output else output["data"].get("text/plain", "") for output in cell.outputs)
-    return "".join(piece for piece in shown if not _PROGRESS.fullmatch(piece))
+    return "".join(shown)
 
 
 def _remove_front_end(notebook: NotebookNode) -> None:

@@ -42,7 +42,7 @@ from graphpatch_notebook.experiments.attribution.rules import (
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, WrittenPositions, nodes_of
 from graphpatch_notebook.experiments.circuits.runs import Batch, CircuitRuns, batches_of
 from graphpatch_notebook.experiments.circuits.stream import StreamStep, Sum, Writer, index_of, rows_of
-from graphpatch_notebook.experiments.elsewhere import map_batches
+from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.arguments import Positions, check_graph
 from graphpatch_notebook.experiments.methods.reference_runs import record

@@ -24,7 +24,7 @@ from graphpatch_notebook.errors import ExperimentError, PatchValueError
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, WrittenPositions, nodes_of
 from graphpatch_notebook.experiments.circuits.stream import Writer, index_of, rows_of
-from graphpatch_notebook.experiments.elsewhere import map_batches
+from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.cells import measurement
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric, check_same_input_shapes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import bind, signature_of
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.elsewhere import map_batches
+from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.arguments import check_graph

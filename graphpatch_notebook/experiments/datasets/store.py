@@ -26,7 +26,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import RowReader, is_at, numbered, read_batch
-from graphpatch_notebook.experiments.elsewhere import map_batches, weights_digest
+from graphpatch_notebook.experiments.engine import map_batches, weights_digest
 from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.interrupts import whole_file

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.elsewhere import map_batches
+from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph

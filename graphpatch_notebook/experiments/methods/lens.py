@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphpatch_notebook.components import Component
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.elsewhere import RemoteGraph
+from graphpatch_notebook.experiments.engine import RemoteGraph
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import Paths, check_graph, several_paths

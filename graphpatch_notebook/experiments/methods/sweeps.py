@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
-from graphpatch_notebook.experiments.elsewhere import Checkpoint, Lost, Workers, check_executor, weights_digest
+from graphpatch_notebook.experiments.engine import Checkpoint, Lost, Workers, check_executor, weights_digest
 from graphpatch_notebook.experiments.engine.cells import (
     Cell,
     CellResult,

@@ -30,7 +30,6 @@ from graphpatch_notebook.errors import (
 )
 from graphpatch_notebook.inspection.node_path import CodeText, NodePath, location_of
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
-from graphpatch_notebook.notebook.display.progress import capture_progress
 from graphpatch_notebook.notebook.display.tables import Column, Table, visible
 from graphpatch_notebook.notebook.magics.command_line import (
     CommandParser,
@@ -171,8 +170,7 @@ def wrap(workspace: Workspace, args: Namespace) -> None:
         raise SessionError(f"{model!r} must be a torch.nn.Module, but is {kind}")
     inputs, keywords = evaluated_call(call, namespace, "%graphpatch wrap")
     try:
-        with capture_progress(module):
-            graph = PatchableGraph(module, *inputs, **keywords)
+        graph = PatchableGraph(module, *inputs, **keywords)
     except CaptureError as error:
         raise SessionError(str(error)) from None
     seconds = time.perf_counter() - start

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from graphpatch_notebook.components import Component, Components, find
 from graphpatch_notebook.errors import GraphError, SessionError
-from graphpatch_notebook.experiments.elsewhere import RemoteGraph
+from graphpatch_notebook.experiments.engine import RemoteGraph
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.notebook.display.tables import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs
