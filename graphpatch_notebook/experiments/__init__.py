@@ -22,8 +22,8 @@ says, and `show_generation` what it generates.
 
 The functions in `methods` make one patch map for each cell. `engine` runs the cells, here or
 elsewhere. `attribution` and `circuits` run the model with gradients instead, and `datasets` runs it on batch after
-batch. `metrics` has the metrics, `results` makes and stores the arrays, `grids` says what a plot of one shows, and `plotting`
-draws it.
+batch. `metrics` has the metrics, `results` makes and stores the arrays, `grids` says what a plot of one shows, and
+`plotting` draws it.
 """
 
 from __future__ import annotations
