@@ -34,7 +34,7 @@ from graphpatch_notebook.experiments.engine.frames import (
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patches.kinds import CustomPatch, Patch
 from graphpatch_notebook.patching import FUSED_MODULES, Entry, apply_to_rows, caches_of, frames_seen, innermost
 from graphpatch_notebook.patching.model_state import is_inert
 from graphpatch_notebook.torch_compat import has_global_hooks, is_any_compiled, may_compile
@@ -143,6 +143,72 @@ def clean_run(pg: PatchableGraph, inputs: Inputs, targets: Mapping[str, Target],
     marks: dict[Any, Mark] = {path: Mark(tick=recording.tick) for path in targets}
     with frames_seen(recording, seen), pg.patch(marks).quiet():
         return CleanRun(inputs, inputs.run(pg), root, marks)
+
+
+class RunsFrom:
+    """Runs of the model that differ from one without patches in a value and what comes after it: the rest is replayed.
+
+    Frames that end before the value occurs return what they returned in that run. All else is computed, also where
+    nothing can be replayed: the model has hooks, say.
+
+    Args:
+        pg: The graph.
+        inputs: The inputs of the model.
+        target: The value.
+
+    Attributes:
+        inputs: The same inputs, without a cache, which is a state that frames share.
+        output: What the run without patches returned.
+    """
+
+    def __init__(self, pg: PatchableGraph, inputs: Inputs, target: Target) -> None:
+        self._pg, self._target = pg, target
+        self._values: dict[FrameNode, Any] = {}
+        self._root = FrameNode(None, is_open=True)
+        self._is_whole = False
+        self.output: Any = None
+        self.inputs = next(
+            each
+            for each in trimmed_inputs(captured(pg).root, inputs, [target])
+            if each.kwargs.get(_LOGITS) == inputs.kwargs.get(_LOGITS)
+        )
+        try:
+            check_may_share(pg)
+        except CannotShareError:
+            self._is_whole, self.inputs = True, inputs
+
+    def first(self, pg: PatchableGraph) -> Any:
+        """Returns the output of the run without patches; the caller may observe it by probes."""
+        path = self._target.path
+        clean = clean_run(pg, self.inputs, {} if self._is_whole else {path: self._target}, 0)
+        if not self._is_whole:
+            known = {node: () for node in clean.root.walk() if node.value is not ABSENT}
+            self._root = clean.root
+            self._values = {node: node.value for node in _ended_before(clean.root, clean.marks[path].occurred, known)}
+        self.output = clean.output
+        return clean.output
+
+    def again(self, patches: Mapping[Any, Any], inputs: Inputs | None = None) -> Any:
+        """Returns the output of a run under patches, of the value and later ones."""
+        values = {node: own_tensors(value) for node, value in self._values.items()}  # the model may write into them
+        replay = FrameReplay(self._root, values, {}, None)
+        with self._pg.patch(patches), frames_seen(replay, self._root.modules_around(values)):
+            return (inputs or self.inputs).run(self._pg)
+
+    def together(self, path: str, values: Sequence[Tensor], dim: int) -> Any:
+        """Returns the output of a run in which the value is several values, one after the other along the batch.
+
+        Whether the model computes each of them as alone is to be checked: what is replayed has the rows of one.
+
+        Raises:
+            CannotShareError: The inputs cannot be repeated, or nothing is replayed.
+        """
+        if not self._values:
+            raise CannotShareError
+        repeat = partial(repeated, layout=input_rows(self.inputs)[0], count=len(values))
+        whole = torch.cat([*values], dim)
+        args, kwargs = repeat((self.inputs.args, self.inputs.kwargs))
+        return self.again({path: CustomPatch(custom_op=lambda _: whole, any_shape=True)}, Inputs(args, kwargs))
 
 
 # -- outputs that the metric does not read -----------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,14 @@ from graphpatch_notebook.components import Component
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine import RemoteGraph
 from graphpatch_notebook.experiments.engine.cells import PatchMap
+from graphpatch_notebook.experiments.engine.frames import is_close
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.shared import RunsFrom
 from graphpatch_notebook.experiments.methods.arguments import Paths, check_graph, several_paths
 from graphpatch_notebook.experiments.methods.reference_runs import record
-from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.metrics import Tokens
 from graphpatch_notebook.inspection.resolution import resolve
+from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch
@@ -73,7 +75,7 @@ def logit_lens(
     """Returns the logits that the model would give if each state of the residual stream were the last one.
 
     The state is put in place of the last layer's output, and the model's own code does the rest: the final norm, the
-    unembedding, and what else there is. Layers are not run again for it.
+    unembedding, and what else there is. Layers run once for all states, unless something sees their calls: hooks, say.
 
     Args:
         pg: The graph.
@@ -105,31 +107,58 @@ def logit_lens(
     """
     check_graph(pg)
     check_input_names(pg.nodes.root, input_kwargs, logit_lens)
+    xarray = extra("xarray", "an array of logits")
     start, count = f"{stack}." if stack else "", layer_count(pg, stack)
     last = component(pg, f"{start}layers[{count - 1}].resid_post")
     logits = component(pg, "@logits")
     states = [component(pg, name).name for name in stream_states(start, count)]
     names = states if streams is None else several_paths(pg, streams, "streams")
     given = inputs_of(pg, inputs, input_kwargs)
-    values = record(pg, given, [*names, last.name]).values
+    runs = RunsFrom(pg, given, resolve(captured(pg).root, last.path))
+    values = record(pg, given, [*names, last.name], run=runs.first).values
     check_states(values, names, last.name)
-    axes: dict[str, list[Any]] = {"layer": list(range(len(names)))} if streams is None else {"stream": names}
-    (labels,) = axes.values()
-
-    def patches(label: Any) -> dict[str, Patch[Any]]:
-        return {last.path: ReplacePatch(values[names[labels.index(label)]])}
-
-    metric = _Logits(keys_of_logits(pg, logits), checked_tokens(target, logits))
-    result = run_sweep(pg, axes, patches, given, metric=metric, batch=None, progress=False)
-    dims = [name for name in logits.axes if name != "vocab"]
+    read = _Logits((), checked_tokens(target, logits))
+    with torch.no_grad():
+        wanted = [values[name] for name in names]
+        for number, found in enumerate(_logits_of(pg, runs, last, logits, wanted, values[last.name])):
+            row = read(found)
+            if number == 0:
+                numbers = torch.empty(len(names), *row.shape, dtype=torch.float64)
+            numbers[number] = row
+    dims = [
+        "layer" if streams is None else "stream",
+        *(name or f"dim_{dim}" for dim, name in enumerate(logits.axes) if name != "vocab"),
+    ]
+    labels: dict[str, Any] = {str(dims[0]): list(range(len(names))) if streams is None else names}
     if target is None or isinstance(target, (list, tuple)):
         dims.append("token")
-    result = result.rename({f"metric_{number}": dim for number, dim in enumerate(dims)})
-    result.name = "logit lens"
     if isinstance(target, (list, tuple)):
-        result = result.assign_coords(token=list(target))
-    result.attrs = {name: value for name, value in result.attrs.items() if name in ("remarks", "tokens")}
-    return result  # type: ignore[no-any-return]
+        labels["token"] = list(target)
+    return xarray.DataArray(numbers.numpy(), labels, dims, "logit lens", given.attrs(pg))  # type: ignore[no-any-return]
+
+
+_AT_ONCE = 2**27
+"""How many logits are computed at once."""
+
+
+def _logits_of(
+    pg: PatchableGraph, runs: RunsFrom, last: Component, logits: Component, states: Sequence[Tensor], end: Tensor
+) -> Iterator[Tensor]:
+    """Yields the logits of each state: of many in one run, if the last state of the model, `end`, has its own there."""
+    whole = _Logits(keys_of_logits(pg, logits), None)
+    own = whole(runs.output)
+    most = max(1, _AT_ONCE // own.numel())
+    for first in range(0, len(states), most):
+        group = states[first : first + most]
+        rows = group if group[-1] is end else [*group, end]
+        parts: Sequence[Tensor] = ()
+        with suppress(Exception):  # of whatever kind: the model may read something else that has the rows of one state
+            output = runs.together(last.path, rows, last.axes.index("batch"))
+            parts = whole(output).chunk(len(rows), logits.axes.index("batch"))
+        if parts and is_close(parts[-1], own):
+            yield from parts[: len(group)]
+        else:
+            yield from (whole(runs.again({last.path: ReplacePatch(state)})) for state in group)
 
 
 def check_states(values: Mapping[str, Tensor], names: Iterable[str], last: str) -> None:
@@ -294,7 +323,8 @@ class Readouts:
             raise ExperimentError(f"row {row} is not one of the {inputs.rows} rows of the batch")
         self.row, self.rows = row, inputs.rows or 1
         logits_of = _LogitsOfRow(keys_of_logits(pg, logits), logits.axes, row)
-        run = record(pg, inputs, [self._last.name], logits_of)
+        self._runs = RunsFrom(pg, inputs, resolve(captured(pg).root, self._last.path))
+        run = record(pg, inputs, [self._last.name], logits_of, self._runs.first)
         found = run.measurement.values
         if len(found) != run.values[self._last.name].shape[self._last.axes.index("position")]:
             raise ExperimentError(
@@ -355,15 +385,9 @@ class Readouts:
             entry.target.path: path for entry, path in zip(captured(self._pg).entries_of(patches), patches, strict=True)
         }
         later = {path: patches[path] for place, path in places.items() if order[place] > order[self._last.path]}
-
-        def replaced(state: int) -> PatchMap:
-            return {**later, self._last.path: ReplacePatch(states[state])}
-
-        axes = {"state": range(len(states))}
-        result = run_sweep(self._pg, axes, replaced, self._inputs, metric=self._metric, progress=False)
-        if result.attrs.get("errors"):
-            raise ExperimentError(f"the logits of a state cannot be computed: {result.attrs['errors'][0]}")
-        return [Readout.of(values) for values in result.values]
+        with torch.no_grad():
+            found = [self._runs.again({**later, self._last.path: ReplacePatch(state)}) for state in states]
+            return [Readout.of(self._metric(output).cpu().numpy()) for output in found]
 
 
 @runs_where_the_model_is

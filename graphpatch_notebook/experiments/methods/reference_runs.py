@@ -47,9 +47,13 @@ class ReferenceRun:
 
 
 def record(
-    pg: PatchableGraph, inputs: Inputs, paths: Iterable[str], metric: Callable[[Any], Any] | None = None
+    pg: PatchableGraph,
+    inputs: Inputs,
+    paths: Iterable[str],
+    metric: Callable[[Any], Any] | None = None,
+    run: Callable[[PatchableGraph], Any] | None = None,
 ) -> ReferenceRun:
-    """Runs the model once without gradients, and returns the values at `paths` and the metric.
+    """Runs the model once without gradients, by `run` if given, and returns the values at `paths` and the metric.
 
     Raises:
         ExperimentError: A value is not a tensor.
@@ -58,7 +62,7 @@ def record(
     probes: dict[Any, ProbePatch] = {path: ProbePatch() for path in paths}
     with torch.no_grad(), pg.patch(probes, strict=True):
         state = RandomState()
-        output = inputs.run(pg)
+        output = (run or inputs.run)(pg)
         is_random = any(name.startswith("torch") for name in state.changed())
         given = measurement(0.0) if metric is None else baseline_of(metric, output)
     values = {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import ExperimentError, GraphPatchWarning, PatchableGraph
+from graphpatch_notebook import ExperimentError, GraphPatchWarning, PatchableGraph, ReplacePatch
 from graphpatch_notebook.experiments import direct_logit_attribution, logit_lens
 from tests.components.families import captured_model
 from tests.hooks import registered
@@ -67,6 +67,44 @@ def test_the_lens_is_the_model_with_a_state_as_the_last_one(captured: tuple[str,
     named = logit_lens(pg, given, target=[1, 0], streams="layers[*].resid_pre")
     assert named.coords["stream"].values.tolist() == ["layers[0].resid_pre", "layers[1].resid_pre"]
     assert np.array_equal(named, whole[:2, ..., [1, 0]])
+
+
+class Tailed(nn.Module):
+    """A model whose logits also depend on something else than the last state of the stream."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.norm, self.kind = nn.LayerNorm(8), kind
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = stream = self.embed(tokens)
+        for layer in self.layers:
+            stream = stream + layer(stream.cumsum(1))
+        state = self.norm(stream)
+        if self.kind == "skip":
+            state = state * first.cumsum(0).tanh()  # of the rows before, too
+        elif self.kind == "rows":
+            state = state - state.mean(0)
+        elif self.kind == "in place":
+            state.mul_(2)
+        return self.head(state)
+
+
+@pytest.mark.parametrize("kind", ["plain", "skip", "rows", "in place", "hooked"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_state_is_read_as_alone_whatever_the_model_does_behind_the_layers(kind: str, rows: int) -> None:
+    torch.manual_seed(0)
+    model, tokens = Tailed(kind).eval(), torch.randint(0, 20, (rows, 5))
+    pg = PatchableGraph(model, tokens)
+    if kind == "hooked":
+        model.norm.register_forward_hook(lambda _, __, output: 2 * output)
+    found = logit_lens(pg, tokens)
+    states = pg.record([f"layers[{n}].resid_pre" for n in range(3)] + ["layers[2].resid_post"], tokens)
+    for number, state in enumerate(states.values()):
+        with torch.no_grad(), pg.patch({"layers[2].resid_post": ReplacePatch(state)}):
+            assert np.allclose(found[number], pg(tokens), atol=1e-5)
 
 
 @pytest.mark.parametrize(
