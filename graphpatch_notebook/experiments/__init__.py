@@ -11,6 +11,8 @@
 - `record_to`, `ActivationStore`, `mean_values`, `average`: values and results over datasets that do not fit into
   memory; `probes`: what linear probes read off stored values, and along which direction.
 - `direction`, `project_out`: the direction between two kinds of examples, and the model without it.
+- `DAS`, `BoundlessDAS`, `LoReFT`, `LowRankSteering`, `L0Mask`: interventions with parameters, which `fit` trains and
+  `intervene` applies; `Intervention`, the base class of your own.
 - `map_batches`: any of these on each batch of a dataset, also on an executor; `RayExecutor`, an executor of Ray.
 - `attribute`, `top_scores`: the effect of each value, estimated by gradients.
 
@@ -38,6 +40,15 @@ from graphpatch_notebook.experiments.datasets.probes import Probe, Probes, probe
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
 from graphpatch_notebook.experiments.engine import RayExecutor, map_batches, remote
 from graphpatch_notebook.experiments.interventions.directions import direction, project_out
+from graphpatch_notebook.experiments.interventions.modules import (
+    DAS,
+    BoundlessDAS,
+    Intervention,
+    L0Mask,
+    LoReFT,
+    LowRankSteering,
+)
+from graphpatch_notebook.experiments.interventions.training import fit, intervene
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
 from graphpatch_notebook.experiments.methods.heads import composition_scores, head_scores, keep_heads
@@ -58,13 +69,19 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 
 sweep = PatchableGraph.sweep
 __all__ = [
+    "DAS",
     "ActivationStore",
+    "BoundlessDAS",
     "Circuit",
     "Edge",
+    "Intervention",
     "KLDivergence",
+    "L0Mask",
+    "LoReFT",
     "LogProbability",
     "LogitDifference",
     "Loss",
+    "LowRankSteering",
     "Noise",
     "Probability",
     "Probe",
@@ -81,7 +98,9 @@ __all__ = [
     "direct_logit_attribution",
     "direction",
     "faithfulness",
+    "fit",
     "head_scores",
+    "intervene",
     "keep_heads",
     "load_result",
     "logit_lens",

@@ -137,18 +137,27 @@ class RowReader:
     def of_value(self, path: str, value: Tensor, rows: ExampleRows) -> Tensor:
         """Returns the rows of a value, of shape (rows, ...): copies on the CPU."""
         row_dim, position_dim = self.by_path[path]
-        value = value.detach().movedim(row_dim, 0)
         if position_dim is None:
-            return value.to("cpu", copy=True)
+            return value.detach().movedim(row_dim, 0).to("cpu", copy=True)
+        return self.by_position(path, value.detach(), rows.kept.shape)[rows.kept.to(value.device)].cpu()
+
+    def by_position(self, path: str, value: Tensor, shape: torch.Size) -> Tensor:
+        """Returns a view of a value with positions whose first dimensions are the examples and positions.
+
+        `shape` has their numbers. Raises an `ExperimentError` if the value has others.
+        """
+        row_dim, position_dim = self.by_path[path]
+        assert position_dim is not None  # else the value is in `without_positions`
+        view = value.movedim(row_dim, 0)
         if row_dim != position_dim:
-            value = value.movedim(position_dim + (position_dim < row_dim), 1)
-        elif len(value) == rows.kept.numel():
-            value = value.unflatten(0, rows.kept.shape)
-        if value.shape[:2] != rows.kept.shape:
+            view = view.movedim(position_dim + (position_dim < row_dim), 1)
+        elif len(view) == shape.numel():
+            view = view.unflatten(0, shape)
+        if view.shape[:2] != shape:
             raise ExperimentError(
-                f"{path!r} has {tuple(value.shape[:2])} examples and positions on a batch of {tuple(rows.kept.shape)}"
+                f"{path!r} has {tuple(view.shape[:2])} examples and positions on a batch of {tuple(shape)}"
             )
-        return value[rows.kept.to(value.device)].cpu()
+        return view
 
     def broadcastable(self, path: str, row: Tensor) -> Tensor:
         """Returns one row of a value with dimensions of size 1 for examples and positions, but a vector of channels."""
