@@ -898,7 +898,7 @@ class PatchableGraph(_LikeItsModel):
         """
         return self._around(self._captured.edited(patch_map))
 
-    def splice(self, saes: Any, *, error: bool = True, name: str = "sae") -> PatchableGraph:
+    def splice(self, saes: Any, *, error: bool = True, across: bool = False, name: str = "sae") -> PatchableGraph:
         """Returns a `PatchableGraph` of the same model with sparse autoencoders (SAEs), whose parts are nodes.
 
         Those of an SAE at `layers[5].resid_post` are `layers[5].resid_post.sae.latents`, `.error`, `.reconstruction`,
@@ -922,6 +922,11 @@ class PatchableGraph(_LikeItsModel):
                 Patterns and names of several values take the SAE to each. In place of a dict, SAEs whose
                 `cfg.metadata` has a `hook_name` (and `hook_name_out`) of TransformerLens.
             error: Whether the error of the reconstruction is added; else the model runs on the reconstruction.
+            across: Whether each SAE works across all values that its key means: `encode` gets, and `decode` returns, a
+                tensor of shape (places, rows, size). If latents have the shape (places, rows, features), it is a
+                cross-layer transcoder: those of a place depend on what is read there, and what is written at a place
+                on those until there. If it is (rows, features), it is a crosscoder: its latents are at the last of the
+                values, and it writes there only, since they are not known before.
             name: What paths call the SAE; several at one value need a name each.
 
         Raises:
@@ -954,7 +959,7 @@ class PatchableGraph(_LikeItsModel):
             self._run_proofs(lambda run, _: run(probes), (), {})
             return {path: probe.activation for path, probe in probes.items()}
 
-        return self._around(self._captured.spliced(saes, recorded, name=name, has_error=error))
+        return self._around(self._captured.spliced(saes, recorded, name=name, has_error=error, across=across))
 
     def sweep(
         self,

@@ -613,6 +613,12 @@ class Frame:
         return result
 
 
+def spliced_calls(root: Frame) -> list[CallNode]:
+    """Returns the splices of a capture, in the order in which they were made: their `occurrence`."""
+    found = [call for frame in root.walk(with_splices=True) for _, call in frame.splices]
+    return sorted(found, key=lambda call: call.occurrence)
+
+
 RECORD = "graphpatch_node"
 """The key in `fx.Node.meta` of the record of the node."""
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import CallNode, Frame, once_a_capture
+from graphpatch_notebook.capture.records import CallNode, Frame, once_a_capture, spliced_calls
 from graphpatch_notebook.components.attention import Part, Parts
 from graphpatch_notebook.components.chain import Step, Trails
 from graphpatch_notebook.components.ends import find_ends
@@ -151,7 +151,7 @@ class Components(Mapping[str, Component]):
     def add_splice(self, call: CallNode) -> None:
         """Adds the parts of a splice at a component: `layers[5].resid_post.sae.latents`."""
         for one in [one for one in self._by_name.values() if one.path == call.target and not one.index]:
-            for part in ("value", "source", "latents", "skipped", "reconstruction", "error", "output"):
+            for part in ("value", "latents", "skipped", "reconstruction", "error", "output"):
                 node = call.frame.names.get(part)
                 if node is None or not isinstance(node.spec, TensorSpec):
                     continue
@@ -231,9 +231,8 @@ def find(root: Frame) -> Components:
         found = _ComponentFinder(root).found
     finally:
         before.restore()
-    for frame in root.walk(with_splices=True):
-        for _, call in frame.splices:
-            found.add_splice(call)
+    for call in spliced_calls(root):
+        found.add_splice(call)
     return found
 
 

@@ -19,7 +19,7 @@ import torch
 
 from graphpatch_notebook.capture import is_sized_by_values
 from graphpatch_notebook.capture.inputs import inputs_of_call
-from graphpatch_notebook.capture.records import CallNode, Frame, Node, once_a_capture, refs_in
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, once_a_capture, refs_in, spliced_calls
 from graphpatch_notebook.components.meta_runs import (
     MetaRunError,
     Variation,
@@ -115,7 +115,7 @@ class Dimensions:
     def __init__(self, root: Frame, stored: StoredRuns | None = None) -> None:
         self._root = root
         self._sizes = input_shapes(root)
-        self._splices = [call for frame in root.walk(with_splices=True) for _, call in frame.splices]
+        self._splices = spliced_calls(root)
         every = [*captured_tensors(root), *(spec for call in self._splices for spec in captured_tensors(call.frame))]
         self._numbers = {id(spec): number for number, spec in enumerate(every)}
         self.groups: list[list[InputDim]] = []

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from graphpatch_notebook.capture.records import spliced_calls
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.inspection.meanings import differing_names
 from graphpatch_notebook.interrupts import whole_file
@@ -42,7 +43,7 @@ def weights_digest(pg: PatchableGraph) -> str:
     for each in module.modules():
         if is_fully_sharded(each) and hasattr(each, "reshard"):  # not the older FSDP
             each.reshard()  # a call may leave weights whole
-    held = [("", module), *((call.target, call.frame.module) for f in pg.nodes.root.walk() for _, call in f.splices)]
+    held = [("", module), *((call.target, call.frame.module) for call in spliced_calls(pg.nodes.root))]
     tensors = [pair for start, one in held for pair in (*one.named_parameters(start), *one.named_buffers(start))]
     for name, tensor in tensors:
         part: Any = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]

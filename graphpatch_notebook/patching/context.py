@@ -128,17 +128,23 @@ class CapturedModel:
         return result
 
     def spliced(
-        self, given: Given, recorded: Callable[[Sequence[str]], Mapping[str, Tensor]], *, name: str, has_error: bool
+        self,
+        given: Given,
+        recorded: Callable[[Sequence[str]], Mapping[str, Tensor]],
+        *,
+        name: str,
+        has_error: bool,
+        across: bool,
     ) -> CapturedModel:
         """Returns another captured model of the same module, with splices; `recorded` returns values by their paths."""
         if self.sharding is not None or self.runs_own_graphs:
             raise GraphError(
                 "SAEs are spliced into the model's own code, which runs in one process, and not into graphs"
             )
-        places = places_of(self._current().paths, given)
-        values = recorded([path for place in places for path in place.paths])
+        places = places_of(self._current().paths, given, across=across)
+        values = recorded([path for place in places for path in (*place.encoded, *place.replaced)])
         result = copy.copy(self)
-        result.root = spliced(self.root, places, values, name=name, has_error=has_error)
+        result.root = spliced(self.root, places, values, name=name, has_error=has_error, across=across)
         result._hierarchy = result._derived = None
         result.plan(())
         return result

@@ -249,9 +249,9 @@ class FramePlan:
 
 
 class Splicing(NamedTuple):
-    """A splice: its frame, the entries that call it, and whether it has no effect unless something in it is patched."""
+    """A splice: the entries that call it, and whether it has no effect unless something in these frames is patched."""
 
-    frame: Frame
+    frames: Sequence[Frame]
     entries: Sequence[Entry]
     is_idle: bool
 
@@ -343,7 +343,7 @@ def _with_splices(entries: Sequence[Entry], splices: Sequence[Splicing]) -> Sequ
         return entries
     found, patched = list(entries), {id(f) for entry in entries for f in entry.target.frame.frames_above()}
     for splice in reversed(splices):  # later ones may read values in earlier ones
-        if not splice.is_idle or id(splice.frame) in patched:
+        if not splice.is_idle or any(id(frame) in patched for frame in splice.frames):
             found[len(entries) : len(entries)] = splice.entries
             patched |= {id(f) for entry in splice.entries for f in entry.target.frame.frames_above()}
     return found

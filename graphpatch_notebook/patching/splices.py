@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites, capture
-from graphpatch_notebook.capture.records import CallNode, Frame, Ref
+from graphpatch_notebook.capture.records import CallNode, Frame, Ref, spliced_calls
 from graphpatch_notebook.errors import PatchMapError, PatchValueError, UnknownPathError
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, component_of_hook, resolve
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patching.plan import Entry, Lookup, Splicing, sources_of
+from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import TensorSpec
 
@@ -32,46 +33,124 @@ Given: TypeAlias = "Mapping[Any, Any] | Sequence[Any] | Any"
 
 
 class Splice(Module):
-    """Replaces a value by what an SAE makes of it.
+    """A module that is called with a value, and returns what replaces it.
 
     Args:
         sae: An object with methods `encode` and `decode`.
-        sources: The path of the value that is encoded, if that is another one.
+        sources: The paths of other values that it is given.
         has_error: Whether the error of the reconstruction is added.
     """
 
-    def __init__(self, sae: Any, sources: Sequence[str], *, has_error: bool) -> None:
+    def __init__(self, sae: Any, sources: Sequence[str] = (), *, has_error: bool = True) -> None:
         super().__init__()
         self.sae, self.sources, self.has_error = sae, sources, has_error
 
-    def forward(self, value: Tensor, source: Tensor | None = None) -> Tensor:
-        """Returns what replaces `value`; `source` is what is encoded, if that is another value."""
-        given = value if source is None else source
+    def as_read(self, value: Tensor) -> Tensor:
+        """Returns a copy of a value for the SAE, which may write into it, in the dtype of its parameters."""
         with without_torch_functions():  # this is no node
             dtypes = [each.dtype for each in self.parameters() if each.is_floating_point()]
-        read = given.to(dtypes[0], copy=True) if dtypes else given.clone()  # the SAE may write into it
+        return value.to(dtypes[0], copy=True) if dtypes else value.clone()
+
+    def replaced(self, value: Tensor, reconstruction: Tensor, decoded: Tensor) -> Tensor:
+        """Returns what replaces a value: `decoded` is what the reconstruction is without patches."""
+        residue = value - decoded
+        error = residue.view_as(residue)
+        # Nothing changed adds exact zeros; `reconstruction + error` would be rounded.
+        result = value + (reconstruction - decoded) + (error - residue)
+        return result.to(value.dtype)
+
+
+class SaeSplice(Splice):
+    """An SAE, or a transcoder, which encodes another value: the source."""
+
+    is_stacked = False  # whether it encodes the sources and the value, as one tensor
+
+    def forward(self, value: Tensor, *sources: Tensor) -> Tensor:
+        """Returns what replaces `value`."""
+        given = torch.stack([*sources, value]) if self.is_stacked else (*sources, value)[0]
+        read = self.as_read(given)
         skip = getattr(self.sae, "W_skip", None)
         skipped = 0.0 if skip is None else read @ skip.T
-        encoded = self.sae.encode(read)
-        if not isinstance(encoded, Tensor) or encoded.layout is not torch.strided:
-            raise PatchValueError(f"encode of a {_name(self.sae)} must return a dense tensor, not {_shown(encoded)}")
+        encoded = _dense(self.sae.encode(read), self.sae)
         # An alias: its gradient is that of what is decoded from it, without what the error takes away again.
         latents = encoded.view_as(encoded)
         if not self.has_error:
             reconstruction = self.sae.decode(latents.clone()) + skipped
             return _checked(reconstruction, value, self.sae).to(value.dtype)
-        noted = dict(vars(self.sae))  # what `encode` notes, `decode` may use up, as in SAELens with layer_norm
-        decoded = self.sae.decode(encoded.clone()) + skipped
-        vars(self.sae).update(noted)
+        state = getattr(self.sae, "__dict__", {})
+        noted = dict(state)  # what `encode` notes, `decode` may use up, as in SAELens with layer_norm
+        decoded = _checked(self.sae.decode(encoded.clone()) + skipped, value, self.sae)
+        state.update(noted)
         reconstruction = self.sae.decode(latents.clone()) + skipped
-        residue: Tensor = value - _checked(decoded, value, self.sae)
-        error = residue.view_as(residue)
-        # Nothing changed adds exact zeros; `reconstruction + error` would be rounded.
-        result: Tensor = value + (reconstruction - decoded) + (error - residue)
-        return result.to(value.dtype)
+        return self.replaced(value, reconstruction, decoded)
 
 
-call_sites.count_as_users(Splice.forward.__code__)  # its variables name the nodes
+class CrossLayerEncoder(Splice):
+    """One of the places that a cross-layer transcoder reads."""
+
+    number = count = 0  # which place it is, and of how many
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Returns `value`: what is decoded from its latents is added elsewhere."""
+        read = self.as_read(value).flatten(0, -2)
+        stacked = read.new_zeros(self.count, *read.shape)
+        stacked[self.number] = read
+        encoded = _dense(self.sae.encode(stacked), self.sae)[self.number].unflatten(0, value.shape[:-1])
+        latents = encoded.view_as(encoded)  # noqa: F841  # it is a node, which decoders read
+        return value
+
+
+class CrossLayerDecoder(Splice):
+    """One of the places that a cross-layer transcoder writes."""
+
+    number = count = 0
+
+    def forward(self, value: Tensor, *read: Tensor) -> Tensor:
+        """Returns what replaces `value`, given the latents at places until here, and what they are without patches."""
+        half = len(read) // 2
+        reconstruction = self.decoded(read[:half]).view(value.shape)
+        if not self.has_error:
+            return reconstruction.to(value.dtype)
+        decoded = self.decoded(read[half:]).view(value.shape)
+        return self.replaced(value, reconstruction, decoded)
+
+    def decoded(self, latents: Sequence[Tensor]) -> Tensor:
+        """Returns what the latents at places until here write."""
+        first = latents[0].flatten(0, -2)
+        stacked = first.new_zeros(self.count, *first.shape)
+        for number, each in enumerate(latents):
+            stacked[number] = each.flatten(0, -2)
+        found: Tensor = self.sae.decode(stacked)[self.number]
+        return found
+
+
+class Crosscoder(Module):
+    """A crosscoder as an SAE of the last value that it reads: latents are known there, and it writes there."""
+
+    def __init__(self, sae: Any) -> None:
+        super().__init__()
+        self.sae = sae
+
+    def encode(self, values: Tensor) -> Any:
+        """Returns the latents of values, `(places, ..., size)`."""
+        return self.sae.encode(values.flatten(1, -2)).unflatten(0, values.shape[1:-1])
+
+    def decode(self, latents: Tensor) -> Any:
+        """Returns the last of the values that latents stand for."""
+        return self.sae.decode(latents.flatten(0, -2))[-1].unflatten(0, latents.shape[:-1])
+
+
+for _method in (
+    Splice.replaced, SaeSplice.forward, CrossLayerEncoder.forward, CrossLayerDecoder.forward, CrossLayerDecoder.decoded
+):  # fmt: skip
+    call_sites.count_as_users(_method.__code__)  # its variables name the nodes
+
+
+def _dense(found: Any, sae: Any) -> Tensor:
+    """Returns what `encode` returned, if it can be latents."""
+    if isinstance(found, Tensor) and found.layout is torch.strided:
+        return found
+    raise PatchValueError(f"encode of a {_name(sae)} must return a dense tensor, not {_shown(found)}")
 
 
 def _checked(found: Any, value: Tensor, sae: Any) -> Tensor:
@@ -95,19 +174,20 @@ class _Call(Patch[Any]):
 
     any_shape = True
 
-    _read: Any = None
-
-    def __init__(self, splice: Splice) -> None:
-        self.splice = splice
+    def __init__(self, splice: Splice, read: Sequence[Any] = ()) -> None:
+        self.splice, self.read = splice, read
 
     @property
     def sources(self) -> Sequence[str]:
         return self.splice.sources
 
+    def reading(self, values: Sequence[Any]) -> Patch[Any]:
+        return _Call(self.splice, values)
+
     def op(self, original_output: Any) -> Any:
         if not isinstance(original_output, Tensor):
             raise PatchValueError(f"a splice reads tensors, and the value here is a {_name(original_output)}")
-        return self.splice(original_output, self._read)
+        return self.splice(original_output, *self.read)
 
 
 # -- the places of SAEs ------------------------------------------------------------------------------------------------
@@ -115,19 +195,14 @@ class _Call(Patch[Any]):
 
 @dataclass(frozen=True)
 class Place:
-    """Where an SAE belongs: the value that it replaces, and what it encodes, if that is another one."""
+    """Where an SAE belongs: the values that it replaces, and those that it encodes; of across SAEs, several of each."""
 
     sae: Any
-    replaced: str
-    encoded: str | None = None
-
-    @property
-    def paths(self) -> list[str]:
-        """What the SAE is given, in order."""
-        return [self.replaced] if self.encoded is None else [self.replaced, self.encoded]
+    encoded: Sequence[str]
+    replaced: Sequence[str]
 
 
-def places_of(paths: Lookup, given: Given) -> list[Place]:
+def places_of(paths: Lookup, given: Given, *, across: bool) -> list[Place]:
     """Returns where SAEs belong, as their keys say, or their configs.
 
     Raises:
@@ -145,12 +220,14 @@ def places_of(paths: Lookup, given: Given) -> list[Place]:
             raise PatchMapError(f"{_name(sae)} is not an SAE: it needs methods encode and decode")
         if len(key) > 2:
             raise PatchMapError(f"{key}: give the value to replace, or a pair of those to encode and to replace")
-        *encoded, replaced = [[target.path for target in _targets(paths, str(each))] for each in key]
-        for number, text in enumerate(replaced):
-            if encoded and len(encoded[0]) != len(replaced):
-                raise PatchMapError(f"{key} means {len(encoded[0])} values to encode, and {len(replaced)} to replace")
-            source = encoded[0][number] if encoded and encoded[0][number] != text else None
-            found.append(Place(sae, text, source))
+        ends = [[target.path for target in _targets(paths, str(each))] for each in key]
+        encoded, replaced = ends[0], ends[-1]
+        if len(encoded) != len(replaced):
+            raise PatchMapError(f"{key} means {len(encoded)} values to encode, and {len(replaced)} to replace")
+        if across:
+            found.append(Place(sae, encoded, replaced))
+        else:
+            found += [Place(sae, [one], [other]) for one, other in zip(encoded, replaced, strict=True)]
     return found
 
 
@@ -182,7 +259,15 @@ def _targets(paths: Lookup, text: str) -> list[Target]:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-def spliced(root: Frame, places: Sequence[Place], values: Mapping[str, Tensor], *, name: str, has_error: bool) -> Frame:
+def spliced(
+    root: Frame,
+    places: Sequence[Place],
+    values: Mapping[str, Tensor],
+    *,
+    name: str,
+    has_error: bool,
+    across: bool,
+) -> Frame:
     """Returns a copy of the records with splices, each captured on values by their paths; modules are shared.
 
     Raises:
@@ -191,16 +276,33 @@ def spliced(root: Frame, places: Sequence[Place], values: Mapping[str, Tensor], 
     """
     if not name.isidentifier():
         raise PatchMapError(f"name must be an identifier, not {name!r}")
-    memo: dict[int, Any] = {id(frame.module): frame.module for frame in root.walk(with_splices=True)}
-    memo[id(root.capture.options)] = root.capture.options
-    result = copy.deepcopy(root, memo)
-    for place in places:
-        host, *others = [resolve(result, path) for path in place.paths]
+    splicer = _Splicer(root, values, name)
+    with torch.no_grad():
+        for place in places:
+            if across:
+                splicer.add_across(place, has_error=has_error)
+            else:
+                sources = [path for path in place.encoded if path not in place.replaced]
+                splicer.add(place.replaced[0], SaeSplice(place.sae, sources, has_error=has_error))
+    return splicer.root
+
+
+class _Splicer:
+    """Adds splices to a copy of records, each captured on values by their paths."""
+
+    def __init__(self, root: Frame, values: Mapping[str, Tensor], name: str) -> None:
+        memo: dict[int, Any] = {id(frame.module): frame.module for frame in root.walk(with_splices=True)}
+        memo[id(root.capture.options)] = root.capture.options
+        self.root: Frame = copy.deepcopy(root, memo)
+        self._values, self._name = dict(values), name
+
+    def add(self, path: str, splice: Splice) -> str:
+        """Adds a splice that replaces the value at a path, and returns its own path."""
+        name, read = self._name, [path, *splice.sources]
+        host, *others = [resolve(self.root, each) for each in read]
         if any(call.target == host.path and call.op == name for _, call in host.frame.splices):
             raise PatchMapError(f"{host.path!r} has a splice {name!r} already: give name=")
-        splice = Splice(place.sae, [each.path for each in others], has_error=has_error)
-        with torch.no_grad():
-            frame = capture(splice, ExtractionOptions(), tuple(values[path] for path in place.paths), {})
+        frame = capture(splice, ExtractionOptions(), tuple(self._values[each] for each in read), {})
         own = name if host.node.kind == "output" else f"{host.node.name}_{name}"
         tries = (own if not number else f"{own}_{number}" for number in range(len(host.frame.names) + 2))
         frame.attribute_path = next(
@@ -208,28 +310,57 @@ def spliced(root: Frame, places: Sequence[Place], values: Mapping[str, Tensor], 
         )
         call = CallNode(
             op=name, target=host.path, spec=frame.output_node.spec, frame=frame,
-            base_name=frame.attribute_path, name=frame.attribute_path,
+            occurrence=len(spliced_calls(self.root)), base_name=frame.attribute_path, name=frame.attribute_path,
             args=tuple(Ref(each.node, each.dig) for each in (host, *others)),
         )  # fmt: skip
         frame.parent, frame.call = host.frame, call
         host.frame.splices.append((host.node, call))
         host.frame.names[call.name] = call
-    return result
+        return format_path(frame.path)
+
+    def add_across(self, place: Place, *, has_error: bool) -> None:
+        """Adds the splices of a crosscoder, or of a cross-layer transcoder: its latents have a dimension of places."""
+        sae, count = place.sae, len(place.encoded)
+        shapes = {tuple(self._values[path].shape) for path in (*place.encoded, *place.replaced)}
+        if len(shapes) > 1:
+            raise PatchMapError(
+                f"the values across which an SAE works are of shapes {sorted(shapes)}: give those of one"
+            )
+        read = torch.stack([self._values[path] for path in place.encoded])
+        latents = _dense(sae.encode(Splice(sae).as_read(read.flatten(1, -2))), sae)
+        if latents.dim() == 2:
+            if place.replaced != place.encoded:
+                raise PatchMapError("a crosscoder writes where it reads: give one key, not a pair")
+            last = SaeSplice(Crosscoder(sae), place.encoded[:-1], has_error=has_error)
+            last.is_stacked = True
+            self.add(place.encoded[-1], last)
+            return
+        paths = []
+        for number, path in enumerate(place.encoded):
+            encoder = CrossLayerEncoder(sae)
+            encoder.number, encoder.count = number, count
+            paths.append(self.add(path, encoder))
+            known = latents[number].unflatten(0, read.shape[1:-1])
+            self._values |= {f"{paths[-1]}.{part}": known for part in ("latents", "encoded")}
+        for number, path in enumerate(place.replaced):
+            sources = [f"{each}.{part}" for part in ("latents", "encoded") for each in paths[: number + 1]]
+            decoder = CrossLayerDecoder(sae, sources, has_error=has_error)
+            decoder.number, decoder.count = number, count
+            self.add(path, decoder)
 
 
 def splicings(paths: Lookup) -> list[Splicing]:
     """Returns what a plan needs of the splices of a capture, in order."""
     found = []
-    for frame in paths.root.walk(with_splices=True):
-        for _, call in frame.splices:
-            (target,) = paths.targets(call.target)
-            module = call.frame.module
-            assert isinstance(module, Splice)
-            entry = Entry(target, (_Call(module),), splice=call.frame)
-            entry.rank = 3  # it reads the value as patched
-            problems: list[str] = []
-            sources = sources_of(paths, [entry], problems)
-            if problems:
-                raise PatchMapError(problems[0])
-            found.append(Splicing(call.frame, (entry, *sources), is_idle=module.has_error))
+    for call in spliced_calls(paths.root):
+        (target,), module = paths.targets(call.target), call.frame.module
+        assert isinstance(module, Splice)
+        entry = Entry(target, (_Call(module),), splice=call.frame)
+        entry.rank = 3  # it reads the value as patched
+        problems: list[str] = []
+        sources = sources_of(paths, [entry], problems)
+        if problems:
+            raise PatchMapError(problems[0])
+        read = [each.target.frame for each in sources if each.target.frame.is_spliced]
+        found.append(Splicing([call.frame, *read], (entry, *sources), is_idle=module.has_error))
     return found

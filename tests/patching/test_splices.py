@@ -263,6 +263,102 @@ def test_transcoders_are_placed_by_their_configs(pg: PatchableGraph) -> None:
         torch.testing.assert_close(alone(IDS).logits, expected)
 
 
+class CrossLayer(nn.Module):
+    """A cross-layer transcoder: what is read in a layer is written in this and later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(2, 16, 6)), nn.Parameter(torch.randn(2, 2, 6, 16).triu(0))
+
+    def encode(self, values: Tensor) -> Tensor:
+        return torch.relu(torch.einsum("lrd,ldf->lrf", values, self.up))
+
+    def decode(self, latents: Tensor) -> Tensor:
+        written = torch.einsum("lrf,lmfd->lmrd", latents, self.down)
+        return torch.stack([written[: layer + 1, layer].sum(0) for layer in range(2)])
+
+
+@pytest.mark.parametrize("error", [True, False])
+def test_cross_layer_transcoders(pg: PatchableGraph, error: bool) -> None:
+    torch.manual_seed(3)
+    sae, blocks, identity = CrossLayer(), pg._module.transformer.h, CustomPatch(custom_op=torch.clone)
+    spliced = pg.splice({("layers[*].ln2", "layers[*].mlp_out"): sae}, across=True, error=error)
+    latents = ["layers[0].ln2.sae.latents", "layers[1].ln2.sae.latents"]
+    assert [name for name in spliced.components if name.endswith("latents")] == latents
+
+    def run(*changes: Callable[[Tensor], Tensor]) -> Tensor:
+        known: list[Tensor] = []  # the latents of each layer, and what they are without changes
+        handles = []
+        for layer, change in enumerate(changes):
+
+            def hook(module: nn.Module, args: Any, output: Tensor, layer: int = layer, change: Any = change) -> Tensor:
+                encoded = torch.relu(args[0] @ sae.up[layer])
+                known.append(change(encoded) - (encoded if error else 0))
+                written = sum(each @ sae.down[at, layer] for at, each in enumerate(known))
+                return output + written if error else written
+
+            handles.append(blocks[layer].mlp.register_forward_hook(hook))
+        result = pg._module(IDS).logits
+        for handle in handles:
+            handle.remove()
+        return result
+
+    with torch.no_grad():
+        if error:
+            assert torch.equal(spliced(IDS).logits, pg(IDS).logits)
+            with spliced.patch(dict.fromkeys(latents, identity)):
+                assert torch.equal(spliced(IDS).logits, pg(IDS).logits)
+        else:
+            torch.testing.assert_close(spliced(IDS).logits, run(torch.clone, torch.clone))
+        with spliced.patch({f"{latents[0]}[3]": ZeroPatch()}):
+            torch.testing.assert_close(spliced(IDS).logits, run(without(3), torch.clone))
+        with spliced.patch({f"{latents[0]}[3]": ZeroPatch(), latents[1]: AddPatch(1.0)}):
+            torch.testing.assert_close(spliced(IDS).logits, run(without(3), lambda value: value + 1))
+        effects = ablate(spliced, "layers[*].ln2.sae.latents[*]", IDS, metric=total, progress=False)
+    assert effects.shape == (2, 6)
+    if error:
+        expected = total(SimpleNamespace(logits=run(without(3), torch.clone))).item()
+        assert effects.values[0, 3] == pytest.approx(expected, abs=1e-5)
+        probe, leaf = ProbePatch(), torch.relu(pg.record("layers[0].ln2", IDS)["layers[0].ln2"] @ sae.up[0]).detach()
+        with spliced.patch({latents[0]: probe}):
+            found = torch.autograd.grad(spliced(IDS).logits.square().sum(), probe.activation)
+        by_hand = torch.autograd.grad(run(lambda _: leaf, torch.clone).square().sum(), leaf.requires_grad_())
+        torch.testing.assert_close(found, by_hand, rtol=1e-3, atol=1e-3)
+
+
+class Across(nn.Module):
+    """A crosscoder of two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(2, 16, 6)), nn.Parameter(torch.randn(6, 2, 16))
+
+    def encode(self, values: Tensor) -> Tensor:
+        return torch.relu(torch.einsum("lrd,ldf->rf", values, self.up))
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return torch.einsum("rf,fld->lrd", latents, self.down)
+
+
+def test_crosscoders_have_latents_where_all_is_read(pg: PatchableGraph) -> None:
+    sae = Across()
+    spliced, blocks = pg.splice({"layers[*].resid_post": sae}, across=True), pg._module.transformer.h
+    assert [name for name in spliced.components if name.endswith("latents")] == ["layers[1].resid_post.sae.latents"]
+    read: list[Tensor] = []
+
+    def write(value: Tensor) -> Tensor:
+        latents = torch.relu(read[0] @ sae.up[0] + value @ sae.up[1])
+        return value - latents[..., 3:4] * sae.down[3, 1]
+
+    with torch.no_grad():
+        with spliced.patch({"layers[1].resid_post.sae.latents[3]": ZeroPatch()}):
+            found = spliced(IDS).logits
+        with hooked(blocks[0], lambda value: read.append(value) or value), hooked(blocks[1], write):
+            torch.testing.assert_close(found, pg._module(IDS).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(PatchMapError, match="pair"):
+        pg.splice({("layers[*].resid_pre", "layers[*].resid_post"): sae}, across=True)
+
+
 def test_contexts_edits_copies_and_other_splices(pg: PatchableGraph, sae: Sae, spliced: PatchableGraph) -> None:
     both = spliced.splice({PLACE: Sae(), "layers[1].attn_out": sae}, name="other")
     zero, block = ZeroPatch(slice=(..., 3)), pg._module.transformer.h[0]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import CallNode, Frame, Node
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, spliced_calls
 from graphpatch_notebook.components import Components, NoWeightError, Projection, find, projection
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.flow import Value, walk
@@ -125,8 +125,7 @@ class _NodeFinder:
         self._by_value: dict[Value, Writer] = {}
         self._written: dict[str, tuple[str, ...]] = {}
         self._parts: dict[Value, tuple[Value, ...]] = {}  # of what an SAE writes as latents and error
-        splices = [call for frame in root.walk() for _, call in frame.splices]
-        self._splices = {call.target: call for call in splices}
+        self._splices = {call.target: call for call in spliced_calls(root) if "latents" in call.frame.names}
         self._numbers: dict[Value, int] = {}
         self.found = Nodes()
         order = self._flow.order
