@@ -319,10 +319,11 @@ def test_cross_layer_transcoders(pg: PatchableGraph, error: bool) -> None:
     if error:
         expected = total(SimpleNamespace(logits=run(without(3), torch.clone))).item()
         assert effects.values[0, 3] == pytest.approx(expected, abs=1e-5)
-        probe, leaf = ProbePatch(), torch.relu(pg.record("layers[0].ln2", IDS)["layers[0].ln2"] @ sae.up[0]).detach()
+        probe, read = ProbePatch(), pg.record("layers[0].ln2", IDS)["layers[0].ln2"]
+        leaf = torch.relu(read @ sae.up[0]).detach().requires_grad_()
         with spliced.patch({latents[0]: probe}):
             found = torch.autograd.grad(spliced(IDS).logits.square().sum(), probe.activation)
-        by_hand = torch.autograd.grad(run(lambda _: leaf, torch.clone).square().sum(), leaf.requires_grad_())
+        by_hand = torch.autograd.grad(run(lambda _: leaf, torch.clone).square().sum(), leaf)
         torch.testing.assert_close(found, by_hand, rtol=1e-3, atol=1e-3)
 
 
