@@ -58,7 +58,6 @@ class PatchState(PatchFields, frozen=True, kw_only=True):
 
     number: int  # The number of `#3`, which is never reused.
     is_enabled: bool
-    untrusted: str | None  # The session file of a value that is not evaluated before the user trusts the file.
     row: int  # The row in the skeleton; -1 if there is none.
     shape: list[int] | None  # The recorded shape of the value.
     sliced: list[int] | None  # The shape of its slice.
@@ -137,12 +136,6 @@ class RemoveEdit(Message, tag_field="action", tag="remove"):
     numbers: list[int]
 
 
-class TrustEdit(Message, tag_field="action", tag="trust"):
-    """Trusts the file that a patch is from."""
-
-    number: int
-
-
 class ActEdit(Message, tag_field="action", tag="act"):
     """Adds a patch for each of the selected items."""
 
@@ -164,9 +157,7 @@ class RedoEdit(Message, tag_field="action", tag="redo"):
     """Repeats the edit that was undone last."""
 
 
-Edit: TypeAlias = (
-    AddEdit | ChangeEdit | EnableEdit | MoveEdit | RemoveEdit | TrustEdit | ActEdit | ClearEdit | UndoEdit | RedoEdit
-)
+Edit: TypeAlias = AddEdit | ChangeEdit | EnableEdit | MoveEdit | RemoveEdit | ActEdit | ClearEdit | UndoEdit | RedoEdit
 
 
 class EditRequest(Message):

@@ -347,7 +347,6 @@ export function patch(number: number, more: Partial<PatchState> = {}): PatchStat
     any_shape: false,
     allow_empty: false,
     is_enabled: true,
-    untrusted: null,
     row: 10,
     shape: [1, 8, 64],
     sliced: [1, 8, 64],

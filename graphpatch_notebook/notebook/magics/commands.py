@@ -393,8 +393,6 @@ def listed(workspace: Workspace, _: Namespace) -> Table[ChosenPatch]:
 
 def _chosen_table(active: ActiveGraph, notes: list[str]) -> Table[ChosenPatch]:
     patches = active.session.chosen.patches
-    files = dict.fromkeys(patch.untrusted for patch in patches if patch.untrusted)
-    notes += [f"code from {file.name!r} does not run until you trust the file: {file.repair}" for file in files]
 
     def cells(patch: ChosenPatch) -> list[str]:
         try:
@@ -402,7 +400,7 @@ def _chosen_table(active: ActiveGraph, notes: list[str]) -> Table[ChosenPatch]:
             shape = "" if sliced is None else str(tuple(sliced))
         except ChosenPatchError:  # the graph was edited since
             shape = "?"
-        remarks = ["off"] * (not patch.is_enabled) + ["not trusted"] * (patch.untrusted is not None) + patch.options()
+        remarks = ["off"] * (not patch.is_enabled) + patch.options()
         value = patch.value or (f"as {patch.name}" if patch.name else "")
         return [str(patch.number), patch.kind, patch.place, value, shape, " ".join(remarks)]
 
@@ -414,17 +412,13 @@ def _chosen_table(active: ActiveGraph, notes: list[str]) -> Table[ChosenPatch]:
 # Files
 
 
-# The first line of an exported file, followed by a hash of the rest. A file whose hash matches may be overwritten.
-MARK = "# Written by %graphpatch export, sha256 "
-
-
 @command(
     "export",
     "[-o FILE] [--cell] [--force]",
     "shows the chosen patches as Python code",
     argument("-o", metavar="FILE", type=unquoted, completes="file", help="write a script"),
     argument("--cell", action="store_true", help="put the code in a new cell"),
-    argument("--force", action="store_true", help="overwrite what export did not write"),
+    argument("--force", action="store_true", help="overwrite a file"),
     notes="By default, the code is shown. To keep it, use code = %graphpatch export.",
     examples=("export --cell", "export -o patched.py"),
 )
@@ -436,8 +430,7 @@ def export(workspace: Workspace, args: Namespace) -> SourceCode | None:
     # A file runs on its own, so it also contains the code that creates the graph.
     code = patch_code.export(session, wrap=file is not None)
     if file is not None:
-        text = f"{MARK}{session_file.digest(code.encode())}\n{code}"
-        session_file.write_text(file, text, None if args.force else _check_exported)
+        session_file.write_text(file, code, None if args.force else _refuse)
         print(f"the code is in {file}")
     if args.cell:
         workspace.put_in_new_cell(code.rstrip("\n"))
@@ -445,10 +438,8 @@ def export(workspace: Workspace, args: Namespace) -> SourceCode | None:
     return code if file is None and not args.cell else None
 
 
-def _check_exported(content: bytes) -> None:
-    first, _, rest = content.replace(b"\r\n", b"\n").partition(b"\n")
-    if first != f"{MARK}{session_file.digest(rest)}".encode():
-        raise SessionError("it was not written by %graphpatch export, or was changed since")
+def _refuse(_: bytes) -> None:
+    raise SessionError("it exists")
 
 
 @command(
@@ -475,8 +466,8 @@ def save(workspace: Workspace, args: Namespace) -> None:
     notes="""
 The patches of the file replace the chosen patches; use undo to restore those.
 In a file that you did not save yourself, a value can be code that someone else
-wrote: anything except numbers, names, arithmetic and subscripts. Such values
-are shown, but do not run until you trust the file.
+wrote: anything except numbers, names, arithmetic and subscripts. Such a file
+is not loaded until you trust it.
 """,
     examples=("load session.json", 'load "my patches.json" --trust'),
 )
@@ -492,10 +483,6 @@ def load(workspace: Workspace, args: Namespace) -> None:
     for one in patches:
         if is_component_name(one.path):
             print(f"#{one.number}: {one.path} is {resolve(captured(session.graph).root, one.path).path} here")
-    code = {f"#{one.number} {visible(str(one.value), None)}": one.untrusted for one in patches if one.untrusted}
-    for file in dict.fromkeys(code.values()):
-        print(f"these values are code, which does not run until you trust the file: {'; '.join(code)}")
-        print(f"after you have read them, trust the file: {file.repair}")
 
 
 # --------------------------------------------------------------------------------------------------------------------

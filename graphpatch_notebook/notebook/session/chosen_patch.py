@@ -254,26 +254,12 @@ _CANONICAL = {
 """By field: returns the canonical text of what was typed, or raises a `ValueError`."""
 
 
-@dataclass(frozen=True, slots=True)
-class UntrustedFile:
-    """A session file that the user has not trusted yet."""
-
-    name: str
-    digest: str
-
-    @property
-    def repair(self) -> str:
-        """The command that trusts it."""
-        return f"%graphpatch load {_quoted(self.name)} --trust"
-
-
 class ChosenPatch(PatchFields, frozen=True):
     """One patch that a user chose, as typed. Immutable; texts are in canonical form.
 
     Attributes:
         is_enabled: Whether it is applied.
         number: The `n` of `#n` in the notebook. The session sets it.
-        untrusted: The file that the value is from, if the user must trust it before the value is evaluated.
 
     Raises:
         ChosenPatchError: A field is not valid, or this kind does not have it.
@@ -286,7 +272,6 @@ class ChosenPatch(PatchFields, frozen=True):
 
     is_enabled: bool = True
     number: int = 0
-    untrusted: UntrustedFile | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in PATCH_KINDS:
@@ -343,14 +328,8 @@ class ChosenPatch(PatchFields, frozen=True):
         The patch of a kind that keeps something does not have the slice: `taken` applies it.
 
         Raises:
-            SessionError: The value is from a file that the user has not trusted yet.
             Exception: Any error of the value's expression.
         """
-        if self.untrusted is not None:
-            raise SessionError(
-                f"the value is code from {self.untrusted.name!r}, which you have not trusted: nothing ran; read the "
-                f"value, then trust the file with {self.untrusted.repair}, or disable #{self.number}"
-            )
         given = self.restrictions()
         if self.index is not None and self.definition.keeps is None:
             given["slice"] = self.index.index(namespace)

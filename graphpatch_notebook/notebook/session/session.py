@@ -180,8 +180,6 @@ class Session:
         def make(patches: _Patches) -> Iterable[ChosenPatch]:
             before = ChosenPatches(0, patches).find(number)
             after = before.with_fields(**changed)
-            if after.value != before.value:  # the user has written this value
-                after = after.with_fields(untrusted=None)
             return [after if patch is before else patch for patch in patches]
 
         return ChosenPatches(0, self.edit(make, based_on)).find(number)

@@ -12,9 +12,9 @@
     }
 
 `meanings` is what the names mean that the patches use. In another version of a model's code, or another process, a name
-may be of another value; such a patch is left out. (Older files have `op`, the operation.) `origin` shows
-how the graph was made, with `null` for what is not known. Reading a file evaluates nothing: values are texts until a
-patch context is entered, and values that are code are not evaluated then unless the user trusts the file.
+may be of another value; such a patch is left out. (Older files have `op`, the operation.) `origin` shows how the graph
+was made, with `null` for what is not known. Reading a file evaluates nothing: values are texts until a patch context is
+entered. A file with values that are code is refused, unless the user trusts it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from graphpatch_notebook.inspection.node_map import kept_for
 from graphpatch_notebook.inspection.resolution import with_nearest
 from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.notebook.messages import Message, PatchFields
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, UntrustedFile, fields_of
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, fields_of
 from graphpatch_notebook.notebook.session.expressions import Origin, is_plain
 from graphpatch_notebook.notebook.session.session import PatchVariables, Session
 from graphpatch_notebook.patchable_graph import captured
@@ -76,15 +76,14 @@ def dumps(session: Session) -> str:
 def save(session: Session, file: str | os.PathLike[str], force: bool = False) -> Path:
     """Writes the chosen patches to a file; returns the file. By default, only a session file is overwritten.
 
-    The file is trusted from now on, unless it contains values that are not trusted.
+    The file is trusted from now on.
 
     Raises:
         SessionError: The file cannot be written, or is not a session file; it is not changed.
     """
     text = dumps(session)
     target = write_text(file, text, None if force else _content)
-    patches = session.chosen.patches
-    if any(map(_is_code, patches)) and not any(patch.untrusted for patch in patches):
+    if any(map(_is_code, session.chosen.patches)):
         _trust(digest(text.encode()))
     return target
 
@@ -100,45 +99,27 @@ def _is_code(patch: ChosenPatch) -> bool:
 def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = False) -> tuple[ChosenPatch, ...]:
     """Replaces all chosen patches by those in a file, as one step of undo; returns them.
 
-    Values that are code are not evaluated, unless the user has trusted the file (`is_trusted`) and it has not changed.
-
     Patches that do not fit this graph, for example because the model's code has changed, are left out: an
     `GraphPatchWarning` names each, with the nearest paths. The origin of the session does not change.
 
     Raises:
         SessionError: The file cannot be read or is not valid, or none of its patches fits this graph; the message
-            names all problems, and nothing was changed.
+            names all problems, and nothing was changed. Or values are code, and the user has neither trusted the file
+            as it is (`is_trusted`), nor saved it.
     """
     try:
         data = Path(file).expanduser().read_bytes()
-        source = UntrustedFile(str(file), digest(data))
-        is_trusted = is_trusted or _is_trusted(source.digest)
-        loaded = loads(session, data, f"{str(file)!r}: ", None if is_trusted else source)
+        own = digest(data)
+        loaded = loads(session, data, f"{str(file)!r}: ", is_trusted=is_trusted or _is_trusted(own))
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         raise SessionError(f"{str(file)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if is_trusted:
-        _trust(source.digest)
+        _trust(own)
     return loaded
 
 
-def trust(session: Session, number: int, based_on: int | None = None) -> None:
-    """Trusts the current text of the file that a chosen patch is from: its values are evaluated from now on."""
-    file = session.chosen.find(number).untrusted
-    if file is not None:
-        session.edit(
-            lambda before: [one.with_fields(untrusted=None) if one.untrusted == file else one for one in before],
-            based_on,
-        )
-        _trust(file.digest)
-
-
-def loads(
-    session: Session, text: str | bytes, where: str = "", source: UntrustedFile | None = None
-) -> tuple[ChosenPatch, ...]:
-    """Replaces all chosen patches by those in a JSON text, as `load` does for a file; a warning begins with `where`.
-
-    `source` is the file, if the user does not trust it.
-    """
+def loads(session: Session, text: str | bytes, where: str = "", *, is_trusted: bool = True) -> tuple[ChosenPatch, ...]:
+    """Replaces all chosen patches by those in a JSON text, as `load` does for a file; a message begins with `where`."""
     found: list[ChosenPatch] = []
     problems: list[str] = []
     misfits: list[str] = []  # the problems with this graph, not with the file
@@ -154,7 +135,12 @@ def loads(
             continue
     if problems or (misfits and not found):
         raise SessionError(_listed([*problems, *misfits]))
-    loaded = session.edit(lambda _: [one.with_fields(untrusted=source) if _is_code(one) else one for one in found])
+    if not is_trusted and (code := [f"{one.path}: {one.value}" for one in found if _is_code(one)]):
+        raise SessionError(
+            f"{where}values are code, which would run with your cells: {_listed(code)}; nothing was loaded. If they do "
+            "only what you want, trust the file as it is now: %graphpatch load FILE --trust"
+        )
+    loaded = session.edit(lambda _: found)
     if misfits:
         many = f"{len(misfits)} of {len(misfits) + len(found)} patches do not fit this graph, and were left out"
         warn_each_time(f"{where}{many}: {_listed(misfits)}", "unresolved patch")

@@ -49,14 +49,12 @@ from graphpatch_notebook.notebook.messages import (
     RemoveEdit,
     RunRequest,
     SessionState,
-    TrustEdit,
     UndoEdit,
 )
 from graphpatch_notebook.notebook.runs import Job, RunInputs, Runs, ThreadSettings, alone, inputs_for_run
 from graphpatch_notebook.notebook.session.chosen_patch import PATCH_KINDS, ChosenPatch, fields_of, unknown_names
 from graphpatch_notebook.notebook.session.expressions import written_arguments
 from graphpatch_notebook.notebook.session.session import Check, Session, session_of
-from graphpatch_notebook.notebook.session.session_file import trust
 from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
 from graphpatch_notebook.notebook.views.selection import patches_of, selection_of
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -139,7 +137,6 @@ def session_state(session: Session, row_of: Callable[[str], int | None] = lambda
             **fields_of(patch),
             number=patch.number,
             is_enabled=patch.is_enabled,
-            untrusted=None if patch.untrusted is None else patch.untrusted.name,
             row=-1 if row is None else row,
             shape=None if found.shape is None else list(found.shape),
             sliced=None if found.sliced is None else list(found.sliced),
@@ -162,8 +159,6 @@ def _edit(context: RequestContext, payload: EditRequest) -> Answer:
             session.move(number, position, version)
         case RemoveEdit(numbers=numbers):
             session.remove(numbers, version)
-        case TrustEdit(number=number):
-            trust(session, number, version)
         case ActEdit(act=act, items=items, value=value, steps=steps):
             taken = context.workspace.results.names_of_others()
             session.extend(patches_of(session, act, items, value, taken, steps), version)

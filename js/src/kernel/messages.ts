@@ -22,7 +22,6 @@ export interface PatchFields {
 export interface PatchState extends PatchFields {
   number: number; // The number of `#3`, which is never reused.
   is_enabled: boolean;
-  untrusted: string | null; // The session file of a value that is not evaluated before the user trusts the file.
   row: number; // The row in the skeleton; -1 if there is none.
   shape: number[] | null; // The recorded shape of the value.
   sliced: number[] | null; // The shape of its slice.
@@ -79,7 +78,6 @@ export type Edit =
   | { action: "enable"; number: number; is_enabled: boolean }
   | { action: "move"; number: number; position: Natural }
   | { action: "remove"; numbers: number[] }
-  | { action: "trust"; number: number }
   | ActEdit
   | { action: "clear" }
   | { action: "undo" }

@@ -14,7 +14,7 @@ const TO_PASTE = "The code is in the clipboard: paste it into a new cell.";
 const TO_COPY = "The browser does not allow copying: copy the selected text by hand.";
 
 type Side = "before" | "after";
-type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove" | "trust";
+type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove";
 
 export class PatchList implements Part {
   readonly element: HTMLElement;
@@ -89,7 +89,7 @@ export class PatchList implements Part {
   }
 
   private act(action: Action, patch: PatchState, anchor: Element): void {
-    const { number, is_enabled, untrusted } = patch;
+    const { number, is_enabled } = patch;
     const what = `#${number} ${describe(patch)}`;
     if (action === "reveal") {
       this.view.reveal(patch.row);
@@ -98,8 +98,6 @@ export class PatchList implements Part {
       this.view.editPatch({ number }, anchor);
     } else if (action === "remove") {
       this.edit(() => ({ action: "remove", numbers: [number] }), `removed ${what}`);
-    } else if (action === "trust") {
-      this.edit(() => ({ action: "trust", number }), `trusted ${untrusted}`);
     } else if (action === "enable") {
       const said = `${what} ${is_enabled ? "is not applied" : "is applied"}`;
       this.edit(() => ({ action: "enable", number, is_enabled: !is_enabled }), said);
@@ -260,7 +258,7 @@ export class PatchList implements Part {
       box,
       element("span.gp-patch-number.gp-muted", `#${patch.number}`),
       element("span", { class: `gp-kind gp-kind-${patch.kind}` }, patch.kind),
-      element("div.gp-patch-what", this.place(patch), ...facts(patch), this.trustNotice(patch)),
+      element("div.gp-patch-what", this.place(patch), ...facts(patch)),
       element(
         "div.gp-patch-buttons",
         button("up", "Move up", "up", position === 0, "Alt+↑"),
@@ -282,21 +280,6 @@ export class PatchList implements Part {
     };
     const onclick = (event: MouseEvent) => this.act("reveal", patch, event.currentTarget as Element);
     return buttonElement({ ...attributes, onclick }, path, slice);
-  }
-
-  /** A notice that a value is not evaluated, with a button that trusts its file. */
-  private trustNotice(patch: PatchState): HTMLElement | null {
-    if (!patch.untrusted) return null;
-    const file = visible(patch.untrusted);
-    const why = `This value is code from ${file}, which you have not trusted: it is not run. Read it first.`;
-    const attributes = {
-      "data-action": "trust",
-      "aria-label": `Trust file ${file}, which #${patch.number} is from`,
-      title: "Run the code of all values from this file, as long as the file does not change",
-      onclick: (event: MouseEvent) => this.act("trust", patch, event.currentTarget as Element),
-    };
-    const button = buttonElement(attributes, "Trust file");
-    return element("div.gp-warning", icon("warning"), element("span", why), button);
   }
 
   private onKey(event: KeyboardEvent, patch: PatchState): void {

@@ -214,7 +214,7 @@ export function describeInputs(view: View, own = inputsOf(view)): string {
 /** Returns a key of the enabled patches: equal keys give equal runs. Probe names and warnings do not change a number. */
 export function patchesKey({ patches }: SessionState): string {
   const enabled = patches.filter((patch) => patch.is_enabled);
-  return JSON.stringify(enabled.map(({ name, warning, row, shape, sliced, untrusted, ...rest }) => rest));
+  return JSON.stringify(enabled.map(({ name, warning, row, shape, sliced, ...rest }) => rest));
 }
 
 export function enabledNumbers({ patches }: SessionState): number[] {

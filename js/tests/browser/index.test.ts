@@ -52,8 +52,8 @@ test.each(["true", "false"])("no accessibility violations; light: %s", async (is
       can_undo: true,
       can_redo: false,
       patches: [
-        { ...patch, ...rest, number: 1, is_enabled: true, untrusted: "theirs.json" },
-        { ...patch, ...rest, number: 2, is_enabled: false, untrusted: null },
+        { ...patch, ...rest, number: 1, is_enabled: true },
+        { ...patch, ...rest, number: 2, is_enabled: false },
       ],
     },
   });

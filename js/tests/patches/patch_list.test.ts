@@ -129,20 +129,6 @@ describe("what is shown", () => {
     expect(text().split(HOSTILE)).toHaveLength(7);
   });
 
-  it("says of a value that is not trusted why it is not run, and trusts its file", async () => {
-    rig.session([patch(1, { kind: "add", value: "f(\u202e2)", untrusted: HOSTILE }), ONE]);
-    expect(text(items()[0])).toContain("f(\\u202e2)");
-    expect(text(items()[0])).toContain(`code from ${HOSTILE}, which you have not trusted: it is not run`);
-    expect(items()[1]?.querySelector("[data-action=trust]")).toBeNull();
-    const trust = button(`Trust file ${HOSTILE}, which #1 is from`);
-    trust.focus();
-    trust.click();
-    await settled();
-    expect(edits()).toEqual([{ based_on: 1, edit: { action: "trust", number: 1 } }]);
-    rig.session([patch(1, { kind: "add", value: "f(2)" }), ONE]);
-    expect(document.activeElement).toBe(items()[0]?.querySelector("[data-action=enable]"));
-  });
-
   it("says of a patch whose node is gone that it is, and jumps nowhere", () => {
     rig.session([patch(1, { row: -1, shape: null, sliced: null })]);
     expect(text(items()[0])).toContain("not in the graph any more");

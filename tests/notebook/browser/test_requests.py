@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ from torch import nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.notebook.runs import Runs
-from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.expressions import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.browser import Browser
-from graphpatch_notebook.notebook.views.linked import answer, session_state
+from graphpatch_notebook.notebook.views.linked import answer
 
 EMPTY = {"slice": None, "value": None, "name": None, "steps": None, "positions": None, "position_dim": None}
 
@@ -68,27 +66,6 @@ class Front:
 @pytest.fixture
 def front() -> Front:
     return Front()
-
-
-def test_the_browser_trusts_a_file(front: Front, tmp_path: Path) -> None:
-    file, canary = tmp_path / "theirs.json", tmp_path / "canary"
-    front.edit("add", patch=fields("sub_1.relu", "add", value=f"open({str(canary)!r}, 'w').write('1')"))
-    file.write_text(session_file.dumps(front.session), encoding="utf8")
-    session_file.load(front.session, file)
-    value = front.session.chosen.patches[0].value
-    front.edit("change", number=2, patch=fields("sub_1.relu", "add", value=value, slice=":, 0"))
-    assert [one.untrusted for one in session_state(front.session).patches] == [str(file)]
-    error = front.refused("run", inputs=None)
-    assert f"code from '{file}', which you have not trusted" in error["message"]
-    error = front.refused("activation", row=1, plane=None, is_patched=True, inputs=None)
-    assert "which you have not trusted" in error["message"]
-    assert not canary.exists()
-    front.edit("trust", number=2)
-    assert [one.untrusted for one in session_state(front.session).patches] == [None]
-    started = front.ask("run", inputs=None)
-    front.runs.wait(started["id"])
-    assert canary.read_text() == "1"
-    assert session_file.load(front.session, file)[0].untrusted is None
 
 
 def test_edits_are_those_of_the_session(front: Front) -> None:

@@ -213,16 +213,7 @@ def test_export_to_a_file(four: Shell, tmp_path: Path) -> None:
     scope = {"model": Mlp(), "x": torch.ones(3, 4)}
     exec(compile(file.read_text("utf8"), str(file), "exec"), scope)
     assert torch.equal(scope["out"], four.ok("%%graphpatch\npg(x)").value)
-    four.ok(f"%graphpatch export -o '{file}'")
-    written = file.read_text("utf8")
-    file.write_text(written + "mine = 1\n", "utf8")
-    assert "was changed since" in four.refused(f"%graphpatch export -o '{file}'")
-    assert file.read_text("utf8") == written + "mine = 1\n"
-    file.write_text(written, "utf8", newline="\r\n")  # as an editor on another system saves it
-    four.ok(f"%graphpatch export -o '{file}'")
-    file.write_text("mine", "utf8")
-    assert "was not written by %graphpatch export" in four.refused(f'%graphpatch export -o "{file}"')
-    assert file.read_text("utf8") == "mine"
+    assert "would be overwritten" in four.refused(f"%graphpatch export -o '{file}'")
     four.ok(f'%graphpatch export -o "{file}" --force')
     assert "cannot be written" in four.refused(f"%graphpatch export -o {tmp_path}/nope/a.py")
 
@@ -290,27 +281,18 @@ def test_code_of_others_is_shown_and_not_run(four: Shell, tmp_path: Path) -> Non
     assert four.ok(f"%graphpatch load {ours}").out.startswith("loaded 6 patches")  # what was saved here is trusted
     file.write_text(ours.read_text("utf8").replace("2 * x", "4 * x"), "utf8")
 
-    read, shown, how = lines(four.ok(f"%graphpatch load '{file}'").out)
-    assert read.startswith(f"loaded 6 patches from {file}, replacing 6")
-    assert shown == f"these values are code, which does not run until you trust the file: #17 {code}"
-    assert how == f'after you have read them, trust the file: %graphpatch load "{file}" --trust'
-    table = str(four.ok("%graphpatch list").value)
-    assert re.search(r"^17 .*__import__.* not trusted$", table, re.MULTILINE)
-    assert table.count("not trusted") == 1
-    assert table.endswith(f"""does not run until you trust the file: %graphpatch load "{file}" --trust""")
-    assert "__import__" in str(four.ok("%graphpatch export").value)
-    for cell in ("%%graphpatch\npg(x)", "%%graphpatch --only down.output\npg(x)"):
-        refused = four.refused(cell)
-        assert f"SessionError: the value is code from '{file}', which you have not trusted" in refused
+    before, refused = chosen(four), four.refused(f"%graphpatch load '{file}'")
+    assert f"down.output: {code}" in refused
+    assert "2 * x" not in refused
+    assert "--trust" in refused
+    assert chosen(four) == before
     four.ok("%%graphpatch --only up.bias\npg(x)")
-    four.ok("%graphpatch disable #17\n%graphpatch disable #15")
-    four.ok("%%graphpatch\npg(x)")
     assert not canary.exists()
 
     four.ok(f"%graphpatch load '{file}' --trust")
     four.ok("%%graphpatch --only down.output\npg(x)")
     assert canary.exists()
-    assert "until you trust" not in four.ok(f"%graphpatch load '{file}'").out
+    four.ok(f"%graphpatch load '{file}'")
 
 
 # --------------------------------------------------------------------------------------------------------------------
