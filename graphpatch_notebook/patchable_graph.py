@@ -618,8 +618,8 @@ class PatchableGraph(_LikeItsModel):
         return padded(self._captured.tokenizer, texts)[0]
 
     @_or_of_the_model
-    def to_str_tokens(self, texts: Text | Tensor) -> list[Any]:
-        """Returns the text of each token of a text, or of token ids of shape (positions); of several, a list for each.
+    def to_str_tokens(self, texts: Text | Tensor) -> Any:
+        """Returns the text of each token of a text, or of token ids: a list, or lists in the form of a tensor of ids.
 
         Raises:
             GraphError: There is no tokenizer.
@@ -634,11 +634,15 @@ class PatchableGraph(_LikeItsModel):
             >>> pg = PatchableGraph(torch.nn.Embedding(3, 2), "the cat", tokenizer=tokenizer)
             >>> pg.to_str_tokens("cat sat"), pg.to_str_tokens(torch.tensor([0, 2]))
             (['cat', 'sat'], ['the', 'sat'])
+            >>> pg.to_str_tokens(torch.tensor([[0, 1, 9]]).argmax())
+            'sat'
         """
         if (isinstance(texts, Tensor) and texts.ndim > 1) or (isinstance(texts, list) and not is_one_text(texts)):
             several: Any = texts
             return [self.to_str_tokens(each) for each in several]
-        ids = texts.tolist() if isinstance(texts, Tensor) else encoded(self._captured.tokenizer, texts)
+        ids: Any = texts.tolist() if isinstance(texts, Tensor) else encoded(self._captured.tokenizer, texts)
+        if isinstance(ids, int):
+            return token_text(self._captured.tokenizer, ids)
         return [token_text(self._captured.tokenizer, number) for number in ids]
 
     @_or_of_the_model

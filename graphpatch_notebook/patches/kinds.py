@@ -59,8 +59,7 @@ class Patch(Generic[T]):
             sweeps with such patches only share forwards. Subclasses do not inherit it, since they may redefine `op`.
         only_keeps: Whether `op` does nothing but keep the value. Such patches take a short way to the value, and of an
             input of a module they keep an alias of its own, so that gradients are those of this use. Not inherited.
-        is_for_one_run: Whether the patch is for a single forward, which has all positions: `positions` may count from
-            the end, and each of them must be there.
+        is_for_one_run: Whether the patch is for a single forward, which has all positions: each of them must be there.
         stops_run: Whether `op` ends the forward. It runs after all other patches on the node.
         replaces_call: Whether the patch replaces a call of a module: `op` receives what the call passes through (see
             `SkipPatch`), and returns the output of the call.
@@ -78,9 +77,11 @@ class Patch(Generic[T]):
         positions: The positions in the sequence at which the patch has an effect: a number or several, as for `steps`;
             `None` for all. Those in a list that the sequence does not have are reported, as for `steps`. They are
             counted from the start of the sequence, including left padding, independent of the part that a step
-            computes. `op` receives the whole value of the step, and only these positions of its
-            result are used; a patch that only reads receives a copy of these positions. This needs a model that takes
-            `input_ids` or `inputs_embeds`. For nodes of an encoder, positions are those of the encoder's sequence.
+            computes; negative ones from the end of the sequence so far: -1 is the last token of a prompt, and then
+            each token that a step is given. Padding there is a `PatchValueError`. `op` receives the whole value of the
+            step, and only these positions of its result are used; a patch that only reads receives a copy of these
+            positions. This needs a model that takes `input_ids` or `inputs_embeds`. For nodes of an encoder, positions
+            are those of the encoder's sequence.
             With two dimensions (`[[3], [5], [2]]`, or a tensor `ends[:, None]`), they are those of each row of the
             batch. A patch that only reads has them in the order given, and needs as many positions in each row.
         position_dim: The dimension of the value that runs along the sequence. Only needed if an error on entry asks
@@ -158,10 +159,7 @@ class Patch(Generic[T]):
         try:
             for what in ("steps", "positions"):
                 if getattr(self, what) is not None:
-                    may_count_from_end = what == "positions" and self.is_for_one_run
-                    selection(
-                        getattr(self, what), what, allow_empty=self.allow_empty, allow_negative=may_count_from_end
-                    )
+                    selection(getattr(self, what), what, allow_empty=self.allow_empty)
         except ValueError as error:
             return str(error)
         for name in ("any_shape", "allow_empty"):

@@ -76,6 +76,14 @@ class Selection:
         """Whether several numbers are given one by one: a `range` or a slice may go beyond what there is."""
         return isinstance(self.chosen, tuple) and len(self.chosen) > 1
 
+    @property
+    def counts_from_end(self) -> bool:
+        """Whether it has negative numbers."""
+        if callable(self.chosen):
+            return False
+        ends = (self.chosen.start, self.chosen.stop) if isinstance(self.chosen, slice) else self.chosen
+        return any(end is not None and end < 0 for end in ends)
+
     def outside(self, start: int, stop: int) -> list[int]:
         """Returns the numbers given one by one that are not from `start` on and below `stop`.
 
@@ -95,10 +103,10 @@ def _between(numbers: Sequence[int], start: int, stop: int) -> list[int]:
     return [number for number in counted if start <= number < stop]
 
 
-def selection(given: Any, what: str, *, allow_empty: bool = False, allow_negative: bool = False) -> Selection:
+def selection(given: Any, what: str, *, allow_empty: bool = False) -> Selection:
     """Returns the selection for the field `what` of a patch, from what the user wrote.
 
-    With `allow_negative`, numbers may count from the end, which is known where values are read, not patched.
+    Negative positions count from the end. There is no last step, before a generation has ended.
 
     Raises:
         ValueError: `given` is not a selection, or is empty without `allow_empty`.
@@ -122,17 +130,18 @@ def selection(given: Any, what: str, *, allow_empty: bool = False, allow_negativ
             f"not {given!r}"
         ) from None
     if not all(rows or [chosen]) and not allow_empty:
-        repair = "" if allow_negative else "; if that is meant, give the patch allow_empty=True"
-        raise ValueError(f"{what}={given!r} selects nothing{' in a row' if rows else ''}{repair}")
-    ends = (chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
-    if not allow_negative and any(end is not None and end < 0 for end in ends):
         raise ValueError(
-            f"{what}={given!r} counts from the end, which is not known during a generation: count from zero (the last "
-            "position of a step is slice=(slice(None), -1))"
+            f"{what}={given!r} selects nothing{' in a row' if rows else ''}; if that is meant, a patch takes "
+            "allow_empty=True"
         )
     if isinstance(chosen, slice) or isinstance(given, (range, slice)):
-        return Selection(chosen, repr(given))
-    return Selection(chosen, ", ".join(map(str, chosen if rows is None else map(list, rows))), rows)
+        text = repr(given)
+    else:
+        text = ", ".join(map(str, chosen if rows is None else map(list, rows)))
+    found = Selection(chosen, text, rows)
+    if what == "steps" and found.counts_from_end:
+        raise ValueError(f"{what}={given!r} counts from the end, which is not known during a generation")
+    return found
 
 
 def _rows(given: Any) -> tuple[tuple[int, ...], ...] | None:
@@ -148,7 +157,7 @@ def _is_several(given: Any) -> bool:
 
 
 def _chosen(given: Any) -> tuple[int, ...] | slice:
-    if isinstance(given, range) and given and given.step > 0:
+    if isinstance(given, range) and given and given.step > 0 and given.start >= 0:
         given = slice(given.start, given.stop, given.step)
     if isinstance(given, slice):
         start, stop, step = (part if part is None else _whole(part) for part in (given.start, given.stop, given.step))

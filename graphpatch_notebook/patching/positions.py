@@ -91,9 +91,7 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
             "layers treat a dimension as positions); use slice= to choose a part of the value"
         )
     dim, is_encoder = sequence_dim(root, target, patch.position_dim)
-    positions = selection(
-        patch.positions, "positions", allow_empty=patch.allow_empty, allow_negative=patch.is_for_one_run
-    )
+    positions = selection(patch.positions, "positions", allow_empty=patch.allow_empty)
     value, kept = getattr(patch, "value", None), target.kept_dims
     if isinstance(value, Tensor) and 1 == value.dim() < len(kept) and kept[-1] == dim and len(value) > 1:
         raise ValueError(
@@ -478,6 +476,16 @@ class GenerationSteps:
         rows = [(inputs[each.name], each.row) for each in (*tokens, *_ENCODER_INPUTS)]
         step.batch = next((given.shape[row] for given, row in rows if isinstance(given, Tensor) and given.dim()), 1)
         step.encoder_length = _length_among(_ENCODER_INPUTS, inputs)
+        for restriction in self._restrictions:
+            if restriction.positions is not None and restriction.positions.counts_from_end:
+                has_decoder = not restriction.is_encoder and encoder_of(self._root) is not None
+                name = "decoder_attention_mask" if has_decoder else "attention_mask"
+                mask = _input_of(self._root, name, args, kwargs)
+                if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] and not mask[:, -1].all():
+                    raise PatchValueError(
+                        f"positions={restriction.positions} counts from the end, where rows of {name} have padding: "
+                        "pad on the left, or give the positions of each row ([[3], [5]])"
+                    )
         before = self._begun[-1] if self._begun else step
         if step.past == 0 and (step.length or 0) < (before.length or 0):
             raise PatchValueError(

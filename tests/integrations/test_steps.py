@@ -43,6 +43,10 @@ WHERE = [
     *[(name, way, [0, 4]) for name in PATHS for way in ("greedy", "beams", "static-cache", "no-cache")],
     *[("llama-eager", "greedy", chosen) for chosen in SELECTIONS],
 ]
+FROM_THE_END = [
+    *[("llama-eager", way, chosen) for way in ("greedy", "no-cache") for chosen in (-1, [-2, 1], slice(-3, None))],
+    ("t5-sdpa", "beams", -1),
+]
 
 
 def contains(chosen: Any, number: int) -> bool:
@@ -95,7 +99,7 @@ def test_steps_as_with_a_hook_that_counts(name: str, way: str, chosen: Any) -> N
     assert same(expected, found)
 
 
-@pytest.mark.parametrize(("name", "way", "chosen"), WHERE, ids=str)
+@pytest.mark.parametrize(("name", "way", "chosen"), [*WHERE, *FROM_THE_END], ids=str)
 def test_positions_as_with_a_hook_that_counts(name: str, way: str, chosen: Any) -> None:
     model, pg = captured(name)
     attribute_path, path = PATHS[name]
@@ -103,7 +107,7 @@ def test_positions_as_with_a_hook_that_counts(name: str, way: str, chosen: Any) 
     def change(t: Tensor, step: int, past: int) -> Tensor:
         t = t.clone()
         for index in range(t.shape[1]):
-            if contains(chosen, past + index):
+            if contains(chosen, past + index) or contains(chosen, index - t.shape[1]):
                 t[:, index] = t[:, index] * 0.25 - 0.5
         return t
 
@@ -112,6 +116,25 @@ def test_positions_as_with_a_hook_that_counts(name: str, way: str, chosen: Any) 
     with pg.patch({path: CustomPatch(custom_op=lambda t: t.mul_(0.25).sub_(0.5), positions=chosen)}):
         found = generated(pg, padded=True, **WAYS[way])
     assert same(expected, found)
+
+
+def test_a_position_from_the_end_is_no_padding() -> None:
+    model, pg = captured("llama-eager")
+    ids = torch.arange(1, 13).reshape(2, 6)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
+    path = PATHS["llama-eager"][1]
+    with pg.patch({path: ZeroPatch(positions=-1)}), pytest.raises(PatchValueError, match="attention_mask"):
+        pg(ids, attention_mask=mask)
+    with pytest.raises(PatchValueError, match="attention_mask"):
+        pg.record(path, ids, attention_mask=mask, positions=-1)
+    with pg.patch({path: ZeroPatch(positions=-1)}):
+        found = pg(ids, attention_mask=mask.flip(1)).logits
+
+    def last(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return torch.cat([output[:, :-1], torch.zeros_like(output[:, -1:])], 1)
+
+    with registered([model.get_submodule(PATHS["llama-eager"][0]).register_forward_hook(last)]):
+        assert torch.equal(found, model(ids, attention_mask=mask.flip(1)).logits)
 
 
 def test_a_function_on_a_slice_at_some_steps_and_positions() -> None:
@@ -352,7 +375,6 @@ def test_parameters_for_some_steps() -> None:
         (ZeroPatch(steps="foo"), "ZeroPatch: steps must be 'prefill', 'decoding', a whole number"),
         (AddPatch(value=1.0, steps=1.5), "steps must be"),
         (ProbePatch(steps=-1), "steps=-1 counts from the end"),
-        (RecordPatch(positions=-1), "positions=-1 counts from the end"),
         (CustomPatch(custom_op=lambda t: t, positions="prefill"), "positions must be"),
         (ZeroPatch(position_dim=1), r"position_dim=1 has no effect without positions"),
         (ZeroPatch(positions=1, position_dim=3), r"position_dim must be .* not 3"),

@@ -57,10 +57,13 @@ def test_positions_of_rows_have_two_dimensions() -> None:
 
 
 @pytest.mark.parametrize("given", [-1, [1, -2], range(-2, 3), slice(-2, None), slice(None, -1)], ids=str)
-def test_numbers_from_the_end(given: Any) -> None:
-    for what in ("steps", "positions"):
-        with pytest.raises(ValueError, match=f"{what}=.* counts from the end"):
-            selection(given, what)
+def test_positions_count_from_the_end_and_steps_do_not(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"steps=.* counts from the end"):
+        selection(given, "steps")
+    chosen = given if isinstance(given, (list, slice)) else list(given) if isinstance(given, range) else [given]
+    of_all = list(range(7))[chosen] if isinstance(chosen, slice) else [number % 7 for number in chosen]
+    assert sorted(selection(given, "positions").within(0, 7)) == sorted(set(of_all))
+    assert selection(given, "positions").counts_from_end
 
 
 @pytest.mark.parametrize("given", [[], range(0), slice(3, 3), slice(0, 0)], ids=str)

@@ -97,7 +97,6 @@ def test_reading_gives_the_positions_of_each_row(pg: PatchableGraph, path: str) 
     ("patches", "message"),
     [
         ({MLP: ZeroPatch(positions=[[3], 5, [2]])}, "whole numbers for each row"),
-        ({MLP: ZeroPatch(positions=[[3], [-1], [2]])}, "counts from the end"),
         ({MLP: ZeroPatch(positions=[[3], [], [2]])}, "selects nothing in a row"),
         ({MLP: ZeroPatch(positions=[[3], [True], [2]])}, "whole numbers for each row"),
         ({MLP: ProbePatch(positions=[[3], [4, 5], [2]])}, "a different number of positions in some rows"),

@@ -174,7 +174,7 @@ class RowReader:
 
 def _chosen(positions: PositionSelection) -> Selection:
     try:
-        found = selection(positions, "positions", allow_negative=True)
+        found = selection(positions, "positions")
     except ValueError as error:
         raise ExperimentError(str(error)) from None
     if found.rows is not None:
@@ -191,7 +191,7 @@ def is_at(chosen: Selection, position: _Array, from_end: _Array) -> _Array:
         from_end: The same, counted from the end of its example: -1 for the last row.
 
     Example:
-        >>> is_at(selection([0, -1], "positions", allow_negative=True), np.arange(4), np.arange(-4, 0)).tolist()
+        >>> is_at(selection([0, -1], "positions"), np.arange(4), np.arange(-4, 0)).tolist()
         [True, False, False, True]
     """
     numbers: Any = chosen.chosen

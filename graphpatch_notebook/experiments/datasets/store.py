@@ -393,7 +393,7 @@ def _is_among(
     index: np.ndarray[Any, Any], from_end: np.ndarray[Any, Any], wanted: Any, what: str
 ) -> np.ndarray[Any, Any]:
     try:
-        found: np.ndarray[Any, Any] = is_at(selection(wanted, what, allow_negative=True), index, from_end)
+        found: np.ndarray[Any, Any] = is_at(selection(wanted, what), index, from_end)
     except ValueError:
         raise ExperimentError(f"{what}={wanted!r} is not a number, or several") from None
     if not found.any():
