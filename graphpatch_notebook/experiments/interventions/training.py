@@ -223,7 +223,7 @@ class _Runs:
             return None
         kept = self._reader.rows(self._pg, inputs, 0).kept
         try:
-            chosen = selection(positions, "positions", allow_negative=True)
+            chosen = selection(positions, "positions")
         except ValueError as error:
             raise ExperimentError(str(error)) from None
         numbers: Any = chosen.chosen
