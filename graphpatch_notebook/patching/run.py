@@ -388,6 +388,7 @@ class Run(TorchFunctionMode):
     def _with_splice(self, entry: Entry, splice: Frame, value: Any) -> Any:
         """Calls the module of a splice, in which values belong to the plan: as the model's own call of it would."""
         self.stack[-1] = _Frame(nearest_above(splice, self.plan.by_frame))
+        self.stack[-1].sites = None  # the operations around the call are not the model's
         is_under_mode = self.is_under_mode
         self.is_under_mode = is_under_mode and function_mode_depth() >= self._depth  # the mode is off in its handler
         try:

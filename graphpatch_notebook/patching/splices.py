@@ -55,8 +55,8 @@ class Splice(Module):
         """Returns what replaces a value: `decoded` is what the reconstruction is without patches."""
         residue = value - decoded
         error = residue.view_as(residue)
-        # Nothing changed adds exact zeros; `reconstruction + error` would be rounded.
-        result = value + (reconstruction - decoded) + (error - residue)
+        # If nothing changed, these are exact zeros; `reconstruction + error` would be rounded.
+        result = value - (decoded - reconstruction) - (residue - error)
         return result.to(value.dtype)
 
 
@@ -70,19 +70,27 @@ class SaeSplice(Splice):
         given = torch.stack([*sources, value]) if self.is_stacked else (*sources, value)[0]
         read = self.as_read(given)
         skip = getattr(self.sae, "W_skip", None)
-        skipped = 0.0 if skip is None else read @ skip.T
+        skipped = None if skip is None else read @ skip.T
         encoded = _dense(self.sae.encode(read), self.sae)
         # An alias: its gradient is that of what is decoded from it, without what the error takes away again.
         latents = encoded.view_as(encoded)
-        if not self.has_error:
-            reconstruction = self.sae.decode(latents.clone()) + skipped
-            return _checked(reconstruction, value, self.sae).to(value.dtype)
-        state = getattr(self.sae, "__dict__", {})
-        noted = dict(state)  # what `encode` notes, `decode` may use up, as in SAELens with layer_norm
-        decoded = _checked(self.sae.decode(encoded.clone()) + skipped, value, self.sae)
-        state.update(noted)
-        reconstruction = self.sae.decode(latents.clone()) + skipped
-        return self.replaced(value, reconstruction, decoded)
+        decoded = None
+        if self.has_error:
+            state = getattr(self.sae, "__dict__", {})
+            noted = dict(state)  # what `encode` notes, `decode` may use up, as in SAELens with layer_norm
+            decoded = self.decoded(encoded, value, skipped)
+            state.update(noted)
+        written = self.decoded(latents, value, skipped)
+        reconstruction = written.view_as(written)
+        return reconstruction.to(value.dtype) if decoded is None else self.replaced(value, reconstruction, decoded)
+
+    def decoded(self, latents: Tensor, value: Tensor, skipped: Tensor | None) -> Tensor:
+        """Returns what latents are decoded to, checked against the value that it stands for."""
+        found = self.sae.decode(latents.clone())
+        if not isinstance(found, Tensor) or found.shape != value.shape:
+            wanted = f"a tensor of shape {tuple(value.shape)}"
+            raise PatchValueError(f"decode of a {_name(self.sae)} must return {wanted}, not {_shown(found)}")
+        return found if skipped is None else found + skipped
 
 
 class CrossLayerEncoder(Splice):
@@ -140,10 +148,10 @@ class Crosscoder(Module):
         return self.sae.decode(latents.flatten(0, -2))[-1].unflatten(0, latents.shape[:-1])
 
 
-for _method in (
-    Splice.replaced, SaeSplice.forward, CrossLayerEncoder.forward, CrossLayerDecoder.forward, CrossLayerDecoder.decoded
-):  # fmt: skip
-    call_sites.count_as_users(_method.__code__)  # its variables name the nodes
+for _kind in (Splice, SaeSplice, CrossLayerEncoder, CrossLayerDecoder):
+    for _name_of in ("forward", "decoded", "replaced"):  # whose variables name the nodes
+        if (_method := vars(_kind).get(_name_of)) is not None:
+            call_sites.count_as_users(_method.__code__)
 
 
 def _dense(found: Any, sae: Any) -> Tensor:
@@ -151,14 +159,6 @@ def _dense(found: Any, sae: Any) -> Tensor:
     if isinstance(found, Tensor) and found.layout is torch.strided:
         return found
     raise PatchValueError(f"encode of a {_name(sae)} must return a dense tensor, not {_shown(found)}")
-
-
-def _checked(found: Any, value: Tensor, sae: Any) -> Tensor:
-    """Returns what `decode` returned, if it can stand for the value."""
-    if isinstance(found, Tensor) and found.shape == value.shape:
-        return found
-    shape = tuple(value.shape)
-    raise PatchValueError(f"decode of a {_name(sae)} must return a tensor of shape {shape}, not {_shown(found)}")
 
 
 def _shown(value: Any) -> str:
