@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -269,13 +268,19 @@ class Atom:
 
 
 class Study:
-    """What changes in the values of a slice if one of them is changed."""
+    """What changes in the values of a slice if one of them is changed.
+
+    Attributes:
+        run: The slice, run again.
+        tensor: A value in it, without changes; `None` if it could not be computed.
+        atoms: The dimensions of a value, those that are products of two divided into these.
+    """
 
     def __init__(self, flow: Flow, nodes: Collection[Node], dimensions: Dimensions, start: Value) -> None:
         self.flow, self.dimensions, self._start = flow, dimensions, start
         self.run = self._runnable(nodes)
-        self._tensors: dict[Value, Tensor | None] = {}
-        self._atoms: dict[Value, tuple[Atom, ...]] = {}
+        self.tensor = functools.cache(self.run.tensor)
+        self.atoms = functools.cache(self._divided)
         self._reached: dict[Value, dict[Value, Reached]] = {}
 
     def _runnable(self, nodes: Collection[Node]) -> Rerun:
@@ -291,40 +296,26 @@ class Study:
         found = ((value, self.tensor(value)) for value in map(Value, self.run.nodes))
         return [value for value, tensor in found if tensor is not None and tensor.is_floating_point()]
 
-    def tensor(self, value: Value) -> Tensor | None:
-        """Returns a value, without changes; `None` if it could not be computed."""
-        if value not in self._tensors:
-            self._tensors[value] = self.run.tensor(value)
-        return self._tensors[value]
-
     def size(self, value: Value) -> int:
         """Returns how many real numbers a value has; 0 if it could not be computed."""
         tensor = self.tensor(value)
         return 0 if tensor is None else tensor.numel() * (1 + tensor.is_complex())
 
-    def atoms(self, value: Value) -> tuple[Atom, ...]:
-        """Returns the dimensions of a value, those that are products of two divided into these."""
-        if value not in self._atoms:
-            self._atoms[value] = tuple(self._divided(value))
-        return self._atoms[value]
-
-    def _divided(self, value: Value) -> Iterator[Atom]:
-        tensor, spec, known = self.tensor(value), value.spec, self.dimensions
+    def _divided(self, value: Value) -> tuple[Atom, ...]:
+        tensor, spec, known, found = self.tensor(value), value.spec, self.dimensions, list[Atom]()
         if not isinstance(spec, TensorSpec):
-            return
+            return ()
         shape = known.shape_at(spec, self.run.sizes) if tensor is None else tensor.shape
-        outer = [] if value == self._start else [atom.size for atom in self.atoms(self._start) if atom.size > 1]
         for dim, (size, extent) in enumerate(zip(shape, known.extents(spec), strict=True)):
-            if extent is None:
-                options = [[Atom(dim, one), Atom(dim, other)] for one, other in combinations(outer, 2)]
+            parts = [] if extent is None else [Atom(dim, self.run.sizes[group], group) for group in extent.groups]
+            if extent is not None and extent.factor > 1:
+                parts.append(Atom(dim, extent.factor))
+            if len(parts) == 1:
+                found.append(Atom(dim, size, parts[0].group))
             else:
-                factors = [Atom(dim, extent.factor)] if extent.factor > 1 else []
-                options = [[*(Atom(dim, self.run.sizes[group], group) for group in extent.groups), *factors]]
-            if len(options[0] if options else ()) == 1:
-                yield Atom(dim, size, options[0][0].group)
-                continue
-            fitting = (parts for parts in options if len(parts) == 2 and parts[0].size * parts[1].size == size)
-            yield from next(filter(None, (self._ordered(value, parts) for parts in fitting)), [Atom(dim, size)])
+                is_product = len(parts) == 2 and parts[0].size * parts[1].size == size
+                found += (self._ordered(value, parts) if is_product else []) or [Atom(dim, size)]
+        return tuple(found)
 
     def _ordered(self, value: Value, parts: list[Atom]) -> list[Atom]:
         """Returns two factors of a dimension in order, by what the start reaches from one index; `[]` if unknown."""
