@@ -274,20 +274,8 @@ class _ComponentFinder:
         for number, layer in stack.layers.items():
             layer.name = f"{start}layers[{number}]."
             self._add_layer(layer)
-        self._join_missing(f"{start}layers[*].", [*stack.layers.values()])
+        self.found.missing = _joined(self.found.missing, start, len(stack.layers))
         self.found.evidence.stacks.append(stack)
-
-    def _join_missing(self, all_layers: str, layers: Sequence[Layer]) -> None:
-        """Says at once what is missing in all layers of a stack for the same reason."""
-        missing = self.found.missing
-        first = layers[0].name
-        for name, why in list(missing.items()):
-            part = name.removeprefix(first)
-            is_of_all = part != name and not re.search(r"\[\d", part)  # numbers of experts are looked up one by one
-            if is_of_all and all(missing.get(f"{layer.name}{part}") == why for layer in layers):
-                for layer in layers:
-                    del missing[f"{layer.name}{part}"]
-                missing[f"{all_layers}{part}"] = why
 
     def _add_layer(self, layer: Layer) -> None:
         start = layer.name
@@ -400,6 +388,15 @@ class _ComponentFinder:
 
     def _add_value(self, name: str, value: Value, inside: Frame, axes: Axes, *, is_tiled: bool = False) -> None:
         self._add(name, self._trails.path(value, inside), value, axes, is_tiled=is_tiled)
+
+
+def _joined(missing: Mapping[str, str], start: str, layers: int) -> dict[str, str]:
+    """Returns why components are missing, at once for those of all layers of a stack, but for numbered ones."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, why in missing.items():
+        every = re.sub(r"layers\[\d+(?=\]\.(?!.*\[\d))", "layers[*", name) if name.startswith(start) else name
+        names.setdefault((every, why), []).append(name)
+    return {one: why for (every, why), own in names.items() for one in ([every] if len(own) == layers else own)}
 
 
 def _norm_name(kind: str) -> str:

@@ -277,7 +277,7 @@ class Study:
     """
 
     def __init__(self, flow: Flow, nodes: Collection[Node], dimensions: Dimensions, start: Value) -> None:
-        self.flow, self.dimensions, self._start = flow, dimensions, start
+        self.flow, self.dimensions, self.start = flow, dimensions, start
         self.run = self._runnable(nodes)
         self.tensor = functools.cache(self.run.tensor)
         self.atoms = functools.cache(self._divided)
@@ -320,10 +320,10 @@ class Study:
     def _ordered(self, value: Value, parts: list[Atom]) -> list[Atom]:
         """Returns two factors of a dimension in order, by what the start reaches from one index; `[]` if unknown."""
         is_first = set[bool]()
-        for part in parts if value != self._start else ():
+        for part in parts if value != self.start else ():
             same = [
                 j
-                for j, atom in enumerate(self.atoms(self._start))
+                for j, atom in enumerate(self.atoms(self.start))
                 if (atom.group, atom.size) == (part.group, part.size)
             ]
             if len(same) == 1 and (is_outer := self._is_outer(same[0], value, part)) is not None:
@@ -336,7 +336,7 @@ class Study:
         if tensor is None:
             return None
         for index in range(min(size, 2)):
-            new = self.run.tensor(value, self._changed(self._start, j, index, [value]))
+            new = self.run.tensor(value, self._changed(self.start, j, index, [value]))
             is_like = new is not None and new.shape == tensor.shape  # choices may select other numbers of rows
             found.append(_indices(differs(tensor, new), dim) if is_like and new is not None else frozenset())
         other = tensor.shape[dim] // size
@@ -443,10 +443,10 @@ class PartRoles:
     """
 
     def __init__(
-        self, study: Study, start: Value, end: Value, groups: dict[int, str], start_axes: Axes, end_axes: Axes
+        self, study: Study, end: Value, groups: dict[int, str], start_axes: Axes = (), end_axes: Axes = ()
     ) -> None:
-        self.study, self.start, self.end = study, start, end
-        self.groups, self.start_axes, self.end_axes = groups, start_axes, end_axes
+        self.study, self.start, self.end, self.groups = study, study.start, end, groups
+        self.start_axes, self.end_axes = start_axes, end_axes
         self._known: dict[tuple[Value, str], Axes] = {}
 
     def group_role(self, atom: Atom) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal, TypeAlias
 
@@ -34,25 +34,22 @@ _MOST_MAPS = 2
 WriteKind: TypeAlias = Literal["attn", "cross_attn", "mlp", "mixer", "unknown"]
 
 
-@dataclass(slots=True)
-class PartCode:
+class PartCode(PartRoles):
     """What was found out about a part that is the same in several layers, by its nodes in the first of them.
 
     Attributes:
         nodes: The nodes.
-        start, end: The state of the stream that it reads, and what it makes of it.
-        study: What changes in it.
-        parts: The values in it that have names.
+        kind: What it is; empty until that was found.
+        attentions: The attentions in it.
+        parts: The values in it that have names; `None` until these were found.
     """
 
-    nodes: list[Node]
-    start: Value
-    end: Value
-    study: Study
-    roles: PartRoles | None = None
-    kind: WriteKind = "unknown"
-    attentions: list[Attention] = field(default_factory=list)
-    parts: Parts | None = None
+    def __init__(self, nodes: list[Node], study: Study, end: Value, groups: dict[int, str]) -> None:
+        super().__init__(study, end, groups)
+        self.nodes = nodes
+        self.kind: WriteKind | Literal[""] = ""
+        self.attentions: list[Attention] = []
+        self.parts: Parts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +92,7 @@ class Write:
 
     def axes(self, value: Value, last: str = "channel") -> Axes:
         """Returns what the dimensions of a value of `code` are that is laid out like the stream, features `last`."""
-        assert self.code.roles is not None
-        return self.code.roles.axes(value, last)
+        return self.code.axes(value, last)
 
     def is_bent(self, value: Value, end: Value) -> bool | None:
         """Whether a value of `code` is not linear in another one: steps to both sides do not cancel.
@@ -183,7 +179,7 @@ class Writes:
             return [*flow.reads(value.node), *flow.filled.get(value.node, ())] if is_between else []
 
         nodes = {value.node for value in walk([end], before) if before(value)}
-        return PartRoles(Study(flow, nodes, self.dimensions, start), start, end, self.groups, start_axes, end_axes)
+        return PartRoles(Study(flow, nodes, self.dimensions, start), end, self.groups, start_axes, end_axes)
 
     # -- writes --------------------------------------------------------------------------------------------------------
 
@@ -222,20 +218,20 @@ class Writes:
         routed = [frame.path[-1] for frame in frames] if self.flow.choices(nodes) else []  # which experts ran
         key = (start.shape, *routed, *((node.op, node.name, Value(node).shape, next(wires)) for node in nodes))
         if key not in self._codes:
-            self._codes[key] = PartCode(nodes, start, value, Study(self.flow, nodes, self.dimensions, start))
+            self._codes[key] = PartCode(nodes, Study(self.flow, nodes, self.dimensions, start), value, self.groups)
         return found, self._codes[key], start
 
     def _write(self, step: Step, value: Value, layer: Layer) -> Write:
         found, code, state = self._part(step, value, layer)
         flow, inside = self.flow, frozenset(found.inside)
-        if code.roles is None:
-            both = (self.layout(layer, state), layer.axes if len(value.shape) == len(layer.axes) else ())
-            code.roles = PartRoles(code.study, code.start, code.end, self.groups, *both)
+        if not code.kind:
+            code.start_axes = self.layout(layer, state)
+            code.end_axes = layer.axes if len(value.shape) == len(layer.axes) else ()
             others = [
                 each for each in found.outside if each.is_float and not flow.is_held(each) and len(each.shape) > 2
             ]
-            mixes = code.roles.mixes(others)
-            code.attentions = attentions(self.trails, code.roles, inside) if mixes is not False else []
+            mixes = code.mixes(others)
+            code.attentions = attentions(self.trails, code, inside) if mixes is not False else []
             code.kind = self._kind(code, found.states, mixes)
         nodes = dict(zip(code.nodes, sorted(inside, key=flow.order.__getitem__), strict=True))
         return Write(value, code.kind, state, step, inside, code, nodes, self._norm(state, inside))
