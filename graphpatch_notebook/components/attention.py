@@ -108,11 +108,10 @@ class _Finder:
 
     def written_out(self) -> list[Attention]:
         """Returns the attentions whose patterns are values of the code."""
-        by_z: dict[Value, list[tuple[Value, Value, int]]] = {}
+        by_z: dict[Value, list[tuple[Value, int]]] = {}
         for pattern in filter(self._is_pattern, self._study.floats):
             if (found := self._z(pattern)) is not None:
-                z, operand, key = found
-                by_z.setdefault(z, []).append((pattern, operand, key))
+                by_z.setdefault(found[0], []).append((pattern, found[1]))
         # Dimensions that are merged for the product, or added for it, are separate before.
         chosen = {z: min(reversed(found), key=lambda each: self._layout_cost(each[0])) for z, found in by_z.items()}
         made = (self._attention(*found, z) for z, found in chosen.items())
@@ -141,58 +140,47 @@ class _Finder:
             if atoms[e].size > 1 and bool((sums <= 1 + 1e-3).all()) and (sums > 1e-3).float().mean() > 0.5:
                 yield e
 
-    def _z(self, pattern: Value) -> tuple[Value, Value, int] | None:
-        """Returns the first product of a pattern with values, what is multiplied there, and the keys of that.
-
-        This is the pattern, or the result of a map that mixes its heads.
-        """
+    def _z(self, pattern: Value) -> tuple[Value, int] | None:
+        """Returns the first product of a pattern with values, and the keys of the pattern."""
         study, order = self._study, self._flow.order
         later = study.run.later_than(pattern.node)
         targets = sorted((value for value in study.floats if value.node in later), key=lambda each: order[each.node])
         study.ask(pattern, targets)
-        targets = [target for target in targets if study.depends(target, pattern)]
-        alike = [target for target in targets if study.size(target) == study.size(pattern)]
-        for operand, key in product([pattern, *alike], self._keys_of(pattern)):
-            at = key if operand == pattern else study.pairs(pattern, operand, [key]).get(key)
-            after = (target for target in targets if order[target.node] > order[operand.node])
-            z = None if at is None else next((each for each in after if self._is_product(operand, at, each)), None)
-            if at is not None and z is not None:
-                return z, operand, at
-        return None
+        pairs = product(self._keys_of(pattern), (each for each in targets if study.depends(each, pattern)))
+        return next(((z, key) for key, z in pairs if self._is_product(pattern, key, z)), None)
 
-    def _is_product(self, operand: Value, key: int, target: Value) -> bool:
+    def _is_product(self, pattern: Value, key: int, target: Value) -> bool:
         """Whether a value has no keys any more, and channels instead."""
         study, ends = self._study, range(len(self._study.atoms(target)))
-        others = {j for j in range(len(study.atoms(operand))) if j != key}
-        pairs = study.pairs(operand, target, others)
+        others = {j for j in range(len(study.atoms(pattern))) if j != key}
+        pairs = study.pairs(pattern, target, others)
         channels = [e for e in ends if e not in pairs.values() and study.atoms(target)[e].size > 1]
-        has_keys = any(test(operand, key, target, e) for test in (study.is_same, study.is_split) for e in ends)
-        return len(channels) == 1 and not has_keys and all(study.atoms(operand)[j].size == 1 for j in others - {*pairs})
+        has_keys = any(test(pattern, key, target, e) for test in (study.is_same, study.is_split) for e in ends)
+        return len(channels) == 1 and not has_keys and all(study.atoms(pattern)[j].size == 1 for j in others - {*pairs})
 
     # -- what its dimensions are ---------------------------------------------------------------------------------------
 
-    def _attention(self, pattern: Value, operand: Value, key: int, z: Value) -> Attention | None:
+    def _attention(self, pattern: Value, key: int, z: Value) -> Attention | None:
         """Returns an attention; `None` if its keys are no positions: experts of a token, or states of other layers."""
         study, one = self._study, Attention(z=z)
-        pairs = study.pairs(operand, z, [j for j in range(len(study.atoms(operand))) if j != key])
+        pairs = study.pairs(pattern, z, [j for j in range(len(study.atoms(pattern))) if j != key])
         of_z: Names = {e: self._outer(z, e) for e in pairs.values()}
-        is_position = self._roles.group_role(study.atoms(operand)[key]) == "position"
-        if (group := study.atoms(operand)[key].group) is not None:
+        is_position = self._roles.group_role(study.atoms(pattern)[key]) == "position"
+        if (group := study.atoms(pattern)[key].group) is not None:
             self._roles.groups.setdefault(group, "position")
         outer = list(of_z.values())
         if outer.count("query") != 1 or outer.count("head") > 1:  # the latter: heads of keys, and of queries for each
             one.missing = dict.fromkeys(_NAMES, _UNKNOWN_DIMENSIONS)
             return one
         channel = next(e for e, atom in enumerate(study.atoms(z)) if e not in of_z and atom.size > 1)
-        v, query = self._values(operand, z, channel), next(e for e, name in of_z.items() if name == "query")
+        v, query = self._values(pattern, z, channel), next(e for e, name in of_z.items() if name == "query")
         of_v = {} if v is None else self._by_target(v, z, of_z | {channel: "channel"}, "key")
         if not is_position:  # experts of a token, and states of other layers, are read at one position
             keys = [] if v is None or v.node.kind in HELD_KINDS else [j for j, name in of_v.items() if name == "key"]
             read = [each for j in keys if v is not None for each in study.hits(v, j, z, query).values()]
             if "query" in of_v.values() or all(len(each) == 1 for each in read):
                 return None
-        of_operand = {j: of_z[e] for j, e in pairs.items()} | {key: "key"}
-        of_pattern = of_operand if operand == pattern else self._by_target(pattern, operand, of_operand, "head")
+        of_pattern = {j: of_z[e] for j, e in pairs.items()} | {key: "key"}
         found, before = self._scores_before(pattern, of_pattern)
         of_z[channel] = "channel"
         operands: dict[str, tuple[Value, Names]] = {}
@@ -291,8 +279,7 @@ class _Finder:
                 if "key" not in each.values() and study.size(read) == study.size(value):  # of a softmax, all change
                     each = self._by_target(read, value, names[value], "key")
                 if {"query", "key"} <= {*each.values()} and read not in names:
-                    rest = self._rest(read, each)  # heads, if these are mixed: scores have no channels
-                    names[read] = each | ({rest[0]: "head"} if len(rest) == 1 and "head" not in each.values() else {})
+                    names[read] = each
                     waiting.append(read)
         return None, names
 

@@ -322,9 +322,7 @@ class Study:
         is_first = set[bool]()
         for part in parts if value != self.start else ():
             same = [
-                j
-                for j, atom in enumerate(self.atoms(self.start))
-                if (atom.group, atom.size) == (part.group, part.size)
+                j for j, atom in enumerate(self.atoms(self.start)) if (atom.group, atom.size) == (part.group, part.size)
             ]
             if len(same) == 1 and (is_outer := self._is_outer(same[0], value, part)) is not None:
                 is_first.add(is_outer == (part is parts[0]))
@@ -580,14 +578,8 @@ def joined(atoms: Sequence[Atom], names: Sequence[str | None]) -> Axes:
     by_dim: dict[int, list[str | None]] = {}
     for atom, name in zip(atoms, names, strict=True):
         by_dim.setdefault(atom.dim, []).append(name)
-    return tuple(map(_joined, by_dim.values()))
-
-
-def _joined(names: list[str | None]) -> str | None:
-    known = [name for name in names if name is not None]
-    if len(known) < len(names):
-        return None
-    return "token" if known == ["batch", "position"] else "_".join(known)
+    texts = (None if None in own else "_".join(map(str, own)) for own in by_dim.values())
+    return tuple("token" if text == "batch_position" else text for text in texts)
 
 
 def _chosen(size: int) -> list[int]:

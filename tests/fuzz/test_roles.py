@@ -206,12 +206,13 @@ class OtherAttention(nn.Module):
             place = torch.arange(length)
             scores = scores.masked_fill((place[:, None] - place).abs() > 1, float("-inf"))
         pattern = scores.softmax(-1)
+        if self.kind == "talking":  # which have no names inside: a head of the pattern is none of the values
+            return torch.einsum(f"bhij,{letters}->bhid", torch.einsum("bhij,hg->bgij", pattern, self.mixing[1]), v)
         for name, value, each in (("q", q, "b h t c"), ("k", k, axes), ("v", v, axes)):
             keep(f"{start}.{name}", value, each)
         keep(f"{start}.scores", scores, "b h q k")
         keep(f"{start}.pattern", pattern, "b h q k")
-        shares = torch.einsum("bhij,hg->bgij", pattern, self.mixing[1]) if self.kind == "talking" else pattern
-        z = torch.einsum(f"bhij,{letters}->bhid", shares, v)
+        z = torch.einsum(f"bhij,{letters}->bhid", pattern, v)
         keep(f"{start}.z", z, "b h t c")
         return z
 

@@ -31,7 +31,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "merged, heads first": {"layout": "(h b) t c", "softmax": "written out", "sharing": 2},
     "einsum": {"layout": "t b h c", "split": "einsum", "softmax": "sinks", "rotary": True},
     "shared keys": {"kind": "shared keys"},
-    "talking": {"kind": "talking", "is_sequence_first": True},
 }
 
 
