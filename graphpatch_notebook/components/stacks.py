@@ -221,63 +221,29 @@ class _Finder:
 
     # -- chains --------------------------------------------------------------------------------------------------------
 
-    def _chains(self) -> list[tuple[bool, list[Step]]]:
-        """Returns the trails of the streams, and whether they are inside of what is added to another; these last."""
-        order, taken = self._flow.order, set[Value]()
-        found: list[list[Step]] = []
+    def _chains(self) -> list[list[Step]]:
+        """Returns the trails of the streams, in order: each as long as it can be, the deepest first."""
+        order, taken, found = self._flow.order, set[Value](), list[list[Step]]()
         for end in sorted(self._steps, key=lambda end: (-self._depth[end], -order[end.node])):
-            steps: list[Step] = []
-            state = end
+            steps, state = list[Step](), end
             while state in self._steps and state not in taken:
                 taken.add(state)
                 steps = [*self._steps[state], *steps]
                 state = steps[0].source
-            if any(self._has_matrix(step) for step in steps):
+            if any(map(self._has_matrix, steps)):
                 found.append(steps)
-        frames = list(map(self._around, found))
-        found = [steps for steps, frame in zip(found, frames, strict=True) if self._computes(frame, steps)]
-        inside, last = list(map(self._computed, found)), [steps[-1].result.node for steps in found]
-        numbers = range(len(found))
-
-        def is_in(n: int, m: int) -> bool:
-            return n != m and last[n] in inside[m] and (last[m] not in inside[n] or m < n)
-
-        return sorted(
-            ((any(is_in(n, m) for m in numbers), found[n]) for n in numbers),
-            key=lambda each: (each[0], order[each[1][0].source.node]),
-        )
-
-    def _computes(self, frame: Frame, steps: Iterable[Step]) -> bool:
-        """Whether what is added along a chain is computed in the frame that adds."""
-        values = (step.other for step in steps if step in self._slices and step.other is not None)
-        return any(frame in self._flow.frames_around(value) for value in values)
+        return sorted(found, key=lambda steps: order[steps[0].source.node])
 
     def _has_matrix(self, step: Step) -> bool:
         nodes = self._slices[step].inside if step in self._slices else ()
         return any(node.kind == "call" or (node.kind == "parameter" and len(Value(node).shape) > 1) for node in nodes)
 
-    def _computed(self, steps: Iterable[Step]) -> set[Node]:
-        """Returns the nodes that compute what is added, and depend on the stream."""
-        flow, found = self._flow, set[Node]()
-        for part in (self._slices[step] for step in steps if step in self._slices):
-            own = {state.node for state in part.states}
-            for node in sorted(part.inside, key=flow.order.__getitem__):
-                if any(read.node in own for read in flow.reads(node)):
-                    own.add(node)
-            found |= own & part.inside
-        return found
-
     # -- layers --------------------------------------------------------------------------------------------------------
 
     def found(self) -> list[Stack]:
         """Returns the stacks of lists and loops; if there are none, the longest chain in no list is one layer."""
-        for is_nested, steps in self._chains():
-            members = {key for layers in self._members.values() for key in layers}
-            frame = self._around(steps)
-            # Such as the bottom of a U between its ends; but not what is in one layer.
-            is_own = members.isdisjoint(map(id, frame.frames_above())) and _are_alike(self._groups(frame, steps))
-            if not is_nested or is_own:
-                self._divide(steps)
+        for steps in self._chains():
+            self._divide(steps)
         found = [*(self._stack(*key, members) for key, members in self._members.items()), *self._loops]
         found = found or sorted(self._alone, key=lambda stack: -len(stack.first.steps))[:1]
         return sorted(found, key=lambda stack: self._flow.order[stack.first.start.value.node])
@@ -328,7 +294,7 @@ class _Finder:
             for group in groups:
                 self._add(group[0].frame, steps)
         else:
-            layers = self._layers(frame, groups)
+            layers = [self._layer(frame, _steps_of(group)) for group in groups]
             if len(layers) == 1 and (whole := self._cut(frame, steps)) is not None:
                 layers = [whole]
             stems = {_number(call)[0] for call in calls if call is not None and _number(call)[1]}
@@ -354,8 +320,7 @@ class _Finder:
                 len(each) > 1 and not (_is_one(each[0]) and _are_alike(each)) for each in numbered
             ):
                 return [[unit for group in each for unit in group] for each in numbered]
-        is_counted = all(map(_stem, calls)) and (_are_alike(own) or min(map(len, own)) > 1)
-        is_listed = is_counted or any(_container(call) is not None for call in calls)
+        is_listed = any(_container(call) is not None for call in calls)
         return own if is_listed and all(unit.adds for unit in units) else _repeated(units)
 
     def _units(self, frame: Frame, steps: Iterable[Step]) -> list[_Unit]:
@@ -411,28 +376,10 @@ class _Finder:
             self._members.setdefault((frame.parent, stem), {}).setdefault(id(frame), layer)
 
     def _stack(self, frame: Frame, stem: _Stem, layers: dict[int, Layer]) -> Stack:
-        """Returns the stack of a list; what is in front of its layers and behind them may be other parts."""
+        """Returns the stack of a list."""
         members = [call.frame for call in frame.calls() if _stem(call) == stem]
-        classes = {type(layer.frame.module) for layer in layers.values()}
-        is_like = [
-            id(each) in layers or each.opaque_reason is not None or type(each.module) in classes for each in members
-        ]
-        members = members[is_like.index(True) : len(is_like) - is_like[::-1].index(True)]
         found = {number: layers[id(each)] for number, each in enumerate(members) if id(each) in layers}
         return Stack("", frame, stem[0], found, {n: each for n, each in enumerate(members) if n not in found})
-
-    def _layers(self, frame: Frame, groups: Sequence[_Group]) -> list[Layer]:
-        """Returns the layers that are steps of a loop in a frame."""
-        parts = list(map(_steps_of, groups))
-        for number, group in enumerate(groups[1:], 1):  # norms behind an addition belong to what was added
-            lead = max((n + 1 for n, step in enumerate(group[0].steps) if step.kind == "norm"), default=0)
-            parts[number - 1] += parts[number][:lead]
-            del parts[number][:lead]
-        if len(parts) > 1 and parts[0][-1].kind == "norm":
-            last = parts[-1][-1].result
-            norms = [norm for norm in self._trails.norms.values() if norm.given.value == last]
-            parts[-1] += [Step("norm", norm.returned.value, last) for norm in norms[:1]]
-        return [self._layer(frame, part) for part in parts]
 
     def _layer(self, frame: Frame, steps: list[Step]) -> Layer:
         start, end = (Place(self._trails.path(each, frame), each) for each in (steps[0].source, steps[-1].result))
