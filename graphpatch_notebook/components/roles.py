@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -306,15 +307,18 @@ class Study:
         if not isinstance(spec, TensorSpec):
             return ()
         shape = known.shape_at(spec, self.run.sizes) if tensor is None else tensor.shape
+        outer = () if value == self.start else (atom.size for atom in self.atoms(self.start) if atom.size > 1)
+        pairs = list(combinations(outer, 2))  # of which one may be a dimension of unknown sizes
         for dim, (size, extent) in enumerate(zip(shape, known.extents(spec), strict=True)):
-            parts = [] if extent is None else [Atom(dim, self.run.sizes[group], group) for group in extent.groups]
-            if extent is not None and extent.factor > 1:
-                parts.append(Atom(dim, extent.factor))
-            if len(parts) == 1:
-                found.append(Atom(dim, size, parts[0].group))
+            options = [[Atom(dim, one), Atom(dim, other)] for one, other in pairs]
+            if extent is not None:
+                factors = [Atom(dim, extent.factor)] if extent.factor > 1 or not extent.groups else []
+                options = [[*(Atom(dim, self.run.sizes[group], group) for group in extent.groups), *factors]]
+            if len(options[0] if options else ()) == 1:
+                found.append(Atom(dim, size, options[0][0].group))
             else:
-                is_product = len(parts) == 2 and parts[0].size * parts[1].size == size
-                found += (self._ordered(value, parts) if is_product else []) or [Atom(dim, size)]
+                fitting = (each for each in options if len(each) == 2 and each[0].size * each[1].size == size)
+                found += next(filter(None, (self._ordered(value, each) for each in fitting)), [Atom(dim, size)])
         return tuple(found)
 
     def _ordered(self, value: Value, parts: list[Atom]) -> list[Atom]:
