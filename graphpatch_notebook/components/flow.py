@@ -93,11 +93,6 @@ class Value(NamedTuple):
         return self.dtype is not None and self.dtype.is_floating_point
 
     @property
-    def is_integer(self) -> bool:
-        """Whether it is a tensor of integers."""
-        return self.dtype in _INTEGERS
-
-    @property
     def is_mask(self) -> bool:
         """Whether it is a tensor of truth values."""
         return self.dtype == torch.bool
@@ -296,7 +291,7 @@ class Flow:
     def choices(self, nodes: Iterable[Node]) -> list[Node]:
         """Returns the operations that choose by numbers, in order: their results are integers that are read."""
         reads = (read for node in sorted(nodes, key=self.order.__getitem__) for read in self.reads(node))
-        found = (read.node.whole for read in reads if read.is_integer)
+        found = (read.node.whole for read in reads if read.dtype in _INTEGERS)
         return list(dict.fromkeys(node for node in found if any(each.is_float for each in self.moving(node))))
 
     def is_linear_map(self, value: Value) -> bool:

@@ -376,8 +376,11 @@ class _Finder:
             self._members.setdefault((frame.parent, stem), {}).setdefault(id(frame), layer)
 
     def _stack(self, frame: Frame, stem: _Stem, layers: dict[int, Layer]) -> Stack:
-        """Returns the stack of a list."""
+        """Returns the stack of a list; what is in front of its layers and behind them may be other parts."""
         members = [call.frame for call in frame.calls() if _stem(call) == stem]
+        classes = {type(layer.frame.module) for layer in layers.values()}
+        is_like = [each.opaque_reason is not None or type(each.module) in classes for each in members]
+        members = members[is_like.index(True) : len(is_like) - is_like[::-1].index(True)]
         found = {number: layers[id(each)] for number, each in enumerate(members) if id(each) in layers}
         return Stack("", frame, stem[0], found, {n: each for n, each in enumerate(members) if n not in found})
 

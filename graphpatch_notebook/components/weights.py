@@ -28,7 +28,6 @@ from graphpatch_notebook.patching.sharding import is_distributed
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.values import ContainerSpec, take
 
-WeightSide: TypeAlias = Literal["outputs", "inputs"]
 WeightIndex: TypeAlias = "int | slice"
 
 _FARTHEST = 60
@@ -126,7 +125,7 @@ class Projection:
     """
 
     map: _LinearMap
-    side: WeightSide
+    side: Literal["outputs", "inputs"]
     heads: Tensor
     are_separate: bool = True
 
