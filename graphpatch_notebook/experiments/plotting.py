@@ -167,7 +167,7 @@ def show_heatmap(
         >>> result = xarray.DataArray([[1.0, 2.0]], {"path": ["h_0"]}, ["path", "position"], name="effect")
         >>> heatmap = show_heatmap(result, tokens=["The", " cat"])
         >>> heatmap.observe(lambda change: print("selected", change["new"]), "selected")
-        >>> heatmap.selected = ("h_0", 1)  # what a click does
+        >>> heatmap.cell = [0, 1]  # what a click does
         selected ('h_0', 1)
     """
     from graphpatch_notebook.notebook.views.results import ResultHeatmap
@@ -246,7 +246,7 @@ def show_circuit(circuit: Circuit) -> CircuitView:
         >>> edges = (Edge("@embed", "@logits", 2.0),)
         >>> view = show_circuit(Circuit(edges, {"@logits": ()}, candidates=1, clean=2.0, corrupted=0.0))
         >>> view.observe(lambda change: print("pinned", change["new"]), "selected")
-        >>> view.selected = "@embed"  # what a click does
+        >>> view.pinned = ["node", 0]  # what a click does
         pinned @embed
     """
     from graphpatch_notebook.notebook.views.results import CircuitView

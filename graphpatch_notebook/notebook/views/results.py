@@ -47,8 +47,7 @@ class ResultHeatmap(DisplayedWidget):
 
     Attributes:
         selected: The coordinates of the cell that was clicked, in the order of the heatmap's rows and columns, such
-            as `("transformer.h_3.mlp.output", 5)`; `None` if no cell is selected. Set it to select a cell, and use
-            `observe` to react to clicks.
+            as `("transformer.h_3.mlp.output", 5)`; `None` if no cell is selected. Use `observe` to react to clicks.
 
     Example:
         >>> import xarray
@@ -57,16 +56,18 @@ class ResultHeatmap(DisplayedWidget):
         >>> heatmap = show_heatmap(result)
         >>> heatmap
         <Heatmap of effect, 1 x 2 (path x position), from 1 to 2>
-        >>> heatmap.selected = ("h_0", 1)
-        >>> result.sel(path="h_0").isel(position=heatmap.selected[1]).item()
-        2.0
+        >>> heatmap.cell = [0, 1]  # what a click does
+        >>> heatmap.selected
+        ('h_0', 1)
         >>> heatmap.close()
     """
 
     heatmap = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
     values = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     cell: Any = traitlets.List(traitlets.Int(), default_value=None, allow_none=True).tag(sync=True)
-    selected: Any = traitlets.Tuple(traitlets.Any(), traitlets.Any(), default_value=None, allow_none=True)
+    selected: Any = traitlets.Tuple(
+        traitlets.Any(), traitlets.Any(), default_value=None, allow_none=True, read_only=True
+    )
 
     FRONT_END: ClassVar[Mapping[str, Any]] = {"cell": tuple[Natural, Natural] | None}
 
@@ -96,30 +97,13 @@ class ResultHeatmap(DisplayedWidget):
 
     _checked_cell = traitlets.validate("cell")(DisplayedWidget.checked)
 
-    @traitlets.validate("selected")
-    def _checked_coordinates(self, proposal: Any) -> Any:
-        if proposal["value"] is not None:
-            self._place(proposal["value"])
-        return proposal["value"]
-
     @traitlets.observe("cell")
     def _follow_cell(self, change: Any) -> None:
-        cell = change["new"]
-        if cell is None:
-            self.selected = None
-        elif self.selected is None or self._cells.cell_of(*self._place(self.selected)) != cell:
-            row, column = self._cells.places[cell[0], cell[1]]
-            self.selected = (self.grid.rows.values[row], self.grid.columns.values[column])
-
-    @traitlets.observe("selected")
-    def _follow_coordinates(self, change: Any) -> None:
-        chosen = change["new"]
-        self.cell = None if chosen is None else self._cells.cell_of(*self._place(chosen))
-
-    def _place(self, chosen: tuple[Any, Any]) -> tuple[int, int]:
-        """Returns the row and the column of the grid at these coordinates."""
-        row, column = (_index(side, value) for side, value in zip(self._sides, chosen, strict=True))
-        return row, column
+        chosen = None
+        if change["new"] is not None:
+            row, column = self._cells.places[tuple(change["new"])]
+            chosen = self.grid.rows.values[row], self.grid.columns.values[column]
+        self.set_trait("selected", chosen)
 
     @property
     def _sides(self) -> tuple[Side, Side]:
@@ -132,15 +116,6 @@ class ResultHeatmap(DisplayedWidget):
 
     def _static_html(self) -> str:
         return static_heatmap(self.grid, self._title, is_upward=self._cells.is_upward)
-
-
-def _index(side: Side, value: Any) -> int:
-    try:
-        return side.values.index(str(value) if isinstance(side.values[0], str) else value)
-    except ValueError:
-        known = ", ".join(repr(one) for one in side.values[:3])
-        message = f"this heatmap has no {side.name} {value!r}; its {len(side.values)} values start with {known}"
-        raise traitlets.TraitError(message) from None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -184,11 +159,6 @@ class ResultCells:
         shown = values[found[..., 0], found[..., 1]]
         found[..., 0] = order[found[..., 0]]
         return cls(grid, shown, found, block, is_upward)
-
-    def cell_of(self, row: int, column: int) -> list[int]:
-        """Returns the cell that contains a value of the grid."""
-        seen = len(self.grid.values) - 1 - row if self.is_upward else row
-        return [seen // self.block[0], column // self.block[1]]
 
     def packed(self) -> bytes:
         """Returns the values as little-endian float32 in row-major order."""
@@ -412,7 +382,7 @@ class CircuitView(DisplayedWidget):
     Attributes:
         selected: What is pinned: the name of a component, such as `"layers[1].attn.heads[2].z"`, or the sender and
             receiver of an edge, as a tuple; `None` if nothing is. In circuits with positions, a tuple that ends with
-            the position. Set it to pin something, and use `observe` to react to clicks.
+            the position. Use `observe` to react to clicks.
 
     Example:
         >>> from graphpatch_notebook.experiments import Circuit, Edge, show_circuit
@@ -421,14 +391,13 @@ class CircuitView(DisplayedWidget):
         >>> view = show_circuit(Circuit(edges, feeds, candidates=3, clean=2.0, corrupted=0.0))
         >>> view
         <CircuitView of 2 of 3 edges>
-        >>> view.selected = "layers[0].mlp_out"
         >>> view.close()
     """
 
     circuit = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
     model_id = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
     pinned: Any = traitlets.List(default_value=None, allow_none=True).tag(sync=True)
-    selected: Any = traitlets.Any(default_value=None)
+    selected: Any = traitlets.Any(default_value=None, read_only=True)
 
     FRONT_END: ClassVar[Mapping[str, Any]] = {"pinned": tuple[str, Natural] | None}
 
@@ -437,9 +406,9 @@ class CircuitView(DisplayedWidget):
         state = picture_of(circuit)
         self.set_trait("circuit", state)
         self.set_trait("model_id", self._own_id)
-        self._places: dict[Any, list[Any]] = {
-            **{_key(node, "name"): ["node", number] for number, node in enumerate(state["nodes"])},
-            **{_key(edge, "sender", "receiver"): ["edge", number] for number, edge in enumerate(state["edges"])},
+        self._names: dict[Any, Any] = {
+            **{("node", number): _key(node, "name") for number, node in enumerate(state["nodes"])},
+            **{("edge", number): _key(edge, "sender", "receiver") for number, edge in enumerate(state["edges"])},
         }
         super().__init__()
 
@@ -447,28 +416,14 @@ class CircuitView(DisplayedWidget):
 
     def _check(self, name: str, value: Any) -> None:
         super()._check(name, value)
-        if value is not None and [*value] not in self._places.values():
+        if value is not None and tuple(value) not in self._names:
             raise traitlets.TraitError(f"{value!r} is not in the picture")
 
     _checked_pinned = traitlets.validate("pinned")(DisplayedWidget.checked)
 
-    @traitlets.validate("selected")
-    def _checked_selection(self, proposal: Any) -> Any:
-        chosen = proposal["value"]
-        if chosen is not None and chosen not in self._places:
-            raise traitlets.TraitError(
-                f"{chosen!r} is not in the picture; it shows {len(self._places)} components and edges, such as "
-                + ", ".join(map(repr, list(self._places)[:3]))
-            )
-        return chosen
-
     @traitlets.observe("pinned")
     def _follow_pinned(self, change: Any) -> None:
-        self.selected = next((name for name, place in self._places.items() if place == change["new"]), None)
-
-    @traitlets.observe("selected")
-    def _follow_selection(self, change: Any) -> None:
-        self.pinned = None if change["new"] is None else self._places[change["new"]]
+        self.set_trait("selected", self._names.get(tuple(change["new"] or ())))
 
     # -- display -------------------------------------------------------------------------------------------------------
 

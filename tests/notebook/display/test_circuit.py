@@ -9,7 +9,6 @@ import comm
 import ipywidgets
 import pytest
 import torch
-import traitlets
 from IPython.core.interactiveshell import InteractiveShell
 
 from graphpatch_notebook import PatchableGraph
@@ -61,10 +60,6 @@ def test_what_is_pinned_is_checked_and_selected() -> None:
     assert seen == [f"{HEAD}.z", ("@embed", f"{HEAD}.v"), None]
     view.set_state({"circuit": {}})
     assert view.circuit["summary"]
-    view.selected = "@embed"
-    assert view.pinned == ["node", 0]
-    with pytest.raises(traitlets.TraitError, match=r"'@embeds'.*'@embed'"):
-        view.selected = "@embeds"
 
 
 def test_a_browser_shows_a_circuit_whose_nodes_are_rows() -> None:
