@@ -28,7 +28,6 @@ from graphpatch_notebook import (
 )
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability
-from graphpatch_notebook.experiments.engine import runner
 from graphpatch_notebook.values import digest
 from tests.distributed import sweep_to_kill
 
@@ -100,35 +99,6 @@ def test_an_interrupt_keeps_what_is_done(pg: PatchableGraph, tmp_path: Path, has
     if has_checkpoint:
         assert swept(pg, act, **options).identical(whole)
         assert len(runs) == 5 + 2
-
-
-def test_an_interrupt_within_a_group_keeps_its_finished_cells(
-    pg: PatchableGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A group of cells that share a forward may take long: its metric, or cells that then run one by one."""
-    monkeypatch.setattr(runner, "_OFTEN", 0.0)
-    calls: list[int] = []
-
-    def metric(output: torch.Tensor) -> torch.Tensor:
-        calls.append(0)
-        if len(calls) == 30:
-            interrupt()
-        return output.sum()
-
-    def swept(**options: Any) -> Any:
-        def patches(value: int) -> dict[str, AddPatch]:
-            return {"sub_1.output": AddPatch(value=float(value), slice=(slice(None), 0))}
-
-        return pg.sweep({"value": range(40)}, patches, X, batch=8, progress=False, **options)
-
-    options = {"checkpoint": tmp_path / "sweep", "checkpoint_key": "1"}
-    with pytest.raises(SweepInterrupted) as caught:
-        swept(metric=metric, **options)
-    finished = int(np.isfinite(caught.value.result).sum())
-    assert finished % 8 > 1
-    before = len(calls)
-    assert np.allclose(swept(metric=metric, **options), swept(metric=torch.sum))
-    assert len(calls) - before <= 40 - finished + 4  # the run without patches, and checks
 
 
 def failing(path: str, unit: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -57,7 +56,6 @@ _COARSE = 3e-2
 
 _MOST_SHOWN = 10
 _UNFIT = "they patch values without rows, or steps or positions that one forward does not have"
-_OFTEN = 1.0  # seconds, after which results of a group are handed over
 
 
 @dataclass(frozen=True)
@@ -181,14 +179,11 @@ class CellRunner:
     Attributes:
         baseline: The run without patches.
         remarks: Messages for the user about how the cells ran.
-        keep: Is given results of a group of cells before all of the group is done, if that takes long; may be set.
 
     Raises:
         UnknownPathError, PatchMapError: Patch maps are invalid; one error lists all problems.
         ExperimentError: The metric does not return numbers.
     """
-
-    keep: Callable[[Sequence[CellResult]], object] | None = None
 
     def __init__(self, pg: PatchableGraph, request: Request, cells: Sequence[Cell]) -> None:
         self.remarks: list[str] = []
@@ -196,8 +191,7 @@ class CellRunner:
         self._copies = PatchCopies()
         self._shared: list[Cell] = []
         self._entries: list[list[Entry]] = []
-        self._has_run = self._is_checked = False
-        self._kept_at, self._finished = time.monotonic(), list[CellResult]()
+        self._has_run = False
         self._why: str | None = None  # why cells run as in a plain loop
         self._targets: dict[str, Target] = {}
         most = 0
@@ -302,9 +296,7 @@ class CellRunner:
                 found = self._together(forwards, numbers)
                 if count == 0:
                     self._check(numbers, found)
-                    self._is_checked = True
                 yield found
-                self._kept_at, self._finished = time.monotonic(), []
             if others := [cells[number] for number in rest if number not in {*fitting}]:
                 self._remark(f"{len(others):,} of {len(cells):,} cells ran one by one: {_UNFIT}")
                 yield from ([self._alone(cell)] for cell in others)
@@ -337,7 +329,7 @@ class CellRunner:
         except Exception as error:  # for lack of memory, or one cell alone is the cause
             self._remark(f"some cells ran one by one: together they raised {type(error).__name__}")
         if not half:
-            return [self._kept(self._alone(self._shared[number])) for number in numbers]
+            return [self._alone(self._shared[number]) for number in numbers]
         return [*self._together(forwards, numbers[:half]), *self._together(forwards, numbers[half:])]
 
     def _results(self, forwards: SharedForwards, numbers: Sequence[int]) -> list[CellResult]:
@@ -347,19 +339,10 @@ class CellRunner:
             for at, (cell, output) in enumerate(zip(cells, outputs, strict=True)):
                 own = self._measured(output)
                 is_enough = more is None or self.baseline.is_close(own, self._measured(more[at]))
-                found.append(self._kept(CellResult(cell.number, own if is_enough else None)))
+                found.append(CellResult(cell.number, own if is_enough else None))
         return [
-            self._kept(self._alone(cell)) if each.measurement is None else each
-            for each, cell in zip(found, cells, strict=True)
+            self._alone(cell) if each.measurement is None else each for each, cell in zip(found, cells, strict=True)
         ]
-
-    def _kept(self, result: CellResult) -> CellResult:
-        """Returns a result; from time to time, hands over those of its group so far, if cells may share runs."""
-        self._finished += [] if result.measurement is None else [result]
-        if self.keep is not None and self._is_checked and time.monotonic() > self._kept_at + _OFTEN:
-            self.keep(self._finished)
-            self._kept_at, self._finished = time.monotonic(), []
-        return result
 
     def _measured(self, output: Any) -> Measurement | None:
         """Returns the metric; `None` if it fails, as it may read an output that was skipped."""

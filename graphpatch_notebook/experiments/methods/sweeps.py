@@ -92,7 +92,6 @@ def run_sweep(
 
     def run() -> None:
         if executor is None:
-            runner.keep = ledger.keep
             for results in runner.run():
                 ledger.baseline = runner.baseline.measurement
                 ledger.keep(results)
