@@ -1004,10 +1004,11 @@ class PatchableGraph(_LikeItsModel):
                 pure function. It is first called on the run without patches.
             batch: The number of cells in one forward, `"auto"`, or `None` for one cell at a time.
             progress: Whether to show the progress, the cells per second, and the remaining time.
-            checkpoint: The name of a folder to which finished cells are saved, forward by forward. After an interrupt, a
-                crash or a power cut, the same call continues from it; cells that failed run again. The folder of another
-                sweep (with other axes, patches, metric, inputs, weights, metric without patches, or `checkpoint_key`)
-                is refused and left unchanged. As with `executor`, all patch maps are made before any cell runs.
+            checkpoint: The name of a folder to which finished cells are saved, forward by forward. After an interrupt,
+                a crash or a power cut, the same call continues from it; cells that failed run again. The folder of
+                another sweep (with other axes, patches, metric, inputs, weights, metric without patches, or
+                `checkpoint_key`) is refused and left unchanged. As with `executor`, all patch maps are made before any
+                cell runs.
             checkpoint_key: A text that identifies the version of your functions; change it when you change them or what
                 they refer to. `checkpoint` requires it unless patches are `ZeroPatch`, `AddPatch` and `ReplacePatch`.
             executor: Runs the chunks, in any order: an executor as in `concurrent.futures`, whose method `submit`
