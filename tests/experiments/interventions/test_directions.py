@@ -13,15 +13,25 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from graphpatch_notebook import AddPatch, ExperimentError, PatchableGraph, UnknownPathError
@@ -214,6 +224,31 @@ def test_weights_without_a_direction_equal_projections_of_all_that_is_written(bu
     by_weights = pg.edit(patches)
     assert torch.allclose(by_weights(IDS).logits, expected, atol=1e-4)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+OTHERS: list[Callable[[], Any]] = [
+    lambda: OPTForCausalLM(OPTConfig(**SIZES, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=WIDTH)),
+    lambda: FalconForCausalLM(FalconConfig(**SIZES, num_attention_heads=4, bias=True)),
+    lambda: GraniteForCausalLM(GraniteConfig(**SIZES, **HEADS, embedding_multiplier=3.0, residual_multiplier=0.5)),
+    lambda: MambaForCausalLM(MambaConfig(**SIZES, state_size=4)),
+    lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=50, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    ),
+]
+
+
+@pytest.mark.parametrize("build", OTHERS)
+def test_of_any_architecture_the_stream_is_without_the_direction(build: Any) -> None:
+    model, given = prepared(build()), torch.randn(WIDTH)
+    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {})
+    pg = PatchableGraph(model, **inputs)
+    with pg.patch(project_out(pg, given)):
+        logits = pg(**inputs).logits
+        streams = pg.record([name for name in pg.components if "resid" in name], **inputs)
+    assert all((value @ given).abs().max() < 1e-4 for value in streams.values())
+    edited = pg.edit(project_out(pg, given, weights=True))
+    assert torch.allclose(edited(**inputs).logits, logits, atol=1e-4)
+    assert not torch.allclose(logits, model(**inputs).logits, atol=1e-2)
 
 
 def test_a_direction_is_removed_at_some_positions_of_a_head_and_in_half_precision() -> None:

@@ -210,22 +210,29 @@ def test_positions_of_the_base_and_of_sources_are_those_of_hooks(
 
 
 @pytest.mark.parametrize("path", [BLOCK, HEAD])
-def test_training_takes_the_steps_of_a_loop_with_hooks(path: str) -> None:
+@pytest.mark.parametrize("positions", [None, [-1, 2]])
+def test_training_takes_the_steps_of_a_loop_with_hooks(path: str, positions: Any) -> None:
     model, target = gpt2(heads=4, width=32), torch.tensor([7, 8, 9])
     torch.manual_seed(0)
     trained, looped = (LoReFT(32 if path == BLOCK else 8, 2) for _ in range(2))
     looped.load_state_dict(trained.state_dict())
     optimizer, expected = torch.optim.SGD(looped.parameters(), lr=0.1), []
+
+    def change(value: Tensor) -> Tensor:
+        if positions is None:
+            return looped(value)
+        return torch.cat([value[:, :2], looped(value[:, 2:3]), value[:, 3:4], looped(value[:, 4:])], 1)
+
     for _ in range(3):
         optimizer.zero_grad()
-        loss = cross_entropy(by_hooks(model, IDS, path, looped)[:, -1], target)
+        loss = cross_entropy(by_hooks(model, IDS, path, change)[:, -1], target)
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
     model.zero_grad()
     pg = PatchableGraph(model, IDS)
     sgd = torch.optim.SGD(trained.parameters(), lr=0.1)
-    batch = {"base": IDS, "target": target}
+    batch = {"base": IDS, "target": target, "positions": positions}
     found = fit(
         pg, {path: trained}, [batch], lambda out, y: cross_entropy(out.logits[:, -1], y), epochs=3, optimizer=sgd
     )
