@@ -184,6 +184,10 @@ class RemoteGraph(PatchableGraph):
         __tracebackhide__ = True
         return self.run_there(PatchableGraph.sweep, *args, **kwargs | {"progress": False})
 
+    def splice(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises a `GraphError`: SAEs run where the model runs."""
+        raise GraphError("SAEs are spliced where the model is: not into a graph of a model that runs elsewhere")
+
     def verify(self, *args: Any, **kwargs: Any) -> Any:
         """Compares the graphs with the model in the engines: see `PatchableGraph.verify`."""
         __tracebackhide__ = True

@@ -23,8 +23,10 @@ from graphpatch_notebook.paths import nearest
 STRING = re.compile("|".join(rf"{quote}(?:[^\\]|\\.)*?{quote}" for quote in ('"""', "'''", '"', "'")), re.DOTALL)
 OPEN_STRING = re.compile(r"""(["'])(?:[^\\]|\\.)*?(?:\1|\\?$)""", re.DOTALL)
 _PATH = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^\["]|"(?=[^"]*$))*')
+_LATENTS = r"\[(?:\*|-?\d*:?-?\d*|\[?[\d,\s-]+\]?)\]"  # which of them, rather than a slice of all
 COMPONENT = re.compile(
-    rf"(?:[^\s\[\]@]+\.)?(?:layers{BRACKETS}(?:\.[\w*]+(?:{BRACKETS}(?=\.))?)+|@[\w*]+(?=[\s\[]|$))"
+    rf"(?:[^\s\[\]@]+\.)?(?:layers{BRACKETS}(?:\.[\w*]+(?:{BRACKETS}(?=\.))?)+(?:(?<=\.latents){_LATENTS})?"
+    rf"|@[\w*]+(?=[\s\[]|$))"
     rf"|\*[\w.*]*\.(?:heads|experts){BRACKETS}(?:\.[\w*]+)+"
 )
 _OPTION = re.compile(r"--[A-Za-z][\w-]*(?:=.*)?", re.DOTALL)
@@ -188,8 +190,11 @@ class TypedPath:
             TypedPath(path='h_0.output|"a b"', slice=':, 3:5')
             >>> TypedPath.cut("layers[3].attn.heads[0].z[:, -1]")
             TypedPath(path='layers[3].attn.heads[0].z', slice=':, -1')
+            >>> TypedPath.cut("layers[3].mlp_out.sae.latents[7]")
+            TypedPath(path='layers[3].mlp_out.sae.latents[7]', slice=None)
         """
-        match = COMPONENT.match(word) or _PATH.match(word)
+        component = COMPONENT.match(word)
+        match = component or _PATH.match(word)
         path = match.group() if match else ""
         after = word[len(path) :]
         if not after:
@@ -200,6 +205,8 @@ class TypedPath:
                 f"{word!r} is not a path, or its bracket is not closed; for a module in a list write {listed}, "
                 "for an item of a tuple output|sub_0"
             )
+        if component and path.endswith(".latents") and "," not in after and "..." not in after:
+            raise SessionError(f"{word!r}: write which latent, such as {path}[7] or {path}[{{i}}]")
         return cls(path, after[1:-1].strip())
 
 
