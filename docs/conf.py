@@ -62,7 +62,7 @@ nitpick_ignore_regex = [
     ("py:(?!obj).*", ".*"),  # types in signatures: most are of torch and Python
     ("py:obj", r"(?!pg\.|PatchableGraph\.|[A-Z][a-z]+[A-Z]\w*(\W|$))[^`]*"),  # does not look like a public name
     ("py:obj", r"(pg|PatchableGraph)\.(graph|model|generate)\b.*"),  # goes on in the user's model
-    ("py:obj", r"(DataArray|GraphModule|ModelOutput)\b.*"),  # of other libraries
+    ("py:obj", r"(DataArray|DataLoader|GraphModule|ModelOutput)\b.*"),  # of other libraries
 ]
 MODULES = [graphpatch_notebook, experiments]
 _logger = logging.getLogger(__name__)
