@@ -302,27 +302,24 @@ class PatchableGraph(_LikeItsModel):
         path: str | NodePath = "",
         *,
         inputs: Any = None,
-        tokenizer: Any = None,
         circuit: Circuit | None = None,
         views: Iterable[str] = (),
     ) -> Browser:
         """Returns a widget with the tree of the graph: inspect nodes and their code, choose patches by click, run.
 
         `%graphpatch` and other browsers of this graph share the chosen patches. Outside of notebooks, the tree is shown
-        as text.
+        as text. With a tokenizer (`pg.tokenizer`), tokens are texts.
 
         Args:
             path: The path of the node or graph to open.
             inputs: Inputs for *Run*, instead of the example inputs: a tuple of arguments, a dict of keyword arguments,
                 or one value.
-            tokenizer: Converts token ids to text (by `decode` or `convert_ids_to_tokens`), for language models.
             circuit: A circuit of this model. Its picture is shown above the tree, to patch components by click.
             views: The names of views to show above the tree: "attention", "lens". What is selected in one is selected
                 in all.
 
         Raises:
             UnknownPathError: The path does not exist; the message names the closest ones.
-            TypeError: The tokenizer has neither method.
             ValueError: There is not a view of such a name.
             GraphError: The front end of a source checkout is not built, or a view does not have anything to show.
 
@@ -338,7 +335,7 @@ class PatchableGraph(_LikeItsModel):
         from graphpatch_notebook.notebook.views.linked import workspace_of_user
 
         workspace = workspace_of_user(sys._getframe(1).f_globals)
-        return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer, circuit=circuit, views=views)
+        return browser_of(self, workspace, str(path), inputs=inputs, circuit=circuit, views=views)
 
     @property
     def nodes(self) -> NodeMap:

@@ -184,7 +184,7 @@ def show_heatmap(
 def show_attention(
     pg: PatchableGraph,
     *inputs: Any,
-    tokens: Any = None,
+    tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
     layers: Sequence[int] | None = None,
     **input_kwargs: Any,
 ) -> AttentionView:
@@ -201,8 +201,7 @@ def show_attention(
     Args:
         pg: The graph.
         *inputs: Inputs of the model, positional; by default, the example inputs of the graph.
-        tokens: A tokenizer (an object with `decode` or `convert_ids_to_tokens`), the texts of the tokens, or those of
-            each row of the batch. `None`: the tokenizer that was given to `pg.browse`, if one was.
+        tokens: The texts of the tokens, or those of each row of the batch; `None` for those that `pg.tokenizer` gives.
         layers: The numbers of the layers to show; `None` for all.
         **input_kwargs: Inputs of the model, by keyword.
 
@@ -259,7 +258,7 @@ def show_lens(
     *inputs: Any,
     target: int | str | Sequence[int | str] | None = None,
     stream: str | Sequence[str] = "residual",
-    tokens: Any = None,
+    tokens: Sequence[str] | None = None,
     row: int = 0,
     stack: str = "",
     **input_kwargs: Any,
@@ -275,11 +274,11 @@ def show_lens(
     Args:
         pg: The graph.
         *inputs: Inputs of the model, positional; without inputs, those of the browser, or the example inputs.
-        target: The token whose probability is shown: its number or text, one for all positions or one for each; `None`
-            for the most probable next token of each position in the model's output.
+        target: The token whose probability is shown: its number, or its text with `pg.tokenizer`; one for all positions
+            or one for each; `None` for the most probable next token of each position in the model's output.
         stream: `"residual"`, for the state after each layer, or `"attention"` or `"mlp"`, for what these write; or a
             list of them. The view computes others when they are chosen.
-        tokens: A tokenizer (an object with `decode` or `convert_ids_to_tokens`), or the text of each position.
+        tokens: The text of each position; `None` for those that `pg.tokenizer` gives.
         row: The row of the batch.
         stack: The stack of layers, if the model has several.
         **input_kwargs: Inputs of the model, by keyword.
@@ -312,7 +311,6 @@ def show_generation(
     pg: PatchableGraph,
     *inputs: Any,
     max_new_tokens: int = 20,
-    tokens: Any = None,
     **input_kwargs: Any,
 ) -> GenerationView:
     """Returns a view of the tokens that the model generates, colored by their log-probability or the entropy.
@@ -326,7 +324,6 @@ def show_generation(
         *inputs: Arguments of `generate`, positional: one prompt. Without inputs, those of the browser, or the example
             inputs.
         max_new_tokens: How many tokens are generated at most.
-        tokens: A tokenizer (an object with `decode` or `convert_ids_to_tokens`).
         **input_kwargs: Arguments of `generate`, by keyword.
 
     Raises:
@@ -349,7 +346,7 @@ def show_generation(
     from graphpatch_notebook.notebook.views.generation import generation_of
 
     workspace, given = _for_view(inputs, input_kwargs)
-    return generation_of(pg, workspace, given, max_new_tokens=max_new_tokens, tokens=tokens)
+    return generation_of(pg, workspace, given, max_new_tokens=max_new_tokens)
 
 
 def _for_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Workspace, Inputs | None]:

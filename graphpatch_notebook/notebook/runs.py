@@ -423,12 +423,10 @@ class Runs:
 
     # -- the inputs ----------------------------------------------------------------------------------------------------
 
-    def use(self, *, inputs: Any = None, typed: str | None = None, tokenizer: Any = None) -> None:
-        """Sets the inputs of runs and the tokenizer. What is not given stays as it is."""
+    def use(self, *, inputs: Any = None, typed: str | None = None) -> None:
+        """Sets the inputs of runs. What is not given stays as it is."""
         if inputs is not None or typed is not None:
             self.inputs, self.typed = inputs, typed
-        if tokenizer is not None:
-            captured(self._session.graph).tokenizer = tokenizer
         self._notify()
 
     @property

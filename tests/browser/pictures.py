@@ -32,8 +32,8 @@ model = GPT2LMHeadModel.from_pretrained({str(CHECKOUT / "examples" / "induction_
 ids = torch.tensor([[*range(13), 1, 2, 3, 4]])
 """
 BROWSE = """
-pg = PatchableGraph(model, ids)
-pg.browse(tokenizer=tokenizer, views=("attention",))
+pg = PatchableGraph(model, ids, tokenizer=tokenizer)
+pg.browse(views=("attention",))
 """
 # Screenshots do not have the pointer.
 POINTER = """

@@ -34,8 +34,8 @@ class Tokenizer:
     def decode(self, tokens):
         return {HOSTILE!r}
 
-pg = PatchableGraph(Model(), torch.ones(2))
-browser = pg.browse(tokenizer=Tokenizer())
+pg = PatchableGraph(Model(), torch.ones(2), tokenizer=Tokenizer())
+browser = pg.browse()
 browser
 """
 

@@ -48,7 +48,7 @@ from graphpatch_notebook.notebook.session.chosen_patch import (
     PatchKind,
     unknown_names,
 )
-from graphpatch_notebook.notebook.session.expressions import Origin, evaluate, evaluated_call, undefined, variable_name
+from graphpatch_notebook.notebook.session.expressions import Origin, evaluate, evaluated_call, variable_name
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace, counted, is_a, transfer
 from graphpatch_notebook.options import ExtractionOptions
@@ -130,9 +130,6 @@ CELL.add("--only", metavar="PATH|#n", nargs="+", completes="chosen", help=_WHICH
 _SPECS = argument("specs", metavar="PATH|#n", nargs="+", completes="chosen", help=_WHICH)
 _AT = argument("path", metavar="PATH", nargs="?", completes="place", help=_PLACE)
 _FILE = argument("file", metavar="FILE", type=unquoted, completes="file", help="its name; in quotes if it has spaces")
-_TOKENIZER = argument(
-    "--tokenizer", metavar="NAME", completes="value", help="the variable of a tokenizer: tokens are texts"
-)
 _INPUTS = argument(
     "--inputs",
     metavar="ARGS",
@@ -491,24 +488,21 @@ def load(workspace: Workspace, args: Namespace) -> None:
 
 @command(
     "show",
-    "[PATH] [--tokenizer NAME] [--inputs ARGS]",
+    "[PATH] [--inputs ARGS]",
     "shows the tree; a click patches a node",
     _AT,
-    _TOKENIZER,
     _INPUTS,
-    examples=("show h_0.mlp", "show --tokenizer tokenizer"),
+    examples=("show h_0.mlp",),
 )
 def show(workspace: Workspace, args: Namespace) -> Any:
     """Returns a browser opened at a path. Without widgets, it displays as the tree below this path."""
     from graphpatch_notebook.notebook.views.browser import browser_of
 
-    active, namespace, path = workspace.current(), workspace.namespace, location_of(_place(workspace, args.path)).path
-    if args.tokenizer is not None and args.tokenizer not in namespace:
-        raise SessionError(f"--tokenizer takes a variable: {undefined(args.tokenizer, namespace)}")
+    active, path = workspace.current(), location_of(_place(workspace, args.path)).path
     if args.inputs is not None:
         replace(active.session.origin, arguments=args.inputs)  # raises an error if they are not valid
     try:
-        return browser_of(active.graph, workspace, path, typed=args.inputs, tokenizer=namespace.get(args.tokenizer))
+        return browser_of(active.graph, workspace, path, typed=args.inputs)
     except (GraphError, TypeError) as problem:  # about the user's request: without a traceback
         raise SessionError(str(problem)) from None
 

@@ -302,15 +302,14 @@ def attention_of(
     workspace: Workspace,
     inputs: Inputs | None = None,
     *,
-    tokens: Any = None,
+    tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
     layers: Sequence[int] | None = None,
 ) -> AttentionView:
     """Returns a new attention view of a graph: `show_attention`."""
-    is_texts = isinstance(tokens, Sequence)
-    session, runs = session_for_view(graph, workspace, tokenizer=None if is_texts else tokens)
+    session, runs = session_for_view(graph, workspace)
     found = attention_layers(find(captured(graph).root), layers)
     given = inputs_of_view(session, workspace, runs, inputs)
-    texts = AxisTokens.of(graph, given, tokens if is_texts else None, runs.tokenizer)
+    texts = AxisTokens.of(graph, given, tokens, runs.tokenizer)
     return AttentionView(graph, session, workspace, found, given, texts)
 
 

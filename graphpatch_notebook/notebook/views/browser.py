@@ -353,7 +353,6 @@ def browser_of(
     *,
     inputs: Any = None,
     typed: str | None = None,
-    tokenizer: Any = None,
     circuit: Circuit | None = None,
     views: Iterable[str] = (),
 ) -> Browser:
@@ -362,7 +361,7 @@ def browser_of(
     All browsers of a graph share the chosen patches and the runs.
     """
     # The runs exist as long as something refers to them.
-    session, _runs = session_for_view(graph, workspace, inputs=inputs, typed=typed, tokenizer=tokenizer)
+    session, _runs = session_for_view(graph, workspace, inputs=inputs, typed=typed)
     from graphpatch_notebook.notebook.views.attention import attention_of
     from graphpatch_notebook.notebook.views.lens import lens_of
 

@@ -142,10 +142,9 @@ def generation_of(
     inputs: Inputs | None = None,
     *,
     max_new_tokens: int = 20,
-    tokens: Any = None,
 ) -> GenerationView:
     """Returns a new generation view of a graph: `show_generation`."""
-    session, runs = session_for_view(graph, workspace, tokenizer=tokens)
+    session, runs = session_for_view(graph, workspace)
     inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs).copy())
     generator = Generator(graph, inputs, max_new_tokens)
     return GenerationView(graph, session, workspace, generator, runs.tokenizer)

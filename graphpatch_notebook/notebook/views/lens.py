@@ -31,7 +31,7 @@ from graphpatch_notebook.notebook.views.linked import (
     session_for_view,
 )
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.texts import encoded, token_text
+from graphpatch_notebook.texts import token_text
 
 _TOP = 10
 _MOST_STATIC = 250
@@ -47,36 +47,27 @@ def lens_of(
     *,
     target: int | str | Sequence[int | str] | None = None,
     stream: str | Sequence[str] = "residual",
-    tokens: Any = None,
+    tokens: Sequence[str] | None = None,
     row: int = 0,
     stack: str = "",
 ) -> LensView:
     """Returns a new lens view of a graph: `show_lens`."""
-    is_texts = isinstance(tokens, Sequence) and all(isinstance(text, str) for text in tokens)
-    session, runs = session_for_view(graph, workspace, tokenizer=None if is_texts else tokens)
+    session, runs = session_for_view(graph, workspace)
     inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs).copy())
-    numbers = _target_of(target, runs.tokenizer)
-    readouts = Readouts(graph, inputs, target=numbers, top=_TOP, row=row, stack=stack)
+    readouts = Readouts(graph, inputs, target=_target_of(graph, target), top=_TOP, row=row, stack=stack)
     size = len(readouts.target)
-    if is_texts and len(tokens) != size:
+    if tokens is not None and len(tokens) != size:
         raise ExperimentError(f"tokens has {len(tokens)} texts for {size} positions")
-    positions = tokens if is_texts else _texts_of_inputs(graph, inputs, row, runs.tokenizer, size)
+    positions = _texts_of_inputs(graph, inputs, row, runs.tokenizer, size) if tokens is None else tokens
     streams = [*dict.fromkeys([stream] if isinstance(stream, str) else stream)]
     return LensView(graph, session, workspace, readouts, streams, target is not None, runs.tokenizer, positions)
 
 
-def _target_of(target: Any, tokenizer: Any) -> Any:
+def _target_of(graph: PatchableGraph, target: Any) -> Any:
     """Returns the target with numbers instead of texts."""
     if target is None or isinstance(target, int):
         return target
-    if isinstance(target, str):
-        if not callable(getattr(tokenizer, "encode", None)):
-            raise ExperimentError(f"target={target!r} needs tokens=, a tokenizer with encode; or give its number")
-        found = encoded(tokenizer, target, is_whole=False)
-        if len(found) != 1:
-            raise ExperimentError(f"target {target!r} is {len(found)} tokens: {found}; give one of them")
-        return int(found[0])
-    return [_target_of(one, tokenizer) for one in target]
+    return graph.to_single_token(target) if isinstance(target, str) else [_target_of(graph, one) for one in target]
 
 
 def _texts_of_inputs(graph: PatchableGraph, inputs: Inputs, row: int, tokenizer: Any, size: int) -> list[str] | None:

@@ -63,7 +63,6 @@ from graphpatch_notebook.patching import innermost
 from graphpatch_notebook.patching.model_state import preserved
 from graphpatch_notebook.patching.sharding import sharding_of
 from graphpatch_notebook.paths import numbered
-from graphpatch_notebook.texts import check_tokenizer
 
 # --------------------------------------------------------------------------------------------------------------------
 # Requests of the front end (`REQUESTS` in notebook/messages.py). Functions without widgets
@@ -359,10 +358,8 @@ def session_for_view(
     *,
     inputs: Any = None,
     typed: str | None = None,
-    tokenizer: Any = None,
 ) -> tuple[Session, Runs]:
-    """Returns the session of a graph for a new view, and the runs, with the inputs and tokenizer that are given."""
-    check_tokenizer(tokenizer)
+    """Returns the session of a graph for a new view, and the runs, with the inputs that are given."""
     session = session_of(graph)
     session.variables = lambda: workspace.namespace
     names = [name for name, other in workspace.graphs().items() if other is graph]
@@ -372,7 +369,7 @@ def session_for_view(
         free = next(name for name in numbered(session.origin.graph) if name not in workspace.namespace)
         session.origin = replace(session.origin, graph=free)
     runs = Runs.of(session, workspace)
-    runs.use(inputs=inputs, typed=typed, tokenizer=tokenizer)
+    runs.use(inputs=inputs, typed=typed)
     return session, runs
 
 

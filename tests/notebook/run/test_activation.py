@@ -58,7 +58,7 @@ def runs_of(pg: PatchableGraph, *patches: ChosenPatch, tokenizer: Any = None, **
     session = Session(pg, Origin("pg", "model"))
     session.extend(patches)
     runs = Runs(session, lambda: {"x": X, "head": 2, "torch": torch}, **more)
-    runs.use(tokenizer=tokenizer)
+    pg.tokenizer = tokenizer
     return runs
 
 

@@ -198,8 +198,8 @@ class Words:
 
 def test_positions_have_their_tokens() -> None:
     model, inputs = MODELS["bart"]
-    pg = PatchableGraph(model, **inputs)
-    with contextlib.closing(show_attention(pg, tokens=Words())) as view:
+    pg = PatchableGraph(model, tokenizer=Words(), **inputs)
+    with contextlib.closing(show_attention(pg)) as view:
         about = view.attention
         texts = [(about["tokens"][one["queries"]], about["tokens"][one["keys"]]) for one in about["layers"]]
     encoder, decoder = ([f"t{int(token)}" for token in inputs[name][0]] for name in ("input_ids", "decoder_input_ids"))

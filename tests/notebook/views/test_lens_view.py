@@ -41,7 +41,8 @@ def gpt2() -> tuple[PatchableGraph, Tensor]:
 @pytest.fixture
 def view(gpt2: tuple[PatchableGraph, Tensor]) -> Iterator[LensView]:
     pg, ids = gpt2
-    with contextlib.closing(show_lens(pg, ids, target="<5>", tokens=Words(), row=1)) as view:
+    pg.tokenizer = Words()
+    with contextlib.closing(show_lens(pg, ids, target="<5>", row=1)) as view:
         yield view
     session_of(pg).clear()
     pg._module.train(False)
