@@ -1,4 +1,4 @@
-"""An SAE without an error changes nothing, wherever it is, and patches on its latents are patches on the value."""
+"""Law 2 for splices: an SAE without an error changes nothing, and patches on its latents are patches on the value."""
 
 from __future__ import annotations
 
