@@ -34,10 +34,10 @@ _FARTHEST = 60
 _SMALL = 3
 _STEPS = SAME_VALUES | VIEWS | NORMS | SCALINGS | ADDITIONS | {"tanh"}
 """What may lie between a linear map and a component that it makes, besides norms as modules."""
-_UNCHANGED = SAME_VALUES - frozenset("where clamp clip masked_fill nan_to_num".split())
-_UNCHANGED |= frozenset("view reshape flatten unflatten squeeze unsqueeze getitem expand".split())
+_UNCHANGED = (SAME_VALUES - frozenset("where clamp clip masked_fill nan_to_num".split())) | frozenset(
+    "view reshape flatten unflatten squeeze unsqueeze getitem expand".split()
+)
 """Keep the channels as they are, if they are the last dimension before and after."""
-_OF_A_SUM = 2
 _ORDER = frozenset("batch position query key token window".split())
 
 
@@ -415,7 +415,7 @@ class _WeightFinder:
                     if [*linear.outputs.values()] == [len(value.shape) - 1]:
                         found[linear.weight] = next(iter(linear.outputs)) - len(linear.weight.shape)
                         return [read for read in reads if read not in (linear.weight, linear.given)]
-                elif is_scaled or value.op in _UNCHANGED or (value.op in ADDITIONS and len(whole) == _OF_A_SUM):
+                elif is_scaled or value.op in _UNCHANGED or (value.op in ADDITIONS and len(whole) > 1):
                     return whole
             raise NoWeightError(f"{flow.path(value)} ({value.op or value.node.kind}) is not linear in weights")
 

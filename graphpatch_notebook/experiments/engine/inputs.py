@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching.model_state import copied
-from graphpatch_notebook.texts import token_text
+from graphpatch_notebook.texts import is_text, token_text
 
 
 @dataclass(frozen=True)
@@ -71,5 +71,7 @@ def inputs_of(pg: PatchableGraph, given: Any, kwargs: Mapping[str, Any] | None =
         return given
     if isinstance(given, Mapping):  # the `BatchEncoding` of a tokenizer among them
         return Inputs(kwargs={str(name): value for name, value in given.items()})
-    args = given if isinstance(given, tuple) else (given,)
+    args = (
+        given if isinstance(given, tuple) and not is_text(given) else (given,)
+    )  # a `DataLoader` makes tuples of texts
     return Inputs(*captured(pg).tokenized(args, dict(kwargs or {})))

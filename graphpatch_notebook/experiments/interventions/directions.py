@@ -237,8 +237,6 @@ def _channels(target: Target, size: int) -> int:
 
 
 def _tensors(pg: PatchableGraph, target: Target) -> dict[str, tuple[Tensor, int]]:
-    if target.component is None or target.index:
-        raise ValueError("it is not a whole component, such as layers[0].mlp_out")
     try:
         return tensors_written(captured(pg).root, target.text)
     except (NoWeightError, GraphError) as problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from graphpatch_notebook.experiments.methods.arguments import check_graph, sever
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import CustomPatch, shown_value
 from graphpatch_notebook.patches.selections import PositionSelection, selection
-from graphpatch_notebook.texts import is_text
 
 _KEYS = {"base", "sources", "target", "positions", "source_positions"}
 
@@ -61,7 +60,7 @@ def intervene(
         >>> torch.allclose(swapped, pg(source), atol=1e-5)
         True
     """
-    run, given = _Runs(pg, interventions), [_inputs(pg, each) for each in (base, *sources)]
+    run, given = _Runs(pg, interventions), [inputs_of(pg, each) for each in (base, *sources)]
     return run.output(given[0], given[1:], positions, source_positions)
 
 
@@ -111,47 +110,32 @@ def fit(
         >>> losses[-1] < losses[0] / 2
         True
     """
-    run, count = _Runs(pg, interventions), epochs * _length(dataset)
-    modules = list(dict.fromkeys(run.modules.values()))
-    parameters = [each for module in modules for each in module.parameters() if each.requires_grad]
+    run = _Runs(pg, interventions)
+    modules = nn.ModuleList(dict.fromkeys(run.modules.values()))
+    annealed = [module for module in modules if isinstance(module, Intervention)]
+    parameters = [each for each in modules.parameters() if each.requires_grad]
+    count = epochs * len(dataset) if hasattr(dataset, "__len__") else 0
     if not parameters or not count:
-        raise ExperimentError("there is nothing to train: no parameter requires gradients, or there are no batches")
+        raise ExperimentError(
+            "there is nothing to train: no parameter requires gradients, or there are no batches; dataset, a "
+            f"{type(dataset).__name__}, must have a length, and is read in each epoch: a list of batches, or a DataLoader"
+        )
     optimizer = torch.optim.Adam(parameters, lr) if optimizer is None else optimizer
     losses: list[float] = []
     try:
-        for module in modules:
-            module.train()
+        modules.train()
         for batch in itertools.chain.from_iterable(itertools.repeat(dataset, epochs)):
             base, sources, target, *at = _parts(pg, batch, positions, source_positions)
-            _set_progress(modules, len(losses) / count)
+            for module in annealed:
+                module.progress.fill_((len(losses) + 1) / count)
             with torch.enable_grad():
-                value = loss(run.output(base, sources, *at), target)
-                for module in modules:
-                    value = value + (module.penalty() if isinstance(module, Intervention) else 0)
+                value = sum((module.penalty() for module in annealed), loss(run.output(base, sources, *at), target))
                 run.set_gradients(value)
             optimizer.step()
             losses.append(value.item())
-        _set_progress(modules, 1.0)
     finally:
-        for module in modules:
-            module.eval()
+        modules.eval()
     return losses
-
-
-def _length(dataset: Any) -> int:
-    try:
-        return len(dataset)
-    except TypeError:
-        raise ExperimentError(
-            f"dataset, a {type(dataset).__name__}, is read in each epoch and must have a length: give a list of "
-            "batches, or a DataLoader"
-        ) from None
-
-
-def _set_progress(modules: Iterable[nn.Module], progress: float) -> None:
-    for module in modules:
-        if isinstance(module, Intervention):
-            module.progress.fill_(progress)
 
 
 def _parts(
@@ -168,12 +152,7 @@ def _parts(
     else:
         what = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ExperimentError(f"a batch must be (base, *sources, target), or a dict of {sorted(_KEYS)}, not {what}")
-    return _inputs(pg, base), [_inputs(pg, each) for each in sources], target, positions, source_positions
-
-
-def _inputs(pg: PatchableGraph, given: Any) -> Inputs:
-    """Returns inputs; a `DataLoader` makes tuples of several texts."""
-    return inputs_of(pg, list(given) if isinstance(given, tuple) and is_text(given) else given)
+    return inputs_of(pg, base), [inputs_of(pg, each) for each in sources], target, positions, source_positions
 
 
 class _Runs:
@@ -270,13 +249,12 @@ class _Runs:
                 f"the loss must be a scalar that depends on the interventions, not {shown_value(loss)}"
             )
         owners = {each: path for path, module in self.modules.items() for each in module.parameters()}
-        trained = [(path, each) for each, path in owners.items() if each.requires_grad]
-        gradients: Any = torch.autograd.grad(loss, [each for _, each in trained], allow_unused=True)
-        used = {path for (path, _), gradient in zip(trained, gradients, strict=True) if gradient is not None}
+        trained = [each for each in owners if each.requires_grad]
+        for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
+            parameter.grad = gradient
+        used = {owners[each] for each in trained if each.grad is not None}
         if unused := [path for path in owners.values() if path not in used]:
             raise ExperimentError(f"the loss does not depend on the intervention on {unused[0]!r}")
-        for (_, parameter), gradient in zip(trained, gradients, strict=True):
-            parameter.grad = gradient
 
 
 class _Places(NamedTuple):
