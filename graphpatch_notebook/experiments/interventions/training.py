@@ -117,8 +117,8 @@ def fit(
     count = epochs * len(dataset) if hasattr(dataset, "__len__") else 0
     if not parameters or not count:
         raise ExperimentError(
-            "there is nothing to train: no parameter requires gradients, or there are no batches; dataset, a "
-            f"{type(dataset).__name__}, must have a length, and is read in each epoch: a list of batches, or a DataLoader"
+            "there is nothing to train: no parameter requires gradients, or no batches; dataset, a "
+            f"{type(dataset).__name__}, must have a length, and each epoch reads it: a list of batches, or a DataLoader"
         )
     optimizer = torch.optim.Adam(parameters, lr) if optimizer is None else optimizer
     losses: list[float] = []
