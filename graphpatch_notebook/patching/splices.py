@@ -19,6 +19,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites, capture
 from graphpatch_notebook.capture.records import CallNode, Frame, Ref, spliced_calls
+from graphpatch_notebook.components import find, projection
 from graphpatch_notebook.errors import PatchMapError, PatchValueError, UnknownPathError
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, component_of_hook, resolve
 from graphpatch_notebook.options import ExtractionOptions
@@ -69,6 +70,8 @@ class SaeSplice(Splice):
         """Returns what replaces `value`."""
         given = torch.stack([*sources, value]) if self.is_stacked else (*sources, value)[0]
         read = self.as_read(given)
+        # SAEs of SAELens for `hook_z` take the heads apart, which are together here: as one head, of all channels.
+        read = read.unsqueeze(-2) if getattr(self.sae, "hook_z_reshaping_mode", False) else read
         skip = getattr(self.sae, "W_skip", None)
         skipped = None if skip is None else read @ skip.T
         encoded = _dense(self.sae.encode(read), self.sae)
@@ -87,6 +90,7 @@ class SaeSplice(Splice):
     def decoded(self, latents: Tensor, value: Tensor, skipped: Tensor | None) -> Tensor:
         """Returns what latents are decoded to, checked against the value that it stands for."""
         found = self.sae.decode(latents.clone())
+        found = found.flatten(-2) if getattr(self.sae, "hook_z_reshaping_mode", False) else found
         if not isinstance(found, Tensor) or found.shape != value.shape:
             wanted = f"a tensor of shape {tuple(value.shape)}"
             raise PatchValueError(f"decode of a {_name(self.sae)} must return {wanted}, not {_shown(found)}")
@@ -245,9 +249,26 @@ def _hooks_of(sae: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if isinstance(name, str) and name))
 
 
+def _path_of_hook(root: Frame, text: str) -> str | None:
+    """Returns what is at a hook of TransformerLens: a component, or what only a part of the model reads."""
+    name = component_of_hook(root, text)
+    if name is None:
+        return None
+    evidence = find(root).evidence
+    if name.endswith(".attn.z"):  # what the output projection reads: all heads together
+        linear, flow = projection(root, name).map, evidence.trails.flow
+        inputs = flow.inputs(flow.frame_of[linear.result.node])
+        return inputs[0].path if len(inputs) == 1 else flow.path(linear.given)
+    normed = evidence.values.get(f"{name.rpartition('.')[0]}.ln2")
+    if text.endswith(".hook_mlp_in") and normed in evidence.trails.norms:  # a copy of the stream, for the MLP alone
+        return evidence.trails.norms[normed].given.path
+    return name
+
+
 def _targets(paths: Lookup, text: str) -> list[Target]:
+    name = _path_of_hook(paths.root, text)
     try:
-        found = paths.targets(component_of_hook(paths.root, text) or text)
+        found = paths.targets(name or text)
     except Unresolvable as error:
         raise UnknownPathError(error.message) from None
     for target in found:

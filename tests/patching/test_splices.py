@@ -239,7 +239,7 @@ def test_transcoders_are_placed_by_their_configs(pg: PatchableGraph) -> None:
     spliced, mlp = pg.splice(several), pg._module.transformer.h[1].mlp
     transcoder, latents = several[0], "layers[1].mlp_out.sae.latents"
     alone, named = pg.splice(transcoder, error=False), pg.splice({("layers[*].ln2", "layers[*].mlp_out"): transcoder})
-    assert "layers[0].resid_mid.sae.latents" in spliced.components
+    assert "transformer.h_0.ln_2.input_sae.latents" in spliced.nodes
     assert "layers[0].mlp_out.sae.latents" in named.components
 
     def change(module: nn.Module, args: Any, output: Any) -> Tensor:
@@ -358,6 +358,31 @@ def test_crosscoders_have_latents_where_all_is_read(pg: PatchableGraph) -> None:
             torch.testing.assert_close(found, pg._module(IDS).logits, rtol=1e-4, atol=1e-4)
     with pytest.raises(PatchMapError, match="pair"):
         pg.splice({("layers[*].resid_pre", "layers[*].resid_post"): sae}, across=True)
+
+
+class OfHeads(Sae):
+    """An SAE for `hook_z`, as in SAELens: it takes the heads apart."""
+
+    hook_z_reshaping_mode = True
+
+    def encode(self, value: Tensor) -> Tensor:
+        self.d_head = value.shape[-1]
+        return super().encode(value.flatten(-2))
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return super().decode(latents).unflatten(-1, (-1, self.d_head))
+
+
+def test_saes_of_all_heads(pg: PatchableGraph) -> None:
+    sae, projection = OfHeads(hook_name="blocks.1.attn.hook_z"), pg._module.transformer.h[1].attn.c_proj
+    spliced, plain = pg.splice(sae), Sae()
+    plain.load_state_dict(sae.state_dict())
+    change = changed(plain, without(3))
+    with torch.no_grad():
+        with spliced.patch({"transformer.h_1.attn.c_proj.x_sae.latents": ZeroPatch(slice=(..., 3))}):
+            found = spliced(IDS).logits
+        with projection.register_forward_pre_hook(lambda _, args: change(args[0])):
+            torch.testing.assert_close(found, pg._module(IDS).logits)
 
 
 def test_contexts_edits_copies_and_other_splices(pg: PatchableGraph, sae: Sae, spliced: PatchableGraph) -> None:
