@@ -3,9 +3,9 @@
 `plan` checks a patch map before anything runs, and sorts its patches by frame; `context` makes them active in a `with`
 block. `run` is a call in the block, on the model's own code, in which it patches values; `stand_in` lets a forward run
 on other tensors than its module holds. `positions` limits patches to parts of a generation, `recording` keeps many
-values of one run, and `compiled_model` writes the patches into graphs for compilers. `model_state` has
-`preserved(model)`, which restores what a run changed, and compares two runs, or calls; `sharding` tells
-whether several processes run the model together.
+values of one run, `splices` adds modules that the model does not have, and `compiled_model` writes the patches into
+graphs for compilers. `model_state` has `preserved(model)`, which restores what a run changed, and compares two runs, or
+calls; `sharding` tells whether several processes run the model together.
 """
 
 from __future__ import annotations

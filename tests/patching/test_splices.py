@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,8 +135,7 @@ PLACES: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Sae, TopK])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "kind"), [*zip(PLACES, itertools.cycle([Sae, TopK]), strict=False)])
 def test_an_sae_changes_nothing_and_its_latents_are_those_of_hooks(pg: PatchableGraph, place: str, kind: Any) -> None:
     model, sae, identity = pg._module, kind(), CustomPatch(custom_op=torch.clone)
     spliced, whole = pg.splice({place: sae}), pg.splice({place: sae}, error=False)

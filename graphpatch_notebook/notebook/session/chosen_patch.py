@@ -361,7 +361,9 @@ class ChosenPatch(PatchFields, frozen=True):
     @property
     def place(self) -> str:
         """The path, with the slice in brackets."""
-        return self.path if self.slice is None else f"{self.path}[{self.slice}]"
+        # After `latents`, a number alone would be one of these.
+        is_clear = self.slice is None or not self.path.endswith(".latents") or "," in self.slice or "..." in self.slice
+        return self.path if self.slice is None else f"{self.path}[{self.slice}{'' if is_clear else ', ...'}]"
 
     def __str__(self) -> str:
         words = [self.kind, self.place, self.value or (f"as {self.name}" if self.name else ""), *self.options()]
