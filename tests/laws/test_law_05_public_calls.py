@@ -27,6 +27,7 @@ from graphpatch_notebook.experiments import (
     ablate,
     attribute,
     causal_trace,
+    intervene,
     map_batches,
     mean_values,
     record_to,
@@ -247,6 +248,12 @@ def stored(subject: Subject, path: Path) -> int:
     return 2
 
 
+def intervened(subject: Subject, _: Path) -> int:
+    with torch.no_grad():
+        intervene(subject.pg, {"output": nn.Tanh()}, subject.call().args)
+    return 1
+
+
 def swept_in_a_thread(subject: Subject, _: Path) -> int:
     sweep_elsewhere = functools.partial(
         subject.pg.sweep, {"cell": range(3)}, lambda _: {"output": ZeroPatch()}, *subject.call().args, metric=number,
@@ -290,7 +297,7 @@ def shown(subject: Subject, _: Path) -> int:
 
 
 ACTIONS = [save, verify, proofs, to_fx, sweep, ablated, traced, attributed, run, shown]
-ACTIONS += [recorded, edited, averaged, stored, swept_in_a_thread, mapped_in_a_thread]
+ACTIONS += [recorded, edited, averaged, stored, intervened, swept_in_a_thread, mapped_in_a_thread]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from graphpatch_notebook import GraphError, PatchableGraph, ZeroPatch
-from graphpatch_notebook.experiments import attribute, composition_scores, logit_lens, record_to
+from graphpatch_notebook.experiments import attribute, composition_scores, intervene, logit_lens, project_out, record_to
 from tests.laws.captures import capture_of, some_cases, without_recomputing
 from tests.zoo import Case
 
@@ -106,6 +106,8 @@ def _with_weights(config: PretrainedConfig) -> nn.Module:
         lambda pg: logit_lens(pg, input_ids=IDS),
         lambda pg: composition_scores(pg, "K"),
         lambda pg: record_to(pg, "store", "layers[*].resid_post", IDS, batch_size=1),
+        lambda pg: intervene(pg, {"layers[0].mlp_out": nn.Tanh()}, IDS),
+        lambda pg: project_out(pg, torch.ones(32), weights=True),
         lambda pg: attribute(pg, _first_logit, {"input_ids": IDS}, {"input_ids": IDS + 1}),
         lambda pg: pg.sweep({"layer": [0]}, _zeroed, input_ids=IDS, metric=_first_logit),
     ],

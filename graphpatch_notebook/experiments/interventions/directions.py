@@ -188,6 +188,7 @@ def project_out(
             )
             for path, dim in dims.items()
         }
+    captured(pg).check_weights()
     tensors, problems = found_or_problems(found, lambda _, target: _tensors(pg, target))
     check_problems(problems, "no weights alone make these; project out of the values there (weights=False):")
     return {
