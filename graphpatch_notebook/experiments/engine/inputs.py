@@ -71,7 +71,6 @@ def inputs_of(pg: PatchableGraph, given: Any, kwargs: Mapping[str, Any] | None =
         return given
     if isinstance(given, Mapping):  # the `BatchEncoding` of a tokenizer among them
         return Inputs(kwargs={str(name): value for name, value in given.items()})
-    args = (
-        given if isinstance(given, tuple) and not is_text(given) else (given,)
-    )  # a `DataLoader` makes tuples of texts
+    is_args = isinstance(given, tuple) and not is_text(given)  # a `DataLoader` makes tuples of texts
+    args = given if is_args else (given,)
     return Inputs(*captured(pg).tokenized(args, dict(kwargs or {})))
