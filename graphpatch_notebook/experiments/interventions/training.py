@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,8 +61,10 @@ def intervene(
         >>> torch.allclose(swapped, pg(source), atol=1e-5)
         True
     """
-    run, given = _Runs(pg, interventions), [inputs_of(pg, each) for each in (base, *sources)]
-    return run.output(given[0], given[1:], positions, source_positions)
+    runs = _Runs(pg, interventions)
+    own, *others = [inputs_of(pg, each) for each in (base, *sources)]
+    with runs.patched(own, others, positions, source_positions):
+        return own.run(pg)
 
 
 def fit(
@@ -128,8 +131,8 @@ def fit(
             base, sources, target, *at = _parts(pg, batch, positions, source_positions)
             for module in annealed:
                 module.progress.fill_((len(losses) + 1) / count)
-            with torch.enable_grad():
-                value = sum((module.penalty() for module in annealed), loss(run.output(base, sources, *at), target))
+            with torch.enable_grad(), run.patched(base, sources, *at):  # where layers are recomputed for gradients, too
+                value = sum((module.penalty() for module in annealed), loss(base.run(pg), target))
                 run.set_gradients(value)
             optimizer.step()
             losses.append(value.item())
@@ -179,8 +182,10 @@ class _Runs:
             )
         return reader
 
-    def output(self, base: Inputs, sources: Sequence[Inputs], positions: Any, source_positions: Any) -> Any:
-        """Returns the output on the base inputs, with interventions that are given the values of the sources."""
+    def patched(
+        self, base: Inputs, sources: Sequence[Inputs], positions: Any, source_positions: Any
+    ) -> AbstractContextManager[Any]:
+        """Returns a context for a run on the base inputs: interventions are given the values of the sources."""
         other = positions if source_positions is None else source_positions
         places, *source_places = [self._places(base, positions), *(self._places(each, other) for each in sources)]
         given = [self._values(each, at) for each, at in zip(sources, source_places, strict=True)]
@@ -188,8 +193,7 @@ class _Runs:
             path: CustomPatch(partial(self._changed, path, places, [values[path] for values in given]))
             for path in self.modules
         }
-        with self._pg.patch(patches, strict=True):
-            return base.run(self._pg)
+        return self._pg.patch(patches, strict=True)
 
     def _values(self, source: Inputs, places: _Places | None) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -253,7 +257,7 @@ class _Runs:
         for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
             parameter.grad = gradient
         used = {owners[each] for each in trained if each.grad is not None}
-        if unused := [path for path in owners.values() if path not in used]:
+        if unused := [owners[each] for each in trained if owners[each] not in used]:
             raise ExperimentError(f"the loss does not depend on the intervention on {unused[0]!r}")
 
 

@@ -244,6 +244,23 @@ def test_training_takes_the_steps_of_a_loop_with_hooks(path: str, positions: Any
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_layers_that_are_recomputed_for_gradients_have_the_interventions() -> None:
+    losses = []
+    for is_recomputed in (False, True):
+        model = gpt2(heads=4, width=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+        pg = PatchableGraph(model, IDS)
+        if is_recomputed:
+            name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+            getattr(model.train(), f"{name}_checkpointing_enable")()
+        torch.manual_seed(0)
+        interventions = {"layers[0].attn.heads[1].z": LoReFT(8, 2), "layers[0].mlp_out": LowRankSteering(32, 2)}
+        batch = (IDS, torch.tensor([7, 8, 9]))
+        found = fit(pg, interventions, [batch], lambda out, y: cross_entropy(out.logits[:, -1], y), epochs=5, lr=0.1)
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0][-1] < losses[0][0]
+
+
 def test_several_values_have_interventions_of_their_own_inside_of_other_patches() -> None:
     model = gpt2(heads=4, width=32)
     pg = PatchableGraph(model, IDS)
