@@ -69,11 +69,11 @@ class Patch(Generic[T]):
             entries, a mask without a `True`, an empty list). By default that is an error: a `PatchMapError` on entry,
             or a `PatchValueError` during the run if it depends on the sizes of the inputs.
         steps: The steps at which the patch has an effect: `"prefill"` (step 0, the run over the prompt), `"decoding"`
-            (all later steps), a number, several (a range, a slice, a list), or a function that takes the number of a
-            step and returns whether it is meant; `None` for every step. Numbers in a list that no call reaches are
-            reported (`GraphPatchWarning`); a range or a slice may go beyond the last step. A step is one call of the
-            model within one call of a method such as `pg.generate`. If you call `pg` directly, a call without a cache
-            (or with an empty one) is step 0, and any other call is the next step of the same context.
+            (all later steps), a number, or several (a range, a slice, a list); `None` for every step. Numbers in a
+            list that no call reaches are reported (`GraphPatchWarning`); a range or a slice may go beyond the last
+            step. A step is one call of the model within one call of a method such as `pg.generate`. If you call `pg`
+            directly, a call without a cache (or with an empty one) is step 0, and any other call is the next step of
+            the same context.
         positions: The positions in the sequence at which the patch has an effect: a number or several, as for `steps`;
             `None` for all. Those in a list that the sequence does not have are reported, as for `steps`. They are
             counted from the start of the sequence, including left padding, independent of the part that a step

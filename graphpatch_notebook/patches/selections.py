@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,8 +22,8 @@ NumberSelection: TypeAlias = "int | range | slice | Collection[int]"
 PositionSelection: TypeAlias = "NumberSelection | Sequence[Collection[int]] | Tensor"
 """Positions for all rows of the batch, or, with two dimensions, those of each row: `[[3], [5], [2]]`."""
 
-StepSelection: TypeAlias = "NumberSelection | str | Callable[[int], bool]"
-"""Steps of a generation: numbers, `"prefill"` (step 0), `"decoding"` (all after it), or a function of the number."""
+StepSelection: TypeAlias = "NumberSelection | str"
+"""Steps of a generation: numbers, `"prefill"` (step 0), or `"decoding"` (all after it)."""
 
 NAMED_STEPS = {"prefill": slice(0, 1), "decoding": slice(1, None)}
 
@@ -33,13 +33,13 @@ class Selection:
     """Some of the numbers from zero on.
 
     Attributes:
-        chosen: The numbers, in the order given; a slice; or, for steps, a function of a number. With `rows`, those of
-            all rows together. Negative ones count from the end.
+        chosen: The numbers, in the order given, or a slice. With `rows`, those of all rows together. Negative ones
+            count from the end.
         text: How the user wrote them.
         rows: The numbers of each row of the batch; `None` if they are the same for all rows.
     """
 
-    chosen: tuple[int, ...] | slice | Callable[[int], bool]
+    chosen: tuple[int, ...] | slice
     text: str
     rows: tuple[tuple[int, ...], ...] | None = None
 
@@ -53,8 +53,6 @@ class Selection:
             >>> selection(slice(1, None, 3), "steps").within(3, 9), selection([8, 2, 5], "steps").within(3, 9)
             ([4, 7], [8, 5])
         """
-        if callable(self.chosen):
-            return [number for number in range(start, stop) if self.chosen(number)]
         if not isinstance(self.chosen, slice):
             return _between(self.chosen, start, stop)
         first, end, step = self.chosen.indices(stop)
@@ -79,8 +77,6 @@ class Selection:
     @property
     def counts_from_end(self) -> bool:
         """Whether it has negative numbers."""
-        if callable(self.chosen):
-            return False
         ends = (self.chosen.start, self.chosen.stop) if isinstance(self.chosen, slice) else self.chosen
         return any(end is not None and end < 0 for end in ends)
 
@@ -117,8 +113,6 @@ def selection(given: Any, what: str, *, allow_empty: bool = False) -> Selection:
     """
     if what == "steps" and isinstance(given, str) and given in NAMED_STEPS:
         return Selection(NAMED_STEPS[given], repr(given))
-    if what == "steps" and callable(given):
-        return Selection(given, getattr(given, "__name__", repr(given)))
     try:
         rows = _rows(given) if what == "positions" else None
         chosen = _chosen(given) if rows is None else tuple(dict.fromkeys(itertools.chain(*rows)))

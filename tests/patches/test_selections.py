@@ -70,10 +70,3 @@ def test_positions_count_from_the_end_and_steps_do_not(given: Any) -> None:
 def test_nothing(given: Any) -> None:
     with pytest.raises(ValueError, match="selects nothing"):
         selection(given, "steps")
-
-
-def test_steps_by_a_function_of_the_step() -> None:
-    odd = selection(lambda step: step % 2 == 1, "steps")
-    assert (3 in odd, 4 in odd, odd.within(0, 6)) == (True, False, [1, 3, 5])
-    with pytest.raises(ValueError, match="positions must be a whole number"):
-        selection(lambda position: True, "positions")
