@@ -1,17 +1,25 @@
-"""The inputs of the model in an experiment."""
+"""The inputs of the model in an experiment, and runs on them without patches, which other runs are compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
+from graphpatch_notebook.experiments.engine.cells import Measurement, baseline_of, measurement
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patching.model_state import copied
+from graphpatch_notebook.patches.kinds import ProbePatch
+from graphpatch_notebook.patching.model_state import RandomState, copied
 from graphpatch_notebook.texts import is_text, token_text
+from graphpatch_notebook.warning_places import warn_each_time
+
+if TYPE_CHECKING:
+    from xarray import DataArray
 
 
 @dataclass(frozen=True)
@@ -74,3 +82,101 @@ def inputs_of(pg: PatchableGraph, given: Any, kwargs: Mapping[str, Any] | None =
     is_args = isinstance(given, tuple) and not is_text(given)  # a `DataLoader` makes tuples of texts
     args = given if is_args else (given,)
     return Inputs(*captured(pg).tokenized(args, dict(kwargs or {})))
+
+
+# -- runs without patches ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """The results of one run without patches.
+
+    Attributes:
+        values: The values at some paths: the model's tensors, detached.
+        measurement: The metric.
+        is_random: Whether the model drew random numbers of torch.
+    """
+
+    values: Mapping[str, Tensor]
+    measurement: Measurement
+    is_random: bool = False
+
+    def warn_if_random(self) -> None:
+        """Warns if the model draws random numbers, which differ in each run."""
+        if self.is_random:
+            warn_each_time(
+                "the model draws random numbers in each run, so the compared runs also differ by these; call pg.eval() "
+                "first, if it is in training mode",
+                "experiment",
+            )
+
+
+def record(
+    pg: PatchableGraph,
+    inputs: Inputs,
+    paths: Iterable[str],
+    metric: Callable[[Any], Any] | None = None,
+    run: Callable[[PatchableGraph], Any] | None = None,
+) -> ReferenceRun:
+    """Runs the model once without gradients, by `run` if given, and returns the values at `paths` and the metric.
+
+    Raises:
+        ExperimentError: A value is not a tensor.
+        PatchNotFiredError: A path was not reached.
+    """
+    probes: dict[Any, ProbePatch] = {path: ProbePatch() for path in paths}
+    with torch.no_grad(), pg.patch(probes, strict=True):
+        state = RandomState()
+        output = (run or inputs.run)(pg)
+        is_random = any(name.startswith("torch") for name in state.changed())
+        given = measurement(0.0) if metric is None else baseline_of(metric, output)
+    values = {}
+    for path, probe in probes.items():
+        value = probe.activation
+        if not isinstance(value, Tensor):
+            raise ExperimentError(f"{str(path)!r} holds {value!r}, which is not a tensor; give paths of tensors")
+        values[str(path)] = value.detach()
+    return ReferenceRun(values, given, is_random)
+
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
+
+@dataclass(frozen=True)
+class MetricRange:
+    """The metrics on the clean and on the corrupted inputs; with `normalize`, results are 1 and 0 there."""
+
+    clean: Array
+    corrupted: Array
+    normalize: bool
+
+    def __post_init__(self) -> None:
+        with np.errstate(invalid="ignore"):  # infinite metrics
+            span = self.clean - self.corrupted
+        if self.normalize and not np.all(np.isfinite(span) & (span != 0)):
+            raise ExperimentError(
+                f"cannot normalize: the metric is {self.clean.tolist()} on the clean inputs and "
+                f"{self.corrupted.tolist()} on the corrupted inputs; remove normalize=True, or change the inputs"
+            )
+
+    def result_of(self, run: Callable[[], DataArray], form: Callable[[DataArray], DataArray]) -> DataArray:
+        """Returns the result of a sweep, scaled, with the metrics of the two runs in its `attrs`.
+
+        `form` removes dimensions that are not part of the result, and keeps the `attrs`. If the sweep is interrupted,
+        the partial result is finished in the same way.
+        """
+        try:
+            return self._finished(form(run()))
+        except SweepInterrupted as stopped:
+            stopped.result = self._finished(form(stopped.result))
+            raise
+
+    def _finished(self, result: DataArray) -> DataArray:
+        attrs, baseline = result.attrs, self.corrupted
+        if self.normalize:
+            result = (result - self.corrupted) / (self.clean - self.corrupted)
+            result.name = f"{result.name}, normalized"
+            baseline = np.zeros_like(baseline)
+        ends = {"clean": self.clean, "corrupted": self.corrupted, "baseline": baseline}
+        result.attrs = attrs | {name: numbers.tolist() for name, numbers in ends.items()}
+        return result

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.examples import OverExamples
-from graphpatch_notebook.experiments.engine.inputs import as_one, inputs_of
+from graphpatch_notebook.experiments.engine.inputs import as_one, inputs_of, record
 from graphpatch_notebook.experiments.methods.arguments import (
     Paths,
     PositionDim,
@@ -27,7 +27,6 @@ from graphpatch_notebook.experiments.methods.arguments import (
     row_dims,
     several_paths,
 )
-from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph

@@ -14,7 +14,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.examples import OverExamples
-from graphpatch_notebook.experiments.engine.inputs import inputs_of
+from graphpatch_notebook.experiments.engine.inputs import MetricRange, inputs_of, record
 from graphpatch_notebook.experiments.methods.arguments import (
     Paths,
     PositionDim,
@@ -29,7 +29,6 @@ from graphpatch_notebook.experiments.methods.arguments import (
     position_dims,
     several_paths,
 )
-from graphpatch_notebook.experiments.methods.reference_runs import MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph

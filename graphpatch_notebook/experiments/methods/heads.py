@@ -15,7 +15,7 @@ from graphpatch_notebook.components.ends import table_of
 from graphpatch_notebook.components.flow import Value, factored, walk
 from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError
 from graphpatch_notebook.experiments.engine.examples import OverExamples
-from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of
+from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of, record
 from graphpatch_notebook.experiments.methods.arguments import (
     check_ablation,
     check_graph,
@@ -23,7 +23,6 @@ from graphpatch_notebook.experiments.methods.arguments import (
     position_dims,
 )
 from graphpatch_notebook.experiments.methods.lens import arranged, component, layer_count
-from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured

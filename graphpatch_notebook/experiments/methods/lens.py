@@ -16,10 +16,9 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine import RemoteGraph
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.frames import is_close
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of, record
 from graphpatch_notebook.experiments.engine.shared import RunsFrom
 from graphpatch_notebook.experiments.methods.arguments import Paths, check_graph, several_paths
-from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.metrics import Tokens
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.lazy_names import extra

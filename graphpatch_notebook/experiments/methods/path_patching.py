@@ -16,7 +16,7 @@ from graphpatch_notebook.components.flow import Flow
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.examples import OverExamples
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.inputs import Inputs, MetricRange, inputs_of, record
 from graphpatch_notebook.experiments.methods.arguments import (
     Paths,
     check_graph,
@@ -25,7 +25,6 @@ from graphpatch_notebook.experiments.methods.arguments import (
     several_paths,
     targets,
 )
-from graphpatch_notebook.experiments.methods.reference_runs import MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results import component_grid
 from graphpatch_notebook.inspection.node_path import NodePath
