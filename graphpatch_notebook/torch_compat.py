@@ -281,6 +281,14 @@ def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return torch._compile._disable_dynamo(function)
 
 
+def tensor_metadata(shape: torch.Size, dtype: torch.dtype) -> Any:
+    """Returns what `torch.fx` prints as the type of a value: `meta["tensor_meta"]` of a node.
+
+    `TensorMetadata` of `torch.fx.passes.shape_prop`: torch 2.6 to 2.13. Tested by: tests/graphs/test_code.py.
+    """
+    return torch.fx.passes.shape_prop.TensorMetadata(shape, dtype, False, (), None, False, {})
+
+
 def run_while_compiling(function: Callable[_P, _T]) -> Callable[_P, None]:
     """Returns a function that calls `function` when `torch.compile` traces a call of it, without tracing into it.
 

@@ -8,8 +8,8 @@
 - `head_scores`, `composition_scores`, `keep_heads`: what attention heads do, and the model with only some of them.
 - `attribute_edges`, `circuit`, `circuit_patches`, `faithfulness`: what passes along the edges between components, and
   exact runs of the model with some of these edges only.
-- `record_to`, `ActivationStore`, `mean_values`, `average`: values and results over datasets that do not fit into
-  memory; `probes`: what linear probes read off stored values, and along which direction.
+- `record_to`, `ActivationStore`, `mean_values`, `average`, `ridge_probes`: values and results over datasets that do not
+  fit into memory; `probes`: what linear probes read off stored values, and along which direction.
 - `direction`, `project_out`: the direction between two kinds of examples, and the model without it.
 - `DAS`, `BoundlessDAS`, `LoReFT`, `LowRankSteering`, `L0Mask`: interventions with parameters, which `fit` trains and
   `intervene` applies; `Intervention`, the base class of your own.
@@ -37,6 +37,7 @@ from graphpatch_notebook.experiments.circuits.edges import attribute_edges
 from graphpatch_notebook.experiments.circuits.runs import circuit, circuit_patches, faithfulness
 from graphpatch_notebook.experiments.datasets.batches import average, mean_values
 from graphpatch_notebook.experiments.datasets.probes import Probe, Probes, probes
+from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
 from graphpatch_notebook.experiments.engine import RayExecutor, map_batches, remote
 from graphpatch_notebook.experiments.interventions.directions import direction, project_out
@@ -113,6 +114,7 @@ __all__ = [
     "project_out",
     "record_to",
     "remote",
+    "ridge_probes",
     "save_result",
     "show_attention",
     "show_circuit",

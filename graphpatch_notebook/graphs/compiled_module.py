@@ -9,6 +9,7 @@ import keyword
 import threading
 from collections.abc import Callable
 from operator import attrgetter
+from textwrap import indent
 from typing import Any, final
 
 from torch import fx
@@ -20,7 +21,7 @@ from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, r
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.graphs.edits import SnapshotCalls, check_doubts, check_edited, guarded, update_records, where
-from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, weave, woven_patches
+from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, name_of_module, weave, woven_patches
 from graphpatch_notebook.graphs.modules import GraphModule, RunningGraph, run_as, run_live
 from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.paths import unique_name
@@ -29,8 +30,9 @@ from graphpatch_notebook.torch_compat import (
     is_tracing,
     never_compiled,
     run_while_compiling,
+    tensor_metadata,
 )
-from graphpatch_notebook.values import ABSENT
+from graphpatch_notebook.values import ABSENT, TensorSpec
 
 _build_lock = threading.RLock()
 _NO_NAMES: frozenset[str] = frozenset()
@@ -112,6 +114,26 @@ class CompiledGraphModule(GraphModule):
     def code(self) -> str:
         """The Python code of the current graph."""
         return self._code().text
+
+    def print_readable(self, print_output: bool = True, **options: Any) -> str:
+        """Prints and returns the code of this graph and those below it, with shapes, dtypes and the user's lines.
+
+        Arguments are those of `torch.fx.GraphModule.print_readable`.
+        """
+        graph = weave(self.built().graph, ())
+        for node in graph.nodes:
+            if isinstance(record := node.meta.get(RECORD), Node):
+                if isinstance(spec := record.spec, TensorSpec):
+                    node.meta.setdefault("tensor_meta", tensor_metadata(spec.shape, spec.dtype))
+                if record.site is not None:
+                    node.meta["stack_trace"] = "\n".join(map(str, record.site.source_lines()))
+        text = graph.python_code(name_of_module(graph), verbose=True, **options).src.lstrip("\n")
+        inner = [each.print_readable(False, **options) for each in self.callees if isinstance(each, type(self))]
+        name = self._frame.call.name if self._frame.call is not None else type(self._original_module).__name__
+        text = f"class {name}(torch.nn.Module):\n" + indent("\n".join([text, *inner]), "    ")
+        if print_output:
+            print(text)
+        return text
 
     @property
     def doubts(self) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.graphs.build import records
@@ -167,3 +168,15 @@ def test_graph_is_well_formed() -> None:
     for module in graph_module(TupleOutputModule(), torch.ones(3, 2)).modules():
         if isinstance(module, CompiledGraphModule):
             module.graph.lint()
+
+
+def test_readable_code_has_shapes_lines_and_the_graphs_below(capsys: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    root: Any = PatchableGraph(model, torch.ones(4, 2))._graph_module
+    text = root.print_readable()
+    assert capsys.readouterr().out == f"{text}\n"
+    assert text.startswith("class Sequential(torch.nn.Module):\n    def forward(self, input")
+    inner = text.split("class sub_0(torch.nn.Module):\n")[1]
+    for part in ('weight: "f32[3, 2]" = self.weight', 'linear: "f32[4, 3]" = ', "code: return F.linear("):
+        assert part in inner
+    assert root.get_submodule("1").print_readable(print_output=False).startswith("class sub_1(torch.nn.Module):")
