@@ -37,6 +37,7 @@ from graphpatch_notebook.errors import (
 )
 from graphpatch_notebook.graphs import (
     CompiledGraphModule,
+    GraphInterpreter,
     MultiplyInvokedModule,
     OpaqueGraphModule,
     UnusedModule,
@@ -74,6 +75,7 @@ __all__ = [
     "ExtractionOptions",
     "FromPatch",
     "GraphError",
+    "GraphInterpreter",
     "GraphPatchError",
     "GraphPatchWarning",
     "MultiplyInvokedModule",

@@ -38,6 +38,8 @@ class ExtractionOptions:
         postprocessing_function: Called with each `CompiledGraphModule` and the module that it was captured from, inner
             ones first. May edit `graph_module.graph` in place (and give the graph module tensors and modules of its own
             for that): the edited graph then runs in place of the module, in every call of the `PatchableGraph`.
+        copy_transformers_generation_config: Give the `PatchableGraph` of a transformers model a `generation_config` of
+            its own, a copy of the model's, which its `generate` uses. Otherwise, it uses the model's own.
         decompose: Which composite functions to record as their steps, in graphs too: a list of functions, or of their
             names. `None`: none, but attention has its scores and its pattern as values. A list, even an empty
             one, turns that off. See below.
@@ -74,6 +76,7 @@ class ExtractionOptions:
     allow_unused_submodules: bool | None = None
     custom_extraction_functions: dict[type[Module], Callable[[Module], Graph]] = field(default_factory=dict)
     postprocessing_function: Callable[[Any, Module], None] | None = None
+    copy_transformers_generation_config: bool = True
     decompose: Collection[str | Callable[..., Any]] | None = None
     layers: Sequence[str | Sequence[str]] | None = None
 

@@ -21,7 +21,7 @@ from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import GraphError, add_note
-from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, own_graphs
+from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule, own_graphs
 from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.graphs.modules import delegate
 from graphpatch_notebook.inspection.node_map import NodeMap
@@ -31,9 +31,11 @@ from graphpatch_notebook.options import ExtractionOptions, check_input_names, op
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.patching import (
+    GENERATION_CONFIG,
     CapturedModel,
     PatchContext,
     Recording,
+    generating_with,
     innermost,
     record,
 )
@@ -66,7 +68,7 @@ _COMPILES_ITSELF = (
     "torch.compiler.set_stance('force_eager') before"
 )
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_OWN = {"_module", "_captured"}
+_OWN = {"_module", "_captured", "_generation_config"}
 # What `nn.Module` defines, and the model may override.
 _OF_MODEL = (
     "add_module apply bfloat16 buffers children cpu cuda double eval float get_buffer get_extra_state get_parameter "
@@ -279,7 +281,11 @@ class PatchableGraph(_LikeItsModel):
         return cls._of(*exported_model(program, flat_args_adapter), ExtractionOptions())
 
     def _set_up(self, captured: CapturedModel) -> None:
-        self.__dict__.update(_captured=captured, _module=captured.module)
+        state, module = self.__dict__, captured.module
+        state["_captured"], state["_module"] = captured, module
+        own = module.__dict__.get(GENERATION_CONFIG) if callable(getattr(module, "generate", None)) else None
+        copies_config = captured.options.copy_transformers_generation_config
+        state["_generation_config"] = copy.deepcopy(own) if copies_config else None
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -422,22 +428,53 @@ class PatchableGraph(_LikeItsModel):
         """
         from graphpatch_notebook.graphs.verification import verify
 
-        self._refuse_elsewhere()
+        self._refuse_graphs()
         self._captured.check_weights()
         report = verify(self._graph_module, args, kwargs)
         return dataclasses.replace(report, permanent=self._captured.permanent_paths)
 
+    def interpreter(self, on_node: Callable[[str, Any], object] | None = None) -> GraphInterpreter:
+        """Returns an interpreter that runs the graphs node by node (`torch.fx.Interpreter`); errors name their node.
+
+        It runs the graphs, not the model, without patches: to look into a graph, say one that differs in `verify`.
+        Whether they equal the model on such inputs, `verify` finds out. The model's state, and that of the random
+        generators, do not change.
+
+        Args:
+            on_node: Called with the path and the value of each node, when it is computed.
+
+        Example:
+            >>> import torch
+            >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
+            >>> _ = pg.verify(torch.ones(2))
+            >>> pg.interpreter().run(torch.ones(2))
+            tensor([1., 1.])
+        """
+        return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
+
     def _refuse_elsewhere(self) -> None:
-        """Raises an error if the graphs here do not cover the whole model."""
+        """Raises an error if the model does not run in this process alone."""
         if self._captured.sharding is not None:
             raise GraphError(
                 "the graphs of a model that is sharded over processes do not run, and are not saved or copied: make "
                 "the PatchableGraph of the model in one process (on the meta device, say)"
             )
+
+    def _refuse_graphs(self) -> None:
+        """Raises an error if the graphs here do not cover the whole model."""
+        self._refuse_elsewhere()
         if any(frame.splices for frame in self._captured.root.walk()):
             raise GraphError(
                 "its graphs do not have the spliced SAEs: take the PatchableGraph that splice() was called on"
             )
+
+    def _refuse_patches(self) -> None:
+        self._refuse_graphs()
+        self._captured.check_weights()
+        if self._captured.permanent:
+            raise GraphError("graphs are interpreted without patches: interpret the graph that edit() was called on")
+        if innermost(self._captured) is not None:
+            raise GraphError("graphs are interpreted without patches: call run() of the interpreter outside of patch()")
 
     def to_fx(
         self,
@@ -487,7 +524,7 @@ class PatchableGraph(_LikeItsModel):
         """
         from graphpatch_notebook.patching import verified_fx_module
 
-        self._refuse_elsewhere()
+        self._refuse_graphs()
         given: Any = (args, kwargs or {})
         if not isinstance(given[0], (tuple, list)) or not isinstance(given[1], Mapping):
             raise TypeError(
@@ -701,7 +738,7 @@ class PatchableGraph(_LikeItsModel):
         """
         from graphpatch_notebook import files
 
-        self._refuse_elsewhere()
+        self._refuse_graphs()
         self._captured.check_weights()
         if self._captured.permanent:
             raise GraphError(
@@ -897,7 +934,9 @@ class PatchableGraph(_LikeItsModel):
             >>> edited(torch.ones(2)), pg(torch.ones(2))
             (tensor([2., 2.]), tensor([1., 1.]))
         """
-        return self._around(self._captured.edited(patch_map))
+        result = self._around(self._captured.edited(patch_map))
+        result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"])
+        return result
 
     def splice(self, saes: Any, *, error: bool = True, across: bool = False, name: str = "sae") -> PatchableGraph:
         """Returns a `PatchableGraph` of the same model with sparse autoencoders (SAEs), whose parts are nodes.
@@ -1076,6 +1115,9 @@ class PatchableGraph(_LikeItsModel):
     def __getattr__(self, name: str) -> Any:
         if name in _OWN or "_module" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r} yet")
+        config = self.__dict__["_generation_config"]
+        if name == GENERATION_CONFIG and config is not None:
+            return config
         try:
             value = getattr(self._module, name)
         except AttributeError as error:
@@ -1083,12 +1125,13 @@ class PatchableGraph(_LikeItsModel):
                 raise
             raise AttributeError(f"{error}; for {name!r} of another tool, write {METHODS[name]}") from None
         if inspect.ismethod(value) and value.__self__ is self._module:
+            function = generating_with(config, value) if name == "generate" and config is not None else value
 
             @functools.wraps(value)
             def method(*args: Any, **kwargs: Any) -> Any:
                 if name == "generate":
                     args, kwargs = self._captured.tokenized(args, kwargs, is_generation=True)
-                return self._call(value, args, kwargs)
+                return self._call(function, args, kwargs)
 
             return method
         return value
@@ -1102,6 +1145,8 @@ class PatchableGraph(_LikeItsModel):
         elif name == "tokenizer":
             check_tokenizer(value)
             self._captured.tokenizer = value
+        elif name == GENERATION_CONFIG and self.__dict__["_generation_config"] is not None:
+            self.__dict__["_generation_config"] = value
         else:
             setattr(self._module, name, value)
 
@@ -1112,9 +1157,9 @@ class PatchableGraph(_LikeItsModel):
         return sorted({*object.__dir__(self), *dir(self._module)})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
-        if self._captured.sharding is not None:
-            self._refuse_elsewhere()
+        self._refuse_elsewhere()
         result = memo[id(self)] = self._around(copy.deepcopy(self._captured, memo))
+        result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"], memo)
         return result
 
     def __copy__(self) -> PatchableGraph:

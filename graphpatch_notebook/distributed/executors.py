@@ -16,7 +16,7 @@ import threading
 import uuid
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -189,7 +189,7 @@ class Workers:
         names: Meanings | None = None,
     ) -> None:
         check_executor(executor, recipe, pg)
-        self._executor = executor
+        self._given = self._executor = executor
         self._done: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._messages: set[str] = set()
         self._has_results = False
@@ -233,6 +233,11 @@ class Workers:
             for _, future in running.values():
                 with contextlib.suppress(Exception):
                     getattr(future, "release", future.cancel)()  # `cancel` of Dask waits for a scheduler that is gone
+            if self._executor is not self._given:
+                for process in (vars(self._executor)["_processes"] or {}).values():  # one may be in a long task
+                    process.terminate()
+                self._executor.shutdown(wait=False, cancel_futures=True)
+                self._executor = self._given
 
     def _submit(self, running: dict[int, Any], number: int, content: Any, attempt: int) -> None:
         task = self._run(content, attempt)
@@ -249,9 +254,14 @@ class Workers:
             number, attempt = self._done.get(timeout=_POLL)
         except queue.Empty:
             return
+        if number not in running:  # it ran again, alone
+            return
         content, future = running[number]
         try:
             result = self._received(future)
+        except BrokenExecutor:
+            yield from self._one_by_one(running)
+            return
         except (Exception, asyncio.CancelledError) as error:
             is_ours = isinstance(error, ExperimentError)
             if is_ours and not self._has_results:
@@ -273,6 +283,29 @@ class Workers:
                 warn_each_time(message, kind)
         self._messages.update(messages)
         return result
+
+    def _one_by_one(self, running: dict[int, tuple[Any, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yields the results of the tasks that a broken pool had, run alone, which shows whose worker ends."""
+        tasks = sorted(running.items())
+        running.clear()
+        is_broken = True
+        for number, (content, _) in tasks:
+            if is_broken:
+                self._renew()
+            try:
+                result, is_broken = self._received(self._executor.submit(*self._run(content, 1))), False
+            except (Exception, asyncio.CancelledError) as error:
+                result, is_broken = Lost(f"{type(error).__name__}: {error}"), isinstance(error, BrokenExecutor)
+            yield number, result
+        if is_broken:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Starts a pool like the one that broke: Python's own takes no more tasks when a worker has ended."""
+        if type(self._executor) is ProcessPoolExecutor:  # which does not say how it was made
+            settings = ("_max_workers", "_mp_context", "_initializer", "_initargs")
+            made: list[Any] = [vars(self._executor)[name] for name in settings]
+            self._executor = ProcessPoolExecutor(*made)
 
 
 def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:

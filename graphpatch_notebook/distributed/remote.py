@@ -36,7 +36,7 @@ from graphpatch_notebook.inspection.meanings import differing_names, meanings
 from graphpatch_notebook.inspection.node_map import kept_for
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.patching import PatchContext, Recording, active_patches, innermost
+from graphpatch_notebook.patching import GENERATION_CONFIG, PatchContext, Recording, active_patches, innermost
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import mapped
 from graphpatch_notebook.warning_places import warn_each_time
@@ -135,7 +135,7 @@ class RemoteGraph(PatchableGraph):
             _call_there,
             (patches, self._is_strict),
             (name, args, kwargs),
-            getattr(self, "generation_config", None),
+            getattr(self, GENERATION_CONFIG, None),
             torch.is_grad_enabled(),
         )
         for patch, values in zip([patch for _, patch in patches if patch.only_keeps], kept, strict=True):
@@ -215,7 +215,7 @@ class RemoteGraph(PatchableGraph):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_captured" in self.__dict__ and name != "generation_config":
+        if "_captured" in self.__dict__ and name != GENERATION_CONFIG:
             raise GraphError(
                 f"the model runs in other processes, where {name!r} would not change: set it there, by a function of "
                 "the graph: pg.run_there(function)"
@@ -303,7 +303,7 @@ def _build_there(token: str, recipe: Callable[[], Any], inputs: tuple[tuple[Any,
 def _call_there(token: str, patches: _Patches, call: tuple[Any, ...], config: Any, is_with_gradients: bool) -> Any:
     name, args, kwargs = call
     pg = _graphs[token]
-    if config is not None:
+    if config is not None and captured(pg).options.copy_transformers_generation_config:
         pg.generation_config = config
     with torch.set_grad_enabled(is_with_gradients), _patched(pg, patches):
         output = (pg if name is None else getattr(pg, name))(*args, **kwargs)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from graphpatch_notebook.patching.recording import Recording, record
     from graphpatch_notebook.patching.run import apply_to_rows, frames_seen
     from graphpatch_notebook.patching.stand_in import (
+        GENERATION_CONFIG,
+        generating_with,
         held_value,
         tensor_at,
     )
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DECODER_TOKENS",
     "FUSED_MODULES",
+    "GENERATION_CONFIG",
     "CapturedModel",
     "CompiledModel",
     "CompiledPatches",
@@ -57,6 +60,7 @@ __all__ = [
     "check_call",
     "check_compilable",
     "frames_seen",
+    "generating_with",
     "held_value",
     "innermost",
     "record",

@@ -7,7 +7,7 @@ tensors. So other threads, and the user, never see these. Changes by the forward
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,9 +23,11 @@ _ORIGINAL = "_graphpatch_original"
 
 
 class StandIn:
-    """A module with some tensors (by attribute path: `weight`, `emb.weight`) replaced."""
+    """A module with some tensors (by attribute path: `weight`, `emb.weight`) and plain attributes replaced."""
 
-    def __init__(self, module: Module, replacements: dict[str, Tensor]) -> None:
+    def __init__(
+        self, module: Module, replacements: dict[str, Tensor], attributes: Mapping[str, Any] | None = None
+    ) -> None:
         self._original = module
         self._inner: list[StandIn] = []
         self.module: Module = object.__new__(type(module))
@@ -36,7 +38,7 @@ class StandIn:
             state["_call_impl"] = functools.partial(observed, own_call(self.module))
         for registry in REGISTRIES:
             state[registry] = type(state[registry])(state[registry])
-        state[_ORIGINAL] = module
+        state.update({**(attributes or {}), _ORIGINAL: module})
         below: dict[str, dict[str, Tensor]] = {}
         new: dict[int, Tensor] = {}
         for path, tensor in replacements.items():
@@ -108,14 +110,14 @@ class StandIn:
             f"{forward!r}, which is not a method of it; patch its inputs, its output, or the op that uses the parameter"
         )
 
-    def copy_changes_back(self) -> None:
-        """Copies to the module what the forward changed in the stand-in."""
+    def copy_changes_back(self, but: Sequence[str] = ()) -> None:
+        """Copies to the module what the forward changed in the stand-in, except the attributes named in `but`."""
         for inner in self._inner:
             inner.copy_changes_back()
         now, own = self.module.__dict__, self._original.__dict__
         places = [(now, own), *((now[name], own[name]) for name in REGISTRIES)]
         for before, (after, to) in zip(self._before, places, strict=True):
-            for name in {**before, **after}:
+            for name in [name for name in {**before, **after} if name not in but]:
                 if name not in after:
                     to.pop(name, None)
                 elif name not in before or before[name] is not after[name]:
@@ -165,3 +167,24 @@ def bound_with(
     if weight is None:
         return stand_in, stand_in.bind(forward)
     return stand_in, weight[0].bound(stand_in.module, weight[1], forward)
+
+
+# -- a generation config of its own, for models of transformers (which need not be installed) --------------------------
+
+GENERATION_CONFIG = "generation_config"
+# Bound to the object that `generate` runs on, so these are not copied from a stand-in to the model.
+_BOUND = ("_compiled_call", "_last_compile_config")
+
+
+def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method `generate` of a model, run on a stand-in as if `config` were the model's generation config."""
+
+    @functools.wraps(generate)
+    def generate_with(*args: Any, **kwargs: Any) -> Any:
+        stand_in = StandIn(generate.__self__, {}, {GENERATION_CONFIG: config})  # type: ignore[attr-defined]
+        try:
+            return stand_in.bind(generate)(*args, **kwargs)
+        finally:
+            stand_in.copy_changes_back(but=_BOUND)
+
+    return generate_with

@@ -381,9 +381,30 @@ def test_what_kills_its_process_is_not_a_number(pg: PatchableGraph, here: Any) -
     ):
         result = swept(pg, acting(act), executor=executor, recipe=build)
     failed = np.isnan(result.values)
-    assert failed[2, 4]
+    assert np.argwhere(failed).tolist() == [[2, 4]]
     assert result.values[~failed].tolist() == here.values[~failed].tolist()
     assert "BrokenProcessPool" in result.errors[0]["error"]
+
+
+@pytest.mark.slow
+def test_no_process_is_left_behind(pg: PatchableGraph, here: Any) -> None:
+    """Of the pool that takes the place of one that broke, when a long cell is interrupted."""
+    parent, before = os.getpid(), {*multiprocessing.active_children()}
+
+    def act(layer: int, unit: int) -> None:
+        if (layer, unit) == (0, 1):
+            os._exit(3)
+        if (layer, unit) == (1, 0):
+            os.kill(parent, signal.SIGINT)
+            time.sleep(300)
+
+    with ProcessPoolExecutor(1, forking()) as executor, at_most(240):
+        with pytest.warns(GraphPatchWarning, match="experiment]"), pytest.raises(SweepInterrupted) as caught:
+            swept(pg, acting(act), executor=executor, recipe=build)
+        while {*multiprocessing.active_children()} - before:
+            time.sleep(0.1)
+    failed = np.isnan(caught.value.result.values.ravel())
+    assert failed.tolist() == [number == 1 or number >= 6 for number in range(18)]
 
 
 class Losing(Executor):
