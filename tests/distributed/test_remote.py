@@ -38,10 +38,14 @@ from graphpatch_notebook import (
 )
 from graphpatch_notebook.errors import ExperimentError, GraphError
 from graphpatch_notebook.experiments import (
+    DAS,
     LogitDifference,
     attribute,
+    direction,
+    intervene,
     logit_lens,
     mean_values,
+    project_out,
     record_to,
     remote,
 )
@@ -140,6 +144,14 @@ def test_experiments_run_there(there: PatchableGraph, here: PatchableGraph) -> N
     assert np.array_equal(scores[0], scores[1], equal_nan=True)
     lenses = [logit_lens(pg, input_ids=IDS) for pg in (there, here)]
     assert np.array_equal(lenses[0], lenses[1])
+    found = [
+        direction(pg, IDS[:1], IDS[1:], positions=-1, batch_size=1)["layers[0].resid_post"] for pg in (there, here)
+    ]
+    assert torch.equal(*found)
+    removed = [logits(pg.edit(project_out(pg, found[0], weights=True))) for pg in (there, here)]
+    assert torch.equal(*removed)
+    with pytest.raises(ExperimentError, match="run_there"):  # modules there would be copies, which are not trained
+        intervene(there, {"layers[1].resid_post": DAS(16, 4)}, IDS, IDS + 3)
     assert str(there.verify(input_ids=IDS)) == str(here.verify(input_ids=IDS))
 
 

@@ -25,6 +25,7 @@ from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ReplacePatch
 from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 from graphpatch_notebook.values import TensorSpec
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -133,6 +134,7 @@ def _mean(stored: StoredValues, chosen: _Array, what: str) -> Tensor:
 # -- removal -----------------------------------------------------------------------------------------------------------
 
 
+@runs_where_the_model_is
 def project_out(
     pg: PatchableGraph, direction: Tensor, paths: Any = None, *, weights: bool = False, **options: Any
 ) -> dict[str, Patch[Any]]:
