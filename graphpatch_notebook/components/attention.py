@@ -214,9 +214,7 @@ class _Finder:
 
     def _add(self, one: Attention, name: str, value: Value, names: Names) -> None:
         axes = self._axes(value, names)
-        if value.op in CREATIONS:
-            one.missing[name] = _FILLED
-        elif not _is_decided(axes) or len(axes) != len(value.shape):
+        if not _is_decided(axes) or len(axes) != len(value.shape):
             one.missing[name] = _UNKNOWN_DIMENSIONS
         else:
             one.found[name] = Part(value, axes)
@@ -271,9 +269,8 @@ class _Finder:
                 [read for read in moving if {"query", "key"} & {*of_reads[read].values()} == {side}]
                 for side in ("query", "key")
             )
-            if q and k:  # a bias has no channels
-                factors = (min(side, key=lambda read: not self._rest(read, of_reads[read])) for side in (q, k))
-                return _Product(value, names[value], (next(factors), next(factors))), names
+            if q and k:
+                return _Product(value, names[value], (q[0], k[0])), names
             for read in moving:
                 each = of_reads[read]
                 if "key" not in each.values() and study.size(read) == study.size(value):  # of a softmax, all change
@@ -282,9 +279,6 @@ class _Finder:
                     names[read] = each
                     waiting.append(read)
         return None, names
-
-    def _rest(self, value: Value, names: Names) -> list[int]:
-        return [j for j, atom in enumerate(self._study.atoms(value)) if atom.size > 1 and j not in names]
 
     def _scores(self, pattern: Value, of_pattern: Names, before: Mapping[Value, Names]) -> tuple[Value, Names] | None:
         """Returns what the softmax reads that gives the pattern, or that and a share that goes to no position."""
@@ -375,7 +369,7 @@ class _Finder:
 
     def _follow(self, name: str, operand: Value, names: Names, one: Attention) -> None:
         """Follows an operand of the products back to the linear map that it comes from."""
-        sources, waists = self._waists(operand)
+        waists = self._waists(operand)
         if any(waist.op in CREATIONS for waist in waists):
             one.missing |= dict.fromkeys([name] if name == "v" else [name, f"{name}_rot"], _FILLED)
             return
@@ -407,26 +401,23 @@ class _Finder:
             self._add(one, name, *part)
             if name != "q" and self._is_tiled(part, operand, names):
                 one.tiled.add(name)
-        elif len(sources) > 1:
-            one.missing[name] = "it is made of the results of several linear maps, or of their parts"
         else:
             one.missing[name] = "no value has heads as a dimension that is read whole, and not rotated yet"
 
-    def _waists(self, operand: Value) -> tuple[list[Value], list[Value]]:
-        """Returns the linear maps behind an operand, and the values that all of it passes through on the way."""
+    def _waists(self, operand: Value) -> list[Value]:
+        """Returns the values that all of an operand passes through on the way from linear maps."""
 
         def before(value: Value) -> list[Value]:
             is_end = value.node not in self._inside or self._flow.is_linear_map(value)
             return [] if is_end else self._flow.moving(value.node)
 
         values = sorted(walk([operand], before, _LARGEST), key=lambda value: self._flow.order[value.node])
-        sources = [value for value in values if not before(value)]
 
         def is_waist(waist: Value) -> bool:
             around = walk([operand], lambda value: [] if value == waist else before(value))
             return waist == operand or all(value == waist or before(value) for value in around)
 
-        return sources, list(filter(is_waist, values))
+        return list(filter(is_waist, values))
 
     def _known(self, waists: list[Value], operand: Value, names: Names) -> dict[Value, Names]:
         """Returns the atoms of the waists, from the operand back to where it is a part of something larger."""

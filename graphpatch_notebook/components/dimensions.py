@@ -141,7 +141,6 @@ class Dimensions:
 
     def _explore(self) -> None:
         rejected = [(number, dim) for number, shape in enumerate(self._sizes) for dim in range(len(shape))]
-        tried = set[tuple[InputDim, ...]]()
         ways: list[Callable[[InputDim], object]] = [tuple, lambda one: (self._size(one), one[1]), self._size]
         for way in ways if len(rejected) <= _FEW else ways[1:]:  # each alone, and then those of one size together
             tied: dict[object, list[InputDim]] = {}
@@ -150,10 +149,8 @@ class Dimensions:
             rejected = []
             for group in tied.values():
                 # Alone, a size of one may be broadcast: those of all inputs first.
-                is_left = tuple(group) in tried or (way is tuple and self._size(group[0]) == 1)
-                if is_left or not self._vary(group):
+                if (way is tuple and self._size(group[0]) == 1) or not self._vary(group):
                     rejected += group
-                    tried |= set() if is_left else {tuple(group)}
         if self.groups:
             self.reason = None
         nodes = [node for frame in self._root.walk() for node in frame.nodes]

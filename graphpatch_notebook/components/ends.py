@@ -24,7 +24,6 @@ _FARTHEST = 60
 _WRITTEN_INTO = frozenset("setitem index_put masked_scatter index_put_ index_copy scatter masked_scatter_".split())
 _LOOKUPS = frozenset("index_select getitem gather".split())
 _INDEX_STEPS = SAME_VALUES | VIEWS | frozenset("long int index_put setitem".split())
-_REPEATS = ("expand", "expand_as", "broadcast_to", "repeat")
 _STEPS = SAME_VALUES | VIEWS | NORMS
 _MAPS = SCALINGS | PRODUCTS | {"linear", "addmm"}
 
@@ -96,10 +95,7 @@ def _before(trails: Trails, value: Value) -> list[Value]:
     if op in _LOOKUPS and reads and flow.is_held(reads[0]):
         return []
     if op in _STEPS:
-        is_repeated = op in _REPEATS and flow.is_held(value)  # for each row of a batch, be it one
-        return [read for read in reads if not flow.is_held(value) or read.size == value.size][
-            : 0 if is_repeated else None
-        ]
+        return [read for read in reads if not flow.is_held(value) or read.size == value.size]
     return reads[:1] if op in _WRITTEN_INTO else moving[:1] if op in _MAPS else []
 
 
