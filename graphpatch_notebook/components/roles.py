@@ -354,15 +354,21 @@ class Study:
     def _changed(self, value: Value, j: int, i: int, targets: Iterable[Value]) -> RunValues:
         """Returns a run in which a value is changed at index `i` of its atom `j`.
 
-        It gets noise as large as the range of the value: a softmax may be saturated.
+        What is at an index of a feature is exchanged there, which leaves norms over all features alone; or else it gets
+        noise as large as the range of the value: a softmax may be saturated.
         """
         atoms = self.atoms(value)
+        others = enumerate(atom for k, atom in enumerate(atoms) if k != j)
+        features = [(atom.size, k) for k, atom in others if atom.group is None and atom.size > 1]
 
         def change(tensor: Tensor) -> Tensor:
             seen = self._view(tensor.contiguous(), atoms).clone()
             part = seen.select(j, i)
-            noise = torch.randn(part.shape, generator=torch.Generator().manual_seed(1), dtype=part.dtype)
-            part += (noise + noise.sgn()) * (_usual(seen).max() or 1.0)
+            exchanged = part.roll(1, max(features)[1]) if features and atoms[j].group is None else part
+            if torch.equal(exchanged, part):
+                added = torch.randn(part.shape, generator=torch.Generator().manual_seed(1), dtype=part.dtype)
+                exchanged = part + (added + added.sgn()) * (_usual(seen).max() or 1.0)
+            part.copy_(exchanged)
             return seen.reshape(tensor.shape)
 
         return self.run.changed(value, change, targets)

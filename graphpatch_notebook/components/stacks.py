@@ -242,8 +242,10 @@ class _Finder:
 
     def found(self) -> list[Stack]:
         """Returns the stacks of lists and loops; if there are none, the longest chain in no list is one layer."""
-        for steps in self._chains():
-            self._divide(steps)
+        for steps in self._chains():  # but not what is in one layer of another trail
+            members = {key for layers in self._members.values() for key in layers}
+            if members.isdisjoint(map(id, self._around(steps).frames_above())):
+                self._divide(steps)
         found = [*(self._stack(*key, members) for key, members in self._members.items()), *self._loops]
         found = found or sorted(self._alone, key=lambda stack: -len(stack.first.steps))[:1]
         return sorted(found, key=lambda stack: self._flow.order[stack.first.start.value.node])
@@ -294,7 +296,7 @@ class _Finder:
             for group in groups:
                 self._add(group[0].frame, steps)
         else:
-            layers = [self._layer(frame, _steps_of(group)) for group in groups]
+            layers = self._layers(frame, groups)
             if len(layers) == 1 and (whole := self._cut(frame, steps)) is not None:
                 layers = [whole]
             stems = {_number(call)[0] for call in calls if call is not None and _number(call)[1]}
@@ -383,6 +385,19 @@ class _Finder:
         members = members[is_like.index(True) : len(is_like) - is_like[::-1].index(True)]
         found = {number: layers[id(each)] for number, each in enumerate(members) if id(each) in layers}
         return Stack("", frame, stem[0], found, {n: each for n, each in enumerate(members) if n not in found})
+
+    def _layers(self, frame: Frame, groups: Sequence[_Group]) -> list[Layer]:
+        """Returns the layers that are steps of a loop in a frame."""
+        parts = list(map(_steps_of, groups))
+        for number, group in enumerate(groups[1:], 1):  # norms behind an addition belong to what was added
+            lead = max((n + 1 for n, step in enumerate(group[0].steps) if step.kind == "norm"), default=0)
+            parts[number - 1] += parts[number][:lead]
+            del parts[number][:lead]
+        if len(parts) > 1 and parts[0][-1].kind == "norm":
+            last = parts[-1][-1].result
+            norms = [norm for norm in self._trails.norms.values() if norm.given.value == last]
+            parts[-1] += [Step("norm", norm.returned.value, last) for norm in norms[:1]]
+        return [self._layer(frame, part) for part in parts]
 
     def _layer(self, frame: Frame, steps: list[Step]) -> Layer:
         start, end = (Place(self._trails.path(each, frame), each) for each in (steps[0].source, steps[-1].result))
