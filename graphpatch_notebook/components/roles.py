@@ -455,7 +455,6 @@ class PartRoles:
     ) -> None:
         self.study, self.start, self.end, self.groups = study, study.start, end, groups
         self.start_axes, self.end_axes = start_axes, end_axes
-        self._known: dict[tuple[Value, str], Axes] = {}
 
     def group_role(self, atom: Atom) -> str | None:
         """Returns what an atom is that follows the inputs' sizes."""
@@ -508,13 +507,11 @@ class PartRoles:
         for end, axes in ((self.start, self.start_axes), (self.end, self.end_axes)):
             if value == end and axes:
                 return axes
-        if (value, last) not in self._known:
-            atoms = self.study.atoms(value)
-            names = list(map(self.group_role, atoms))
-            if names.count(None) > 1:  # else that is the one with the features
-                names = [self.carried(value, e) for e in range(len(atoms))]
-            self._known[value, last] = joined(atoms, named_rest(atoms, names, last))
-        return self._known[value, last]
+        atoms = self.study.atoms(value)
+        names = list(map(self.group_role, atoms))
+        if names.count(None) > 1:  # else that is the one with the features
+            names = [self.carried(value, e) for e in range(len(atoms))]
+        return joined(atoms, named_rest(atoms, names, last))
 
 
 def is_apart(study: Study, start: Value, end: Value) -> list[bool | None]:
