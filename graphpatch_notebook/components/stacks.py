@@ -301,7 +301,10 @@ class _Finder:
                 layers = [whole]
             stems = {_number(call)[0] for call in calls if call is not None and _number(call)[1]}
             stack = Stack("", frame, min(stems, default=""), dict(enumerate(layers)))
-            (self._loops if len(layers) > 1 or stems else self._alone).append(stack)
+            if len(layers) > 1 or stems:
+                self._loops.append(stack)
+            elif not any(each.call is not None and _container(each.call) for each in frame.frames_above()):
+                self._alone.append(stack)  # else it is a part of a layer whose list was not found
 
     def _around(self, steps: Iterable[Step]) -> Frame:
         """Returns the innermost frame that all additions of computed values are in."""
