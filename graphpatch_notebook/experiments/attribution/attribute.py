@@ -16,7 +16,7 @@ from graphpatch_notebook.experiments.attribution.gradient_runs import (
     Routing,
     WatchedRuns,
 )
-from graphpatch_notebook.experiments.attribution.rules import Method, check_method, midpoints, warn_of_loss
+from graphpatch_notebook.experiments.attribution.rules import Method, Points, check_method, path_fractions, warn_of_loss
 from graphpatch_notebook.experiments.attribution.scored_nodes import (
     KeptDims,
     PositionAxis,
@@ -58,6 +58,7 @@ def attribute(
     *,
     method: Method = "gradient",
     steps: int = 8,
+    points: Points = "midpoint",
     one_sided: bool = False,
     routing: Routing = "free",
     paths: Iterable[str | NodePath] | None = None,
@@ -102,6 +103,9 @@ def attribute(
         corrupted: The corrupted inputs, in the same form.
         method: The derivative, as above.
         steps: The number of points for `"integrated"`.
+        points: Where they are: one in each of `steps` equal parts of the way from the corrupted run to the clean run,
+            at its `"midpoint"`, which is the most accurate, or at its `"left"` (k / steps for k = 0, ..., steps - 1) or
+            `"right"` end (k = 1, ..., steps), as the code of EAP-IG has them: `"right"` for nodes, `"left"` for edges.
         one_sided: For `"secant"` with `paths`: compares the corrupted run, for each value, with the same run in which
             this value alone is the clean one, and not with the clean run. The scores of all heads and positions of a
             value then sum to the exact effect of patching all of it. It takes two runs for each value.
@@ -132,10 +136,10 @@ def attribute(
         An array with the dimension `path` (`layer` and `head` for components, such as `layers[*].attn.heads[*].z`), and
         `position` if requested. Nodes without a score are NaN: the
         attribute `skipped` is a dict from path to reason. Other attributes: `clean` and `corrupted`, the metric of the
-        two runs; `method`; `routing`; `steps`; `fallbacks`, why an operation keeps its own derivative, by name; for
-        `"secant"`, `conservation`, how far the scores of each cut are from the change of the metric, relative to it;
-        `roots`, the nodes at which the runs begin to differ; `same_values`, a dict from the names of one value to the
-        name that represents them; `remarks`. Parameters score 0, since they are equal in both runs.
+        two runs; `method`; `routing`; `steps` and `points`; `fallbacks`, why an operation keeps its own derivative, by
+        name; for `"secant"`, `conservation`, how far the scores of each cut are from the change of the metric, relative
+        to it; `roots`, the nodes at which the runs begin to differ; `same_values`, a dict from the names of one value
+        to the name that represents them; `remarks`. Parameters score 0, since they are equal in both runs.
 
     Raises:
         UnknownPathError: A path does not exist. Raised before the model runs.
@@ -165,13 +169,13 @@ def attribute(
     check_graph(pg, has_gradients=True)
     if examples := OverExamples({"clean": clean, "corrupted": corrupted}, batch_size, keep_examples):
         return examples.run(  # type: ignore[no-any-return]
-            pg, attribute, each={"metric": metric}, method=method, steps=steps, one_sided=one_sided, routing=routing,
-            paths=paths, positions=positions, position_dim=position_dim, max_bytes=max_bytes, progress=progress,
-            executor=executor, recipe=recipe,
+            pg, attribute, each={"metric": metric}, method=method, steps=steps, points=points, one_sided=one_sided,
+            routing=routing, paths=paths, positions=positions, position_dim=position_dim, max_bytes=max_bytes,
+            progress=progress, executor=executor, recipe=recipe,
         )  # fmt: skip
     check_metric(metric)
     check_method(method)
-    fractions = midpoints(steps) if method == "integrated" else [0.0]
+    fractions = path_fractions(steps, points) if method == "integrated" else [0.0]
     choices = Choices(routing)
     if one_sided and (method != "secant" or paths is None):
         raise ExperimentError('one_sided=True takes two runs for each value: give method="secant" and paths=')
@@ -190,7 +194,8 @@ def attribute(
     selected.idle.append(watched)
     runs.problems |= selected.skipped
     result = _data_array(xarray, selected, runs, axis)
-    result.attrs |= {"method": method, "routing": routing, **({"steps": steps} if method == "integrated" else {})}
+    result.attrs |= {"method": method, "routing": routing}
+    result.attrs |= {"steps": steps, "points": points} if method == "integrated" else {}
     result.attrs |= {"same_values": dict(selected.same_values), **given[0].attrs(pg)}
     if method == "secant":
         result.attrs["conservation"] = losses = _conservation(pg, runs)

@@ -60,6 +60,8 @@ from graphpatch_notebook.warning_places import level_of_caller, warn
 
 Method: TypeAlias = Literal["gradient", "integrated", "secant"]
 METHODS: tuple[Method, ...] = ("gradient", "integrated", "secant")
+Points: TypeAlias = Literal["midpoint", "left", "right"]
+_OFFSETS = {"midpoint": 0.5, "left": 0.0, "right": 1.0}
 
 # -- held norms --------------------------------------------------------------------------------------------------------
 
@@ -472,11 +474,13 @@ def check_method(method: Any, known: Sequence[str] = METHODS) -> None:
         raise ExperimentError(f"method must be one of {', '.join(map(repr, known))}, not {method!r}")
 
 
-def midpoints(steps: int) -> list[float]:
-    """Returns the midpoints of equal parts of the way between two runs, from 0 to 1.
+def path_fractions(steps: int, points: Points) -> list[float]:
+    """Returns points on the way from the corrupted run (0) to the clean run (1): one in each of `steps` equal parts.
 
-    The error of integrated gradients falls with the square of their number.
+    The error of integrated gradients falls with the square of their number at midpoints, and with their number at ends.
     """
     if type(steps) is not int or steps < 1:
         raise ExperimentError(f"steps must be a positive integer, not {steps!r}")
-    return [(step + 0.5) / steps for step in range(steps)]
+    if points not in _OFFSETS:
+        raise ExperimentError(f"points must be one of {', '.join(map(repr, _OFFSETS))}, not {points!r}")
+    return [(step + _OFFSETS[points]) / steps for step in range(steps)]

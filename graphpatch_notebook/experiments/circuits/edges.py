@@ -34,8 +34,9 @@ from graphpatch_notebook.experiments.attribution.gradient_runs import (
 from graphpatch_notebook.experiments.attribution.rules import (
     METHODS,
     DerivativeRules,
+    Points,
     check_method,
-    midpoints,
+    path_fractions,
     warn_of_loss,
     widened,
 )
@@ -73,6 +74,7 @@ def attribute_edges(
     *,
     method: Literal["gradient", "integrated", "secant", "exact"] = "gradient",
     steps: int = 5,
+    points: Points = "midpoint",
     one_sided: bool = False,
     routing: Routing = "free",
     senders: str | Iterable[str] | None = None,
@@ -116,6 +118,7 @@ def attribute_edges(
             `steps` points between the runs. `"exact"` runs the model once for each edge, and returns the true effects:
             for small models.
         steps: The number of points for `"integrated"`.
+        points: Where they are, as for `attribute`: `"left"` are those of EAP-IG's code for edges.
         one_sided: For `"secant"`: compares the corrupted run with runs that are closer to it than the clean run is, for
             the most accurate scores: the run in which this sender alone is restored, and the run in which this receiver
             alone reads clean values. The score is the mean of both. It takes two runs for each sender and receiver.
@@ -138,7 +141,7 @@ def attribute_edges(
         that are computed from it; `skipped`, why components or heads are not nodes (with a warning if whole components
         are missing); `edges`, the number of edges, each position counted; `conservation`, the sum of the scores into
         the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them);
-        `fallbacks`, as for `attribute`; `method`, `one_sided`, `routing`, `metric`, `steps`.
+        `fallbacks`, as for `attribute`; `method`, `one_sided`, `routing`, `metric`, `steps`, `points`.
 
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, the inputs differ in
@@ -162,7 +165,7 @@ def attribute_edges(
     """
     check_graph(pg, has_gradients=method != "exact")
     _check_options(method, routing, one_sided)
-    points = midpoints(steps)
+    fractions = path_fractions(steps, points)
     batches = batches_of(pg, metric, clean, corrupted)
     nodes = nodes_of(pg.nodes.root, heads=heads)
     _warn_of_missing(nodes)
@@ -171,7 +174,7 @@ def attribute_edges(
     scoring = functools.partial(
         _scores,
         method=method,
-        points=points if method == "integrated" else [0.0],
+        points=fractions if method == "integrated" else [0.0],
         is_one_sided=one_sided,
         max_bytes=max_bytes,
         routing=routing,
@@ -184,7 +187,10 @@ def attribute_edges(
     total = _mean(list(map_batches(pg, scoring, batches, executor=executor, recipe=recipe)))
     array = _array_of(total, nodes)
     array.attrs |= {"method": method, "one_sided": one_sided, "routing": routing}
-    array.attrs |= {"metric": metric_name(batches[0].metric), **({"steps": steps} if method == "integrated" else {})}
+    array.attrs |= {
+        "metric": metric_name(batches[0].metric),
+        **({"steps": steps, "points": points} if method == "integrated" else {}),
+    }
     is_whole = method == "secant" and not nodes.missing and (positions is None or positions is True)
     if is_whole and total.losses and total.fallbacks:  # without fallbacks, the runs differ elsewhere, too
         what = max(total.losses, key=total.losses.__getitem__)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import CustomPatch, PatchableGraph, ReplacePatch, UnknownPathError, ZeroPatch
 from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning
-from graphpatch_notebook.experiments import attribute, top_scores
+from graphpatch_notebook.experiments import attribute, attribute_edges, top_scores
 from graphpatch_notebook.experiments.attribution.gradient_runs import Choices
 from tests.zoo import case_by_name
 from tests.zoo.submodules import Submodules
@@ -118,6 +118,8 @@ def test_arguments_that_cannot_be(tiny: Any) -> None:
         attribute(pg, torch.sum, clean, corrupted, method="exact")  # type: ignore[arg-type]
     with pytest.raises(ExperimentError, match="steps"):
         attribute(pg, torch.sum, clean, corrupted, method="integrated", steps=0)
+    with pytest.raises(ExperimentError, match="points must be one of"):
+        attribute(pg, torch.sum, clean, corrupted, method="integrated", points="middle")  # type: ignore[arg-type]
     with pytest.raises(UnknownPathError, match="sub_0"):
         attribute(pg, torch.sum, clean, corrupted, paths=["sub_0.outptu"])
     with pytest.raises(ExperimentError, match="position_dim="):
@@ -155,7 +157,49 @@ def test_integrated_scores_add_up() -> None:
     difference = integrated.clean - integrated.corrupted
     assert abs(integrated.sel(path=root) - difference) < 1e-3 * abs(difference)
     assert abs(plain.sel(path=root) - difference) > 1e-2 * abs(difference)
-    assert (integrated.attrs["method"], integrated.attrs["steps"]) == ("integrated", 32)
+    assert [integrated.attrs[name] for name in ("method", "steps", "points")] == ["integrated", 32, "midpoint"]
+
+
+@pytest.mark.parametrize(
+    ("points", "fractions"),
+    [("left", [0, 1 / 3, 2 / 3]), ("midpoint", [1 / 6, 1 / 2, 5 / 6]), ("right", [1 / 3, 2 / 3, 1])],
+)
+def test_points_of_integrated_gradients_are_those_of_plain_torch(points: Any, fractions: list[float]) -> None:
+    """Nodes and edges have the means of the gradients of runs whose embeddings are interpolated by a hook."""
+    case = case_by_name("gpt2-sdpa")
+    clean, corrupted = torch.tensor([[5, 17, 40, 61]]), torch.tensor([[5, 33, 40, 12]])
+    model = case.build().double()
+
+    def metric(output: Any) -> Tensor:
+        return output.logits[:, -1, 7].mean().exp()
+
+    def values(ids: Tensor, embedded: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
+        kept: dict[str, Tensor] = {}
+        handles = [
+            model.transformer.wte.register_forward_hook(lambda *_: embedded),
+            model.transformer.h[0].mlp.register_forward_hook(lambda _, __, out: kept.__setitem__("mlp", out)),
+            model.transformer.ln_f.register_forward_pre_hook(lambda _, args: kept.__setitem__("final", args[0])),
+        ]
+        result = metric(model(ids))
+        for handle in handles:
+            handle.remove()
+        return kept, result
+
+    ends = [model.transformer.wte(ids).detach() for ids in (corrupted, clean)]
+    change = (values(clean)[0]["mlp"] - values(corrupted)[0]["mlp"]).detach()
+    node = edge = torch.tensor(0.0)
+    for fraction in fractions:
+        kept, result = values(corrupted, torch.lerp(*ends, fraction).requires_grad_())
+        by_mlp, by_final = torch.autograd.grad(result, [kept["mlp"], kept["final"]])
+        node, edge = node + (change * by_mlp).sum() / 3, edge + (change * by_final).sum() / 3
+
+    pg, options = PatchableGraph(model, clean), {"method": "integrated", "steps": 3, "points": points}
+    scores = attribute(pg, metric, clean, corrupted, paths=["layers[0].mlp_out"], **options)
+    edges = attribute_edges(pg, metric, clean, corrupted, **options)
+
+    assert scores.item() == pytest.approx(node.item(), rel=1e-9)
+    assert edges.sel(sender="layers[0].mlp_out", receiver="@logits").item() == pytest.approx(edge.item(), rel=1e-9)
+    assert scores.attrs["points"] == edges.attrs["points"] == points
 
 
 @pytest.mark.parametrize("method", ["gradient", "integrated", "secant"])
