@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import UnknownPathError
+from graphpatch_notebook.components import find
+from graphpatch_notebook.components.flow import factored
+from graphpatch_notebook.components.names import parse_name
+from graphpatch_notebook.components.weights import batch_size
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.patching.context import CapturedModel, PatchContext
@@ -25,6 +30,8 @@ from graphpatch_notebook.values import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from xarray import DataArray
 
 
 _T = TypeVar("_T")
@@ -152,13 +159,70 @@ class Recording(Mapping[str, Any]):
             >>> recording.stack("resid_post").shape, recording["resid_post", -1].shape
             (torch.Size([3, 1, 5, 8]), torch.Size([1, 5, 8]))
         """
-        recorded = {target.path for name in self._kept for target in self._found(name)}
-        targets = self._found(self._long_name(kind, "*"))
-        kept = [self[target.text] for target in targets if target.path in recorded]
+        kept = [self[target.text] for target in self._in_layers(kind)]
         return torch.stack(kept) if kept else self[kind, 0]
+
+    def to_dataarray(self, kind: str) -> DataArray:
+        """Returns a copy of the values of a component in all layers as one `xarray.DataArray` with named dimensions.
+
+        They are `layer` and then, of these, what the value has: `batch`, `position`, `head`, `query`, `key`, `channel`
+        (and `neuron`, `expert`), in this order on every model, whatever its own order is. A dimension of which it is
+        not known what it is has the name `dim_2`, after its number, and comes last. This needs xarray.
+
+        Args:
+            kind: The short name of the component, as of `stack`.
+
+        Raises:
+            UnknownPathError: It was not recorded in any layer.
+            ExperimentError: The layers have different sizes, or xarray is not installed.
+
+        Example:
+            >>> from graphpatch_notebook import PatchableGraph
+            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+            >>> model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+            >>> x = torch.randn(1, 5, 8)
+            >>> recording = PatchableGraph(model, x).record("layers[*].resid_post", x)
+            >>> dict(recording.to_dataarray("resid_post").sizes)
+            {'layer': 3, 'batch': 1, 'position': 5, 'channel': 8}
+        """
+        xarray = extra("xarray", "an array with named dimensions")
+        arrays = []
+        for target in self._in_layers(kind):
+            value = self[target.text].detach().cpu()
+            value, axes = self._with_axes(target, value.float() if value.dtype == torch.bfloat16 else value)
+            order = [*filter(axes.__contains__, _ORDER), *(name for name in axes if name not in _ORDER)]
+            layer = parse_name(target.text).layers
+            arrays.append(xarray.DataArray(value.numpy(), dims=axes).transpose(*order).assign_coords(layer=layer))
+        if not arrays:
+            self[kind, 0]  # raises the error
+        try:
+            return xarray.concat(arrays, "layer")  # type: ignore[no-any-return]
+        except ValueError as error:
+            raise ExperimentError(f"{kind!r} has other sizes in other layers: {error}") from error
+
+    def _with_axes(self, target: Target, value: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+        """Returns the value of a component with a name for each dimension; heads have a dimension of their own."""
+        component: Any = target.component
+        captured: Any = self._captured()
+        is_pattern = {"query", "key"} <= {*component.axes}
+        one = {} if is_pattern else {"query": "position", "key": "position"}
+        named = {dim: one.get(name, name) for dim, name in enumerate(component.axes)}
+        axes = [str(named[dim] or f"dim_{dim}") for dim in target.kept_dims]
+        rows = batch_size(find(captured.root))
+        merged = next((dim for dim, name in named.items() if "_" in str(name) and "head" in str(name)), None)
+        if merged is not None and str(named[merged]) in axes:
+            return factored(value, tuple(axes), {"head": component.shape[merged] // rows})  # type: ignore[return-value]
+        return value, tuple(axes)
+
+    def _in_layers(self, kind: str) -> list[Target]:
+        """Returns a component in the layers in which it was recorded."""
+        recorded = {target.path for name in self._kept for target in self._found(name)}
+        return [target for target in self._found(self._long_name(kind, "*")) if target.path in recorded]
 
 
 _MOST_LINES = 40
+_ORDER = ("batch", "token", "position", "head", "query", "key", "channel", "neuron", "expert")
+"""The dimensions of values of components, as other tools have them."""
 
 
 def _tensor_text(value: Any) -> str:

@@ -10,6 +10,7 @@ from operator import attrgetter, itemgetter
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ from graphpatch_notebook import (
     UnknownPathError,
     ZeroPatch,
 )
+from tests.components.families import captured_model
+from tests.hooks import registered
 from tests.zoo.awkward_values import Slots
 
 
@@ -302,6 +305,42 @@ def test_components_of_a_recording_have_short_names() -> None:
             recording[absent]
     with pytest.raises(UnknownPathError, match="pattern"):
         recording.stack("pattern")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox", "vit", "transposed"])
+def test_recordings_as_arrays_have_the_same_axes_on_every_model(name: str) -> None:
+    torch.manual_seed(0)
+    if name == "transposed":  # the positions come first
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 48, norm_first=True)
+        model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        given = torch.randn(7, 2, 32)
+        recording = PatchableGraph(model, given).record("layers[*].resid_post", given)
+        found = recording.to_dataarray("resid_post")
+        assert found.dims == ("layer", "batch", "position", "channel")
+        assert np.array_equal(found.sel(layer=1), recording["resid_post", 1].transpose(0, 1).detach())
+        return
+    pg, given = captured_model(name)
+    projections = {
+        "gpt2": "transformer.h.{}.attn.c_proj",
+        "llama": "model.layers.{}.self_attn.o_proj",
+        "neox": "gpt_neox.layers.{}.attention.dense",
+        "vit": "vit.layers.{}.attention.o_proj",
+    }
+    kept: list[Tensor] = []
+    modules = [pg._module.get_submodule(projections[name].format(number)) for number in range(2)]
+    handles = [module.register_forward_pre_hook(lambda _, args: kept.append(args[0])) for module in modules]
+    with torch.no_grad(), registered(handles):
+        pg._module(given)
+    recording = pg.record(["layers[*].attn.z", "layers[*].attn.pattern", "layers[*].resid_post"], given)
+    found = recording.to_dataarray("z")
+    assert found.dims == ("layer", "batch", "position", "head", "channel")
+    assert found.coords["layer"].values.tolist() == [0, 1]
+    for number, merged in enumerate(kept):
+        assert np.allclose(found.sel(layer=number), merged.unflatten(-1, (4, 8)), atol=1e-6)
+    assert recording.to_dataarray("pattern").dims == ("layer", "batch", "head", "query", "key")
+    assert recording.to_dataarray("resid_post").dims == ("layer", "batch", "position", "channel")
+    with pytest.raises(UnknownPathError, match="mlp_out"):
+        recording.to_dataarray("mlp_out")
 
 
 def test_a_graph_displays_its_tree() -> None:
