@@ -40,9 +40,9 @@ class ExtractionOptions:
             for that): the edited graph then runs in place of the module, in every call of the `PatchableGraph`.
         copy_transformers_generation_config: Give the `PatchableGraph` of a transformers model a `generation_config` of
             its own, a copy of the model's, which its `generate` uses. Otherwise, it uses the model's own.
-        decompose: Which composite functions to record as their steps, in graphs too: a list of functions, or of their
-            names. `None`: none, but attention has its scores and its pattern as values. A list, even an empty
-            one, turns that off. See below.
+        decompose: Which composite functions to record as their steps, in graphs too: a list of their names. `None`:
+            none, but attention has its scores and its pattern as values. A list, even an empty one, turns that off.
+            See below.
         layers: The modules that are the layers of the model, in order, by their paths (`["encoder.0", "encoder.1"]`); a
             list of paths for a layer of several modules. `None`: they are found, see `PatchableGraph.components`.
 
@@ -77,7 +77,7 @@ class ExtractionOptions:
     custom_extraction_functions: dict[type[Module], Callable[[Module], Graph]] = field(default_factory=dict)
     postprocessing_function: Callable[[Any, Module], None] | None = None
     copy_transformers_generation_config: bool = True
-    decompose: Collection[str | Callable[..., Any]] | None = None
+    decompose: Collection[str] | None = None
     layers: Sequence[str | Sequence[str]] | None = None
 
     def check(self) -> None:

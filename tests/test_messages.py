@@ -168,7 +168,7 @@ def test_steps_that_were_not_reached_are_listed(pg: PatchableGraph) -> None:
         (
             lambda: PatchableGraph(Mlp(), ExtractionOptions(decompose="scaled_dot_product_attention"), X),
             CaptureError,
-            "not 'scaled_dot_product_attention'; give ['scaled_dot_product_attention']",
+            "of scaled_dot_product_attention, multi_head_attention_forward, not 'scaled_dot_product_attention'",
         ),
         (
             lambda: PatchableGraph(Mlp(), X).to_fx(X),  # type: ignore[arg-type]

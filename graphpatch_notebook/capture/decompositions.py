@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from itertools import zip_longest
 from types import CodeType, FrameType, FunctionType
@@ -104,32 +103,18 @@ def decomposition_of(function: Any) -> Decomposition | None:
     return _BY_ID.get(id(function))
 
 
-def opened_by_default(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, Decomposition]:
+def opened_by_default(decompose: Collection[str] | None) -> dict[int, Decomposition]:
     """Returns the functions with inner nodes, by id: those of attention, unless `decompose` lists what to open."""
     return {} if decompose is not None else {key: found for key, found in _BY_ID.items() if found.inner is not None}
 
 
-def chosen_decompositions(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, Decomposition]:
+def chosen_decompositions(decompose: Collection[str] | None) -> dict[int, Decomposition]:
     """Returns the decompositions that `ExtractionOptions.decompose` asks for, by the id of their function."""
-    if decompose is None:
-        return {}
-    if isinstance(decompose, str) or not isinstance(decompose, Collection):
-        given: Any = decompose
-        repair = f"; give [{given!r}]" if isinstance(given, str) else ""
-        raise CaptureError(f"decompose takes a list of functions or of their names, not {decompose!r}{repair}")
-    found = [_found_decomposition(item) for item in decompose]
-    return {id(decomposition.function): decomposition for decomposition in found}
-
-
-def _found_decomposition(item: str | Callable[..., Any]) -> Decomposition:
-    by_name = {decomposition.name: decomposition for decomposition in _BY_ID.values()}
-    found = by_name.get(item) if isinstance(item, str) else decomposition_of(item)
-    if found is not None:
-        return found
-    name = item if isinstance(item, str) else str(getattr(item, "__name__", item))
-    near = get_close_matches(name, by_name, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise CaptureError(f"decompose: {name!r} cannot be opened; {hint}These can: {', '.join(by_name)}")
+    by_name = {found.name: found for found in _BY_ID.values()}
+    names: Any = () if decompose is None else decompose
+    if isinstance(names, str) or not isinstance(names, Collection) or any(name not in [*by_name] for name in names):
+        raise CaptureError(f"decompose takes a list of names, of {', '.join(by_name)}, not {decompose!r}")
+    return {id(by_name[name].function): by_name[name] for name in names}
 
 
 # -- inner nodes -------------------------------------------------------------------------------------------------------

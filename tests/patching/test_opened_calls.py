@@ -25,7 +25,7 @@ from tests.zoo.submodules import Submodules
 
 SDPA = ExtractionOptions()
 CLOSED = ExtractionOptions(decompose=[])
-BOTH = ExtractionOptions(decompose=[F.scaled_dot_product_attention, F.multi_head_attention_forward])
+BOTH = ExtractionOptions(decompose=["scaled_dot_product_attention", "multi_head_attention_forward"])
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 STEPS = ["scores", "pattern"]
 X = floats(2, 5, 8)
