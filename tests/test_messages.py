@@ -128,12 +128,6 @@ def test_patches(pg: PatchableGraph, path: str, patch: Any, error: type[Exceptio
         patched(pg, path, patch)
 
 
-def test_a_bar_instead_of_a_dot_is_an_error_with_the_right_path() -> None:
-    pg = PatchableGraph(Nested(), X)
-    with pytest.raises(PatchMapError, match=re.escape("did you mean 'inner.sub_0.output'?")):
-        patched(pg, "inner|sub_0.output", ZeroPatch())
-
-
 def test_built_in_patches_raise_one_error_that_says_all(pg: PatchableGraph) -> None:
     """Torch's own error, of a line in this package, would be printed above it with a traceback as long."""
     with pytest.raises(PatchValueError) as caught:

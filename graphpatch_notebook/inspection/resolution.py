@@ -248,10 +248,10 @@ def _at_path(root: Frame, parsed: ParsedPath) -> Target:
         rest = parsed.names[depth + 1 :]
         if not isinstance(node, CallNode):
             if rest:
-                raise _beyond_node(root, node, parsed, depth + 1)
+                raise _beyond_node(root, parsed, depth + 1)
             return _dug(frame, node, parsed)
         frame = node.frame
-    raise _stops_at_graph(root, frame, parsed)
+    raise _stops_at_graph(frame, parsed)
 
 
 def axes_of(root: Frame, target: Target) -> tuple[str | None, ...]:
@@ -401,23 +401,18 @@ def _respelled(frame: Frame, before: tuple[str, ...], names: tuple[str, ...], di
                 yield from _respelled(call.frame, (*before, call.name), names[len(attributes) :], dig)
 
 
-def _stops_at_graph(root: Frame, frame: Frame, parsed: ParsedPath) -> Unresolvable:
+def _stops_at_graph(frame: Frame, parsed: ParsedPath) -> Unresolvable:
     path = format_path(parsed.names) or "<root>"
-    if parsed.dig:  # the bar follows a graph, not a value
-        with contextlib.suppress(Unresolvable):
-            meant = _at_path(root, ParsedPath((*parsed.names, *parsed.dig))).path
-            return Unresolvable(f"{path!r} is a graph: its nodes follow a dot; did you mean {meant!r}?")
     candidates = [*_leaf_paths(parsed.names, frame.output_node), *_graph_paths(frame, parsed.names)]
     such_as = f", such as {candidates[0]!r}" if candidates else ""
     return Unresolvable(f"{path!r} is a graph ({graph_class(frame)}); patch a node in it{such_as}")
 
 
-def _beyond_node(root: Frame, node: Node, parsed: ParsedPath, depth: int) -> Unresolvable:
-    path, meant = format_path(parsed.names[:depth]), ParsedPath(parsed.names[:depth], parsed.names[depth:] + parsed.dig)
-    hint = f"nearest: {_listed(nearest_paths(root, str(parsed)), 3)}"
-    if isinstance(node.spec, ContainerSpec):
-        hint = f"did you mean {str(meant)!r}? A dot does not lead into a container"
-    return Unresolvable(f"{path!r} is a node, not a graph: no {str(parsed)!r}; {hint}")
+def _beyond_node(root: Frame, parsed: ParsedPath, depth: int) -> Unresolvable:
+    close = _listed(nearest_paths(root, str(parsed)), 3)
+    return Unresolvable(
+        f"{format_path(parsed.names[:depth])!r} is a node, not a graph: no {str(parsed)!r}; nearest: {close}"
+    )
 
 
 def nearest_paths(root: Frame, path: str, count: int = 3) -> list[str]:
