@@ -151,6 +151,8 @@ def options_among(
 _FIELDS_OF_PATCHES = {"slice", "steps", "positions", "position_dim", "any_shape", "allow_empty"}
 # Inputs that transformers models may take in `**kwargs`, and whose names are similar to those of options.
 _OF_MODELS = {"position_ids", "head_mask", "cache_position"}
+_GONE = {"backward": "run the cells in a loop, with metric(pg(...)).backward()"}
+"""Options of version 0.1 that are gone, and what to write instead."""
 
 
 def check_input_names(
@@ -166,6 +168,8 @@ def check_input_names(
     """
     options, known = _option_names(like or function), _input_names(root)
     for name in sorted({*names} - known):
+        if name in _GONE:
+            raise ExperimentError(f"{function.__name__} has no {name}= any more: {_GONE[name]}")
         if name in _FIELDS_OF_PATCHES and name not in options:
             raise ExperimentError(
                 f"{function.__name__} has no {name}=; patches have: pg.patch({{path: ZeroPatch({name}=...)}})"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import AddPatch, PatchableGraph
+from graphpatch_notebook import AddPatch, ExperimentError, PatchableGraph, ZeroPatch
 from tests.experiments.engine.loops import swept
 from tests.zoo import Call
 
@@ -31,3 +33,13 @@ def test_sweeps_leave_no_gradients() -> None:
     assert value.grad is None
     assert x.grad is None
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_option_that_is_gone_is_an_error_where_models_take_any_keyword() -> None:
+    class TakesAny(nn.Module):
+        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+            return x.relu()
+
+    pg = PatchableGraph(TakesAny(), torch.ones(2))
+    with pytest.raises(ExperimentError, match="backward"):
+        pg.sweep({"cell": [0]}, lambda _: {"output": ZeroPatch()}, torch.ones(2), metric=torch.sum, backward=True)
