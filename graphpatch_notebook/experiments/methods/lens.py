@@ -143,9 +143,17 @@ _AT_ONCE = 2**27
 def _logits_of(
     pg: PatchableGraph, runs: RunsFrom, last: Component, logits: Component, states: Sequence[Tensor], end: Tensor
 ) -> Iterator[Tensor]:
-    """Yields the logits of each state: of many in one run, if the last state of the model, `end`, has its own there."""
+    """Yields the logits of each state: of many in one run, if two of them have their own there.
+
+    These are the last state of the model, `end`, and the smallest one: a tail that scales by the largest number of all
+    rows computes the largest state as it does alone.
+    """
     whole = _Logits(keys_of_logits(pg, logits), None)
     own = whole(runs.output)
+
+    def alone(state: Tensor) -> Tensor:
+        return whole(runs.again({last.path: ReplacePatch(state)}))
+
     most = max(1, _AT_ONCE // own.numel())
     for first in range(0, len(states), most):
         group = states[first : first + most]
@@ -154,10 +162,11 @@ def _logits_of(
         with suppress(Exception):  # of whatever kind: the model may read something else that has the rows of one state
             output = runs.together(last.path, rows, last.axes.index("batch"))
             parts = whole(output).chunk(len(rows), logits.axes.index("batch"))
-        if parts and is_close(parts[-1], own):
+        least = min(range(len(group)), key=lambda number: float(group[number].abs().max()))
+        if len(parts) == len(rows) and is_close(parts[-1], own) and is_close(parts[least], alone(group[least])):
             yield from parts[: len(group)]
         else:
-            yield from (whole(runs.again({last.path: ReplacePatch(state)})) for state in group)
+            yield from map(alone, group)
 
 
 def check_states(values: Mapping[str, Tensor], names: Iterable[str], last: str) -> None:

@@ -89,14 +89,18 @@ class Tailed(nn.Module):
             state = state - state.mean(0)
         elif self.kind == "in place":
             state.mul_(2)
+        elif self.kind == "scaled":
+            scale = stream.abs().max()  # of all rows, as in dynamic quantization; that of the last state is the largest
+            state = (stream / scale * 127).round() / 127 * scale
         return self.head(state)
 
 
-@pytest.mark.parametrize("kind", ["plain", "skip", "rows", "in place", "hooked"])
+@pytest.mark.parametrize("kind", ["plain", "skip", "rows", "in place", "scaled", "hooked"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_state_is_read_as_alone_whatever_the_model_does_behind_the_layers(kind: str, rows: int) -> None:
     torch.manual_seed(0)
     model, tokens = Tailed(kind).eval(), torch.randint(0, 20, (rows, 5))
+    model.embed.weight.data.mul_(0.1)
     pg = PatchableGraph(model, tokens)
     if kind == "hooked":
         model.norm.register_forward_hook(lambda _, __, output: 2 * output)
