@@ -136,8 +136,7 @@ class _Unit:
         steps: The steps from the addition before; the last one adds.
         call: The call of that module; `None` if there is none.
         adds: Whether that module also adds it.
-        code: The operations that compute what is added; of a module that adds it, their kinds, and the classes of
-            modules with parameters that run in it.
+        code: The operations that compute what is added.
     """
 
     steps: list[Step]
@@ -341,12 +340,9 @@ class _Finder:
     def _unit(self, frame: Frame, steps: list[Step]) -> _Unit:
         step = steps[-1]
         call, adding = self._call(frame, step), self._child(frame, step.result.node)
-        adds = call is not None and adding is call.frame
-        modules = [each.module for each in adding.walk()] if adds and adding is not None else []
-        classes = tuple(type(each) for each in modules if next(each.parameters(recurse=False), None) is not None)
         nodes = sorted(self._slices[step].inside, key=self._flow.order.__getitem__)
-        ops = tuple(node.op if node.kind == "op" else node.kind for node in nodes)
-        return _Unit(steps, call, adds, (classes, frozenset(ops)) if adds else ops)
+        code = tuple(node.op if node.kind == "op" else node.kind for node in nodes)
+        return _Unit(steps, call, call is not None and adding is call.frame, code)
 
     def _call(self, frame: Frame, step: Step) -> CallNode | None:
         """Returns the last call in a frame that computes what a step adds."""
