@@ -34,6 +34,7 @@ exclude_patterns = [".*", "build", "node_modules", "js", "tests", "graphpatch_no
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks are committed with their outputs; a test runs them again. The gallery is run.
+nb_execution_timeout = 600  # of a cell: the first one imports torch, beside what else a machine does
 nb_ipywidgets_js = {"saved_page.js": {"type": "module"}}  # shows the views, without a network
 autodoc_default_options = {"members": True}
 add_module_names = False

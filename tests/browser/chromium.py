@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from playwright.sync_api import Browser, BrowserContext, Error, Page, Playwright, Request, sync_playwright
 
 # A busy machine is no failure.
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
 
 _FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),

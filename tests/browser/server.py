@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 CHECKOUT = Path(__file__).parents[2]
-START_SECONDS = 120
+START_SECONDS = 600
 
 # Nothing that JupyterLab would fetch, and no toast over the page that tells of news. Notebooks keep their widgets.
 _SETTINGS = {
@@ -42,12 +42,12 @@ class Server:
 
     def end_kernels(self, file: str) -> None:
         """Ends the kernels of a notebook, which go on after its page is closed."""
-        with urllib.request.urlopen(f"{self.url}/api/sessions", timeout=60) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/sessions", timeout=600) as answer:
             sessions = json.load(answer)
         for session in sessions:
             if session["path"] == file:
                 request = urllib.request.Request(f"{self.url}/api/sessions/{session['id']}", method="DELETE")
-                urllib.request.urlopen(request, timeout=60).close()
+                urllib.request.urlopen(request, timeout=600).close()
 
 
 @contextmanager

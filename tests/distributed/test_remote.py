@@ -66,8 +66,8 @@ def build() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    with ipyparallel.Cluster(n=2, engine_timeout=60, send_engines_connection_env=False) as client:
-        client.wait_for_engines(2, timeout=60)
+    with ipyparallel.Cluster(n=2, engine_timeout=300, send_engines_connection_env=False) as client:
+        client.wait_for_engines(2, timeout=300)
         # As many threads as here, or sums differ in their last bits.
         client[:].apply_sync(torch.set_num_threads, torch.get_num_threads())
         yield client

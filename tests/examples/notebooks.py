@@ -45,7 +45,8 @@ def execute(notebook: NotebookNode, names: tuple[str, ...] = ()) -> tuple[Notebo
     running.cells.append(nbformat.v4.new_code_cell(_REPORT.replace("NAMES", repr(names))))
     client = NotebookClient(
         running,
-        timeout=300,
+        timeout=600,
+        startup_timeout=600,  # the first kernel imports torch, which a cold disk may take minutes for
         kernel_name="python3",
         record_timing=False,
         resources={"metadata": {"path": str(EXAMPLES)}},

@@ -84,7 +84,7 @@ def ipython_in_a_pipe(folder: Path, *arguments: str) -> tuple[str, str, int]:
         env=environment(folder),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     return result.stdout, result.stderr, result.returncode
@@ -121,7 +121,11 @@ def test_a_notebook_is_run_like_any_other(tmp_path: Path) -> None:
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     client = NotebookClient(
-        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=600,
+        startup_timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
     )
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
         client.execute(env=environment(tmp_path))

@@ -311,7 +311,8 @@ def outputs_and_saved_widget(source: str, folder: Path, monkeypatch: pytest.Monk
     for name, value in environment(folder).items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    NotebookClient(notebook, timeout=60, kernel_name="python3", store_widget_state=True).execute()
+    client = NotebookClient(notebook, timeout=600, startup_timeout=600, kernel_name="python3", store_widget_state=True)
+    client.execute()
     nbformat.validate(notebook)
     outputs = notebook.cells[0].outputs
     models = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
