@@ -151,7 +151,11 @@ def options_among(
 _FIELDS_OF_PATCHES = {"slice", "steps", "positions", "position_dim", "any_shape", "allow_empty"}
 # Inputs that transformers models may take in `**kwargs`, and whose names are similar to those of options.
 _OF_MODELS = {"position_ids", "head_mask", "cache_position"}
-_GONE = {"backward": "run the cells in a loop, with metric(pg(...)).backward()"}
+_GONE = {
+    "backward": "run the cells in a loop, with metric(pg(...)).backward()",
+    "heads": "name the heads, layers[*].attn.heads[*].z",
+    "seed": "shuffle the reference, ids[torch.randperm(len(ids))]",
+}
 """Options of version 0.1 that are gone, and what to write instead."""
 
 

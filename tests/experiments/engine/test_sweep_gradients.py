@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, ExperimentError, PatchableGraph, ZeroPatch
+from graphpatch_notebook.experiments import ablate
 from tests.experiments.engine.loops import swept
 from tests.zoo import Call
 
@@ -35,7 +36,7 @@ def test_sweeps_leave_no_gradients() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_option_that_is_gone_is_an_error_where_models_take_any_keyword() -> None:
+def test_options_that_are_gone_are_errors_where_models_take_any_keyword() -> None:
     class TakesAny(nn.Module):
         def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
             return x.relu()
@@ -43,3 +44,5 @@ def test_the_option_that_is_gone_is_an_error_where_models_take_any_keyword() -> 
     pg = PatchableGraph(TakesAny(), torch.ones(2))
     with pytest.raises(ExperimentError, match="backward"):
         pg.sweep({"cell": [0]}, lambda _: {"output": ZeroPatch()}, torch.ones(2), metric=torch.sum, backward=True)
+    with pytest.raises(ExperimentError, match="heads"):
+        ablate(pg, ["output"], torch.ones(2), metric=torch.sum, heads=4)
