@@ -55,6 +55,8 @@ def setup() -> Callable[[int], dict[str, Any]]:
 def test_what_to_write_here_runs(section: str, setup: Callable[[int], Any], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     namespace = setup(1)
+    if section in ("SAELens", "circuit-tracer"):
+        exec(SETUPS[2], namespace)
     assert len(rows(section)) > 4
     for what, _, here in rows(section):
         source = code(here)
