@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.components.components import Component, Components, ProofRun
     from graphpatch_notebook.components.weights import (
         ComponentWeights,
+        FactoredMatrix,
         NoWeightError,
         Projection,
         Weights,
@@ -32,6 +33,7 @@ __all__ = [
     "Component",
     "ComponentWeights",
     "Components",
+    "FactoredMatrix",
     "NoWeightError",
     "Projection",
     "ProofRun",

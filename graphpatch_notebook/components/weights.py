@@ -265,12 +265,75 @@ class ComponentWeights:
         return found
 
 
+@dataclass(frozen=True)
+class FactoredMatrix:
+    """The product of two matrices of low rank, `left @ right`, which is not computed: `pg.weights.W_OV[layer, head]`.
+
+    Attributes:
+        left: Of shape (rows, rank).
+        right: Of shape (rank, columns).
+
+    Example:
+        >>> matrix = FactoredMatrix(torch.eye(3)[:, :1], torch.tensor([[1.0, 2.0, 2.0]]))
+        >>> tuple(matrix.product.shape), float(matrix.norm()), matrix.singular_values.shape
+        ((3, 3), 3.0, torch.Size([1]))
+
+    Source:
+        Elhage et al., A mathematical framework for transformer circuits (2021).
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def product(self) -> Tensor:
+        """The matrix, of shape (rows, columns)."""
+        return self.left @ self.right
+
+    @property
+    def singular_values(self) -> Tensor:
+        """The singular values that may differ from zero, of shape (rank,), the largest first."""
+        _, left = torch.linalg.qr(self.left)
+        _, right = torch.linalg.qr(self.right.mT)
+        found: Tensor = torch.linalg.svdvals(left @ right.mT)
+        return found
+
+    def norm(self) -> Tensor:
+        """Returns the Frobenius norm."""
+        return ((self.left.mT @ self.left) * (self.right @ self.right.mT).mT).sum().sqrt()
+
+    def __matmul__(self, other: FactoredMatrix) -> FactoredMatrix:
+        return FactoredMatrix(self.left, self.right @ other.left @ other.right)
+
+
+@dataclass(frozen=True)
+class _HeadCircuits:
+    """`W_OV` or `W_QK`: a `FactoredMatrix` for each layer and head of queries."""
+
+    weights: Weights
+    components: Components
+    prefix: str
+    name: str
+
+    def __getitem__(self, key: tuple[int, int]) -> FactoredMatrix:
+        layer, head = key
+        weights, count = self.weights, self.weights.W_O.heads(layer)
+        part, head = ("v" if self.name == "W_OV" else "k"), range(count)[head]
+        layer = range(len(weights.W_O))[layer]
+        read = self.components[f"{self.prefix}layers[{layer}].attn.{part}"].head_of(head, count)
+        if part == "v":
+            return FactoredMatrix(weights.W_V[layer, read], weights.W_O[layer, head])
+        return FactoredMatrix(weights.W_Q[layer, head], weights.W_K[layer, read].mT)
+
+
 class Weights:
     """The weights of a model's components, read from the model at each access: `pg.weights`.
 
     - `W_Q`, `W_K`, `W_V` (channels of the stream x channels of the head) and `W_O` (the reverse), by layer and head.
       Under grouped-query attention, `W_K` and `W_V` have as many heads as there are of keys and values.
     - `W_in` and `W_out` of the MLP by layer (channels x neurons, and the reverse), and `W_gate` if it is gated.
+    - `W_OV` and `W_QK` of a layer and head of queries, ``pg.weights.W_OV[1, 3]``: the product `W_V @ W_O`, and `W_Q`
+      with the transposed `W_K`, as a `FactoredMatrix`.
     - `W_E` (tokens x channels), `W_pos` (positions x channels, if the model has such a table) and `W_U`
       (channels x tokens) of the model.
 
@@ -299,7 +362,7 @@ class Weights:
         return Weights(self._root, stack)
 
     def __dir__(self) -> list[str]:
-        return [*_BY_LAYER, *_OF_MODEL]
+        return [*_BY_LAYER, *_BY_HEAD, *_OF_MODEL]
 
     def __repr__(self) -> str:
         return f"<weights: {', '.join(dir(self))}>"
@@ -331,6 +394,8 @@ class Weights:
             stacks = ", ".join(repr(each) for each in components.layers) or "none"
             raise GraphError(f"unknown stack of layers {stack!r}; the stacks are {stacks}: pg.weights[stack]")
         finder, prefix = _finder(self._root), f"{stack}." if stack else ""
+        if name in _BY_HEAD:
+            return _HeadCircuits(self, components, prefix, name)
         if name not in _OF_MODEL:
             return finder.by_layer(prefix, name, components.layers[stack])
         try:
@@ -340,6 +405,7 @@ class Weights:
 
 
 _OF_MODEL = ("W_E", "W_pos", "W_U")
+_BY_HEAD = ("W_OV", "W_QK")
 _BY_LAYER = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out")
 
 

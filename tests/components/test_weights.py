@@ -246,3 +246,30 @@ def test_a_stream_that_begins_with_weights_leaves_the_weights_of_later_layers() 
     model = FromQueries().eval()
     weight = PatchableGraph(model, torch.randn(1, 7, 16)).weights.W_O[1]
     torch.testing.assert_close(weight.flatten(0, 1), model.layers[1].o.weight.T)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+def test_matrices_of_heads_are_products_that_are_not_computed(name: str) -> None:
+    pg, _ = captured_model(name)
+    config = pg._module.config
+    groups = config.num_attention_heads // getattr(config, "num_key_value_heads", config.num_attention_heads)
+    weights = pg.weights
+    with torch.no_grad():
+        for layer, head in ((0, 1), (1, 3), (-1, -1)):
+            read = (head % config.num_attention_heads) // groups
+            expected = {
+                "W_OV": weights.W_V[layer, read] @ weights.W_O[layer, head],
+                "W_QK": weights.W_Q[layer, head] @ weights.W_K[layer, read].T,
+            }
+            for which, matrix in expected.items():
+                found = getattr(weights, which)[layer, head]
+                assert torch.allclose(found.product, matrix, atol=1e-6), which
+                assert torch.allclose(found.norm(), matrix.norm(), rtol=1e-4), which
+                singular = torch.linalg.svdvals(matrix)[: len(found.singular_values)]
+                assert torch.allclose(found.singular_values, singular, rtol=1e-3, atol=1e-5), which
+        scores = composition_scores(pg, "V")
+        one, other = weights.W_OV[0, 1], weights.W_OV[1, 2]
+        score = (one @ other).norm() / one.norm() / other.norm()
+        assert float(score) == pytest.approx(float(scores.sel(layer=0, head=1, to_layer=1, to_head=2)), rel=1e-4)
+    with pytest.raises(IndexError):
+        weights.W_OV[0, 7]
