@@ -30,7 +30,7 @@ IGNORED = -100  # label that is ignored, as in transformers
 
 
 @dataclass(frozen=True)
-class _Metric:
+class Metric:
     """Base class of metrics: names them by their arguments, and keeps tokens and positions as integers."""
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class _Metric:
 
 
 @dataclass(frozen=True)
-class LogitDifference(_Metric):
+class LogitDifference(Metric):
     """The logit of one token minus that of another, as a mean over the batch.
 
     Args:
@@ -77,7 +77,7 @@ class LogitDifference(_Metric):
 
 
 @dataclass(frozen=True)
-class Probability(_Metric):
+class Probability(Metric):
     """The probability of a token, as a mean over the batch.
 
     Args:
@@ -98,7 +98,7 @@ class Probability(_Metric):
 
 
 @dataclass(frozen=True)
-class LogProbability(_Metric):
+class LogProbability(Metric):
     """The natural logarithm of the probability of a token, as a mean over the batch.
 
     Args:
@@ -119,7 +119,7 @@ class LogProbability(_Metric):
 
 
 @dataclass(frozen=True, eq=False)
-class Loss(_Metric):
+class Loss(Metric):
     """The cross entropy of the next tokens, as language models of transformers compute it: the mean over tokens.
 
     The logits at one position are compared with the label of the next.
@@ -165,7 +165,7 @@ class Loss(_Metric):
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class KLDivergence(_Metric):
+class KLDivergence(Metric):
     """The Kullback-Leibler divergence from a reference, KL(reference || prediction), as a mean over the batch.
 
     Args:

@@ -477,15 +477,10 @@ class GenerationSteps:
         step.batch = next((given.shape[row] for given, row in rows if isinstance(given, Tensor) and given.dim()), 1)
         step.encoder_length = _length_among(_ENCODER_INPUTS, inputs)
         for restriction in self._restrictions:
-            if restriction.positions is not None and restriction.positions.counts_from_end:
-                has_decoder = not restriction.is_encoder and encoder_of(self._root) is not None
-                name = "decoder_attention_mask" if has_decoder else "attention_mask"
-                mask = _input_of(self._root, name, args, kwargs)
-                if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] and not mask[:, -1].all():
-                    raise PatchValueError(
-                        f"positions={restriction.positions} counts from the end, where rows of {name} have padding: "
-                        "pad on the left, or give the positions of each row ([[3], [5]])"
-                    )
+            if restriction.positions is None or not restriction.positions.counts_from_end:
+                continue
+            if why := padded_end(self._root, args, kwargs, is_encoder=restriction.is_encoder):
+                raise PatchValueError(f"positions={restriction.positions} {why}")
         before = self._begun[-1] if self._begun else step
         if step.past == 0 and (step.length or 0) < (before.length or 0):
             raise PatchValueError(
@@ -604,6 +599,20 @@ class GenerationSteps:
         if entry in self._skipped:
             return f"its value was computed, but not at its steps ({restriction.steps})"
         return None
+
+
+def padded_end(
+    root: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_encoder: bool = False
+) -> str | None:
+    """Returns why positions of a call cannot count from the end of the sequence, or of that of the encoder."""
+    name = "attention_mask" if is_encoder or encoder_of(root) is None else "decoder_attention_mask"
+    mask = _input_of(root, name, args, kwargs)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not mask.shape[1] or mask[:, -1].all():
+        return None
+    return (
+        f"counts from the end, where rows of {name} have padding: pad on the left (tokenizer.padding_side = 'left'), "
+        "or give the positions of each row ([[3], [5]])"
+    )
 
 
 def caches_of(root: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
     check_is_used,
     check_metric,
+    check_metric_position,
     check_same_input_shapes,
 )
 from graphpatch_notebook.experiments.results import keep_components, metric_name, with_component_dims
@@ -181,6 +182,8 @@ def attribute(
         raise ExperimentError('one_sided=True takes two runs for each value: give method="secant" and paths=')
     given = (inputs_of(pg, clean), inputs_of(pg, corrupted))
     check_same_input_shapes(pg, *given)
+    for each in given:
+        check_metric_position(pg, each, metric)
     selected = kept_for(pg.nodes, all_nodes) if paths is None else named_nodes(pg, paths)
     check_is_used(position_dim, is_used=positions is not None)
     axis = None if positions is None else PositionAxis(pg, selected, given[1], positions, position_dim)

@@ -18,7 +18,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
 from graphpatch_notebook.experiments.engine.examples import OverExamples
 from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of
-from graphpatch_notebook.experiments.methods.arguments import check_graph
+from graphpatch_notebook.experiments.methods.arguments import check_ends, check_graph
 from graphpatch_notebook.experiments.methods.lens import arranged, checked_tokens, component, layer_count, of_rows
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
@@ -115,6 +115,7 @@ def direct_logit_attribution(
             raise ExperimentError(f"give one token, or a tensor with one for each row, not {tokens!r}")
     with torch.inference_mode(False), torch.enable_grad():
         given = inputs_of(pg, inputs, input_kwargs)
+        check_ends(pg, given, position, what="position")
         run = _Run(pg, given, stack, by)
         logit, bias, gradient = run.direction([each for each in (target, minus) if each is not None], position)
         rows = ["batch"] if position is not None else ["batch", "position"]

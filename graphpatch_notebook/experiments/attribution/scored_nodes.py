@@ -22,6 +22,7 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.arguments import (
     PositionDim,
     are_of_rows,
+    check_ends,
     check_problems,
     counted_positions,
     counts_from_end,
@@ -288,13 +289,17 @@ class PositionAxis:
         asked |= {target.path: target for target in selected.targets.values() if target.path in asked}
         given = given_dims(pg, selected.targets or asked, position_dim)
 
+        stacks: set[bool] = set()
+
         def place(_: str, target: Target) -> KeptDims:
-            dim = sequence_dim(root, target, given.get(target.text))[0]
+            dim, is_encoder = sequence_dim(root, target, given.get(target.text))
+            stacks.add(is_encoder)
             return KeptDims(row=row_dimension(root, target, dim) if self._has_rows else None, position=dim)
 
         self.kept, self.problems = found_or_problems(asked, place)
         if selected.targets or not self.kept:
             check_problems(self.problems)
+        check_ends(pg, inputs, positions, is_encoder=True in stacks)
         self._sizes = {size for value in input_tensors(pg, inputs).values() for size in value.shape}
         counted_positions(positions, max(self._sizes, default=1))  # an error before anything runs
 

@@ -16,11 +16,12 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.metrics import Metric
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import ProbePatch
-from graphpatch_notebook.patching import row_dimension, sequence_dim
+from graphpatch_notebook.patching import padded_end, row_dimension, sequence_dim
 from graphpatch_notebook.paths import is_pattern
 from graphpatch_notebook.values import children
 
@@ -290,8 +291,34 @@ def are_of_rows(given: Any) -> bool:
 
 def counts_from_end(given: Any) -> bool:
     """Whether positions count from the end of the sequence."""
+    given = given.tolist() if isinstance(given, Tensor) else given
     parts = (given.start, given.stop) if isinstance(given, slice) else np.ravel(_listed(given)).tolist()
     return any(part is not None and part < 0 for part in parts)
+
+
+def check_ends(
+    pg: PatchableGraph, inputs: Inputs, given: Any, *, is_encoder: bool = False, what: str = "positions"
+) -> None:
+    """Raises an `ExperimentError` if positions count from the end of a sequence, where rows of the batch have padding.
+
+    `is_encoder` says whether the sequence is that of an encoder.
+    """
+    if given is None or not counts_from_end(given):
+        return
+    if why := padded_end(pg.nodes.root, inputs.args, inputs.kwargs, is_encoder=is_encoder):
+        raise ExperimentError(f"{what}={given!r} {why}")
+
+
+def are_of_encoder(pg: PatchableGraph, dims: Mapping[str, int]) -> bool:
+    """Whether values have the sequence of an encoder; their sequence dimensions are given by path."""
+    found = targets(pg, dims)
+    return any(sequence_dim(pg.nodes.root, each, each.kept_dims[dims[path]])[1] for path, each in found.items())
+
+
+def check_metric_position(pg: PatchableGraph, inputs: Inputs, metric: Any) -> None:
+    """Raises an `ExperimentError` if a metric reads the logits at the end of the sequence, which is padding."""
+    if isinstance(metric, Metric):
+        check_ends(pg, inputs, getattr(metric, "position", None), what=f"{type(metric).__name__} with position")
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,12 @@ from graphpatch_notebook.experiments.methods.arguments import (
     Positions,
     RowPositions,
     ValueParts,
+    are_of_encoder,
+    check_ends,
     check_graph,
     check_is_used,
     check_metric,
+    check_metric_position,
     check_same_shapes,
     position_cells,
     position_dims,
@@ -173,6 +176,9 @@ def causal_trace(
     placed = [*noisy_paths, *(names if chosen is not None else ())]
     check_is_used(position_dim, is_used=bool(placed))
     dims = position_dims(pg, placed, position_dim)
+    is_encoder = are_of_encoder(pg, dims)
+    check_ends(pg, inputs, chosen, is_encoder=is_encoder)
+    check_metric_position(pg, inputs, metric)
     run = record(pg, inputs, [*names, *noisy_paths], metric)
     run.warn_if_random()
     values = {name: run.values[name] for name in names}
@@ -180,10 +186,12 @@ def causal_trace(
     axes, corruptions = parts.axes, []
     if noise is None:
         inputs = inputs_of(pg, corrupted)
+        check_ends(pg, inputs, chosen, is_encoder=is_encoder)
         other = record(pg, inputs, names, metric)
         check_same_shapes(values, other.values)
         reference = other.measurement.values
     else:
+        check_ends(pg, inputs, noise.positions, is_encoder=is_encoder)
         corruptions = _corruptions(pg, noise, run.values, dims)
         samples = {"sample": range(noise.samples)}
         noisy = run_sweep(pg, samples, corruptions.__getitem__, inputs, metric=metric, progress=False)

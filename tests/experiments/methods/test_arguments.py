@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from graphpatch_notebook import PatchableGraph, ZeroPatch
+from graphpatch_notebook import ExperimentError, PatchableGraph, ZeroPatch
 from graphpatch_notebook.experiments import (
     LogitDifference,
     ablate,
     attribute,
     causal_trace,
+    direct_logit_attribution,
     path_patch,
     sweep,
 )
@@ -47,3 +48,26 @@ each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_a_model_in_place_of_its_graph(pg: PatchableGraph, call: Any) -> None:
     with pytest.raises(TypeError, match="give a PatchableGraph, not a GPT2LMHeadModel"):
         call(gpt2(), METRIC)
+
+
+ROWS = CLEAN.repeat(2, 1)
+FIRST = LogitDifference(4, 8, position=0)
+AT_THE_END: dict[str, Any] = {
+    "ablate": lambda pg, clean, other: ablate(pg, [PATH], metric=FIRST, positions=-1, **clean),
+    "causal_trace": lambda pg, clean, other: causal_trace(pg, clean, other, [PATH], [0, -2], FIRST),
+    "attribute": lambda pg, clean, other: attribute(pg, FIRST, clean, other, paths=[PATH], positions=slice(-2, None)),
+    "direct_logit_attribution": lambda pg, clean, other: direct_logit_attribution(pg, target=4, **clean),
+    "a metric in a sweep": lambda pg, clean, other: ablate(pg, [PATH], metric=METRIC, **clean),
+    "a metric with gradients": lambda pg, clean, other: attribute(pg, METRIC, clean, other),
+}
+
+
+@pytest.mark.parametrize("call", AT_THE_END.values(), ids=AT_THE_END.keys())
+def test_positions_that_count_from_the_end_are_not_those_of_padding(pg: PatchableGraph, call: Any) -> None:
+    mask = torch.ones_like(ROWS)
+    mask[1, :2] = 0
+    clean, other = ({"input_ids": ids.repeat(2, 1), "attention_mask": mask} for ids in (CLEAN, CORRUPTED))
+    call(pg, clean, other)  # padding on the left
+    mask[1] = mask[1].flip(0)
+    with pytest.raises(ExperimentError, match="attention_mask have padding"):
+        call(pg, clean, other)
