@@ -115,9 +115,9 @@ def direct_logit_attribution(
             raise ExperimentError(f"give one token, or a tensor with one for each row, not {tokens!r}")
     with torch.inference_mode(False), torch.enable_grad():
         given = inputs_of(pg, inputs, input_kwargs)
-        check_ends(pg, given, position, what="position")
         run = _Run(pg, given, stack, by)
         logit, bias, gradient = run.direction([each for each in (target, minus) if each is not None], position)
+        check_ends(pg, given, position, what="position")
         rows = ["batch"] if position is not None else ["batch", "position"]
         found: dict[str, tuple[list[str], Tensor]] = {"embed": (rows, run.share(run.embed, gradient))}
         for kind in dict.fromkeys(kind for kind, _ in run.writes):

@@ -299,9 +299,9 @@ class PositionAxis:
         self.kept, self.problems = found_or_problems(asked, place)
         if selected.targets or not self.kept:
             check_problems(self.problems)
-        check_ends(pg, inputs, positions, is_encoder=True in stacks)
         self._sizes = {size for value in input_tensors(pg, inputs).values() for size in value.shape}
         counted_positions(positions, max(self._sizes, default=1))  # an error before anything runs
+        check_ends(pg, inputs, positions, is_encoder=True in stacks)
 
     def chosen(self, scores: Mapping[str, Scores]) -> tuple[list[int], dict[str, Scores]]:
         """Returns the labels of the positions, and scores at these; adds to `problems`.

@@ -129,10 +129,10 @@ def ablate(
     check_is_used(position_dim, is_used=positions is not None or is_pooled)
     dims = position_dims(pg, names, position_dim) if positions is not None or is_pooled else {}
     rows = {} if method == "zero" else row_dims(pg, names, dims)
-    check_ends(pg, given, positions, is_encoder=are_of_encoder(pg, dims))
     run = record(pg, given, names)
     run.warn_if_random()
     parts = ValueParts(pg, run.values, positions, dims)
+    check_ends(pg, given, positions, is_encoder=are_of_encoder(pg, dims))
     instead: dict[str, Tensor] = {}
     if method != "zero":
         others = record(pg, inputs_of(pg, reference), names).values

@@ -177,12 +177,12 @@ def causal_trace(
     check_is_used(position_dim, is_used=bool(placed))
     dims = position_dims(pg, placed, position_dim)
     is_encoder = are_of_encoder(pg, dims)
-    check_ends(pg, inputs, chosen, is_encoder=is_encoder)
     check_metric_position(pg, inputs, metric)
     run = record(pg, inputs, [*names, *noisy_paths], metric)
     run.warn_if_random()
     values = {name: run.values[name] for name in names}
     parts = ValueParts(pg, values, chosen, {path: dims[path] for path in values if path in dims})
+    check_ends(pg, inputs, chosen, is_encoder=is_encoder)
     axes, corruptions = parts.axes, []
     if noise is None:
         inputs = inputs_of(pg, corrupted)
@@ -191,8 +191,8 @@ def causal_trace(
         check_same_shapes(values, other.values)
         reference = other.measurement.values
     else:
-        check_ends(pg, inputs, noise.positions, is_encoder=is_encoder)
         corruptions = _corruptions(pg, noise, run.values, dims)
+        check_ends(pg, inputs, noise.positions, is_encoder=is_encoder)
         samples = {"sample": range(noise.samples)}
         noisy = run_sweep(pg, samples, corruptions.__getitem__, inputs, metric=metric, progress=False)
         reference, axes = np.asarray(_mean_of_samples(noisy).values), samples | axes
