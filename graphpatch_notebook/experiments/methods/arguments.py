@@ -312,7 +312,7 @@ def check_ends(
 def are_of_encoder(pg: PatchableGraph, dims: Mapping[str, int]) -> bool:
     """Whether values have the sequence of an encoder; their sequence dimensions are given by path."""
     found = targets(pg, dims)
-    return any(sequence_dim(pg.nodes.root, each, each.kept_dims[dims[path]])[1] for path, each in found.items())
+    return any(sequence_dim(pg.nodes.root, each, dims[path])[1] for path, each in found.items())
 
 
 def check_metric_position(pg: PatchableGraph, inputs: Inputs, metric: Any) -> None:
