@@ -267,7 +267,7 @@ class ComponentWeights:
 
 @dataclass(frozen=True)
 class FactoredMatrix:
-    """The product of two matrices of low rank, `left @ right`, which is not computed: `pg.weights.W_OV[layer, head]`.
+    """The product of two matrices of low rank, `left @ right`, which is not computed, such as `W_OV[layer, head]`.
 
     Attributes:
         left: Of shape (rows, rank).
