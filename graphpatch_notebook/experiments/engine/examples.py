@@ -161,7 +161,15 @@ def _run_one(
     call = {**kwargs, **batch}
     rows = next(value.rows for value in batch.values() if isinstance(value, Inputs))
     own = call.pop("inputs", Inputs())
-    return rows or 1, experiment(pg, *args, *own.args, **call, **own.kwargs)
+    return rows or 1, _as_given(experiment(pg, *args, *own.args, **call, **own.kwargs), call.get("positions"))
+
+
+def _as_given(result: Any, positions: Any) -> Any:
+    """Returns a result with the positions as they were given: -1 is another one where a batch has another length."""
+    if positions is None or isinstance(positions, slice) or "position" not in result.dims:
+        return result
+    labels = np.atleast_1d(np.asarray(positions))
+    return result.assign_coords(position=labels) if labels.ndim == 1 and labels.dtype.kind in "iu" else result
 
 
 def _together(results: Sequence[tuple[int, Any]], keep: bool) -> Any:
@@ -181,7 +189,8 @@ def _together(results: Sequence[tuple[int, Any]], keep: bool) -> Any:
         whole = xarray.concat(plain, "example", join="exact", combine_attrs="drop_conflicts")
     except ValueError as error:
         raise ExperimentError(
-            f"the results of batches have different coordinates ({error}): give positions= that all examples have"
+            f"the results of batches have different coordinates ({error}): give positions= that all examples have, as "
+            "numbers, such as [-2, -1] for their ends"
         ) from error
     for name in _METRICS:
         numbers = [each.attrs[name] for each in found if name in each.attrs]

@@ -136,12 +136,11 @@ def causal_trace(
             `executor`, `recipe`. For a dataset, an executor runs batches.
 
     Returns:
-        An array with the dimensions `path` (`layer` and `head` for components) and `position`
-            (counted from the start; the number of the column for positions by row). Its `attrs` contain `corrupted`,
-            the metric with nothing restored (for `Noise`, the mean over samples), and `clean`, the metric on the clean
-            inputs. For a dataset, it is the mean over the batches, weighted by their rows; the coordinates `low` and
-            `high` are the ends of a confidence interval of 95% (bootstrap over batches: with `batch_size=1`, over
-            examples).
+        An array with the dimensions `path` (`layer` and `head` for components) and `position` (counted from the start,
+        but as given for a dataset; the number of the column for positions by row). Its `attrs` contain `corrupted`, the
+        metric with nothing restored (for `Noise`, the mean over samples), and `clean`, the metric on the clean inputs.
+        For a dataset, it is the mean over the batches, weighted by their rows; the coordinates `low` and `high` are the
+        ends of a confidence interval of 95% (bootstrap over batches: with `batch_size=1`, over examples).
 
     Raises:
         ExperimentError: Before the sweep: values differ in shape between clean and corrupted inputs, positions are out

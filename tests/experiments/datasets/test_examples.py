@@ -160,3 +160,26 @@ def _ends(batches: list[Tensor]) -> Iterator[Tensor]:
 def test_what_does_not_fit_is_an_error(pg: PatchableGraph, run: Callable[..., Any], match: str) -> None:
     with pytest.raises(ExperimentError, match=match):
         functools.partial(run, pg)()
+
+
+def test_positions_that_count_from_the_end_are_those_of_batches_of_any_length(pg: PatchableGraph) -> None:
+    pairs = [(CLEAN[:2], OTHER[:2]), (CLEAN[2:5, :4], OTHER[2:5, :4])]
+    clean, other = ([pair[side] for pair in pairs] for side in (0, 1))
+    options: dict[str, Any] = {"positions": [-1, 0], "progress": False}
+    found = [
+        (
+            ablate(pg, HEADS, clean, metric=METRIC, **options),
+            [ablate(pg, HEADS, a, metric=METRIC, **options) for a in clean],
+        ),
+        (
+            causal_trace(pg, clean, other, HEADS, metric=METRIC, **options),
+            [causal_trace(pg, a, b, HEADS, metric=METRIC, **options) for a, b in pairs],
+        ),
+        (
+            attribute(pg, METRIC, clean, other, paths=HEADS, **options),
+            [attribute(pg, METRIC, a, b, paths=HEADS, positions=[-1, 0]) for a, b in pairs],
+        ),
+    ]
+    for whole, (first, second) in found:
+        assert whole.coords["position"].values.tolist() == [-1, 0]
+        assert np.allclose(whole.values, (2 * first.values + 3 * second.values) / 5, atol=1e-6)
