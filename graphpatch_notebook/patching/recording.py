@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components import find
-from graphpatch_notebook.components.flow import factored
 from graphpatch_notebook.components.names import parse_name
-from graphpatch_notebook.components.weights import batch_size
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
@@ -202,6 +200,9 @@ class Recording(Mapping[str, Any]):
 
     def _with_axes(self, target: Target, value: Tensor) -> tuple[Tensor, tuple[str, ...]]:
         """Returns the value of a component with a name for each dimension; heads have a dimension of their own."""
+        from graphpatch_notebook.components.flow import factored
+        from graphpatch_notebook.components.weights import batch_size
+
         component: Any = target.component
         captured: Any = self._captured()
         is_pattern = {"query", "key"} <= {*component.axes}
