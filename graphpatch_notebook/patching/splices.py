@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites, capture
 from graphpatch_notebook.capture.records import CallNode, Frame, Ref, spliced_calls
-from graphpatch_notebook.components import find, projection
+from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import PatchMapError, PatchValueError, UnknownPathError
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, component_of_hook, resolve
 from graphpatch_notebook.options import ExtractionOptions
@@ -255,7 +255,10 @@ def _path_of_hook(root: Frame, text: str) -> str | None:
     if name is None:
         return None
     evidence = find(root).evidence
-    if name.endswith(".attn.z"):  # what the output projection reads: all heads together
+    if name.endswith(".attn.z"):
+        from graphpatch_notebook.components import projection  # not before it is needed: it imports much
+
+        # What the output projection reads: all heads together.
         linear, flow = projection(root, name).map, evidence.trails.flow
         inputs = flow.inputs(flow.frame_of[linear.result.node])
         return inputs[0].path if len(inputs) == 1 else flow.path(linear.given)
