@@ -45,7 +45,7 @@ from graphpatch_notebook.experiments.circuits.runs import Batch, CircuitRuns, ba
 from graphpatch_notebook.experiments.circuits.stream import StreamStep, Sum, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs, record
-from graphpatch_notebook.experiments.methods.arguments import Positions, check_graph
+from graphpatch_notebook.experiments.methods.arguments import Positions, check_ends, check_graph
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
@@ -167,6 +167,8 @@ def attribute_edges(
     _check_options(method, routing, one_sided)
     fractions = path_fractions(steps, points)
     batches = batches_of(pg, metric, clean, corrupted)
+    for pair in batches:
+        check_ends(pg, pair.clean, positions)
     nodes = nodes_of(pg.nodes.root, heads=heads)
     _warn_of_missing(nodes)
     columns, rows = _chosen(nodes.senders, senders, "sender"), _chosen(nodes.receivers, receivers, "receiver")

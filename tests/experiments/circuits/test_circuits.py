@@ -437,6 +437,18 @@ def test_faithfulness() -> None:
     assert curves.metric.sel(ranking="exact", size=10).item() == pytest.approx(metric)
 
 
+def test_positions_of_edges_from_the_end_are_no_padding() -> None:
+    it = task("gpt2")
+    shape = next(iter(it.clean.values())).shape[:2]
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[0, -1] = 0
+    padded = [inputs | {"attention_mask": mask} for inputs in (it.clean, it.corrupted)]
+    with pytest.raises(ExperimentError, match="attention_mask"):
+        attribute_edges(it.pg, it.metric, *padded, positions=-1)
+    left = [inputs | {"attention_mask": mask.flip(1)} for inputs in (it.clean, it.corrupted)]
+    assert attribute_edges(it.pg, it.metric, *left, positions=-1).sizes["position"] == 1
+
+
 def test_invalid_arguments_are_errors() -> None:
     it, other = task("gpt2"), task("llama (grouped heads)")
     scores = it.scores("gradient")
