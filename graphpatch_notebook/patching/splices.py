@@ -88,7 +88,7 @@ class SaeSplice(Splice):
         return reconstruction.to(value.dtype) if decoded is None else self.replaced(value, reconstruction, decoded)
 
     def decoded(self, latents: Tensor, value: Tensor, skipped: Tensor | None) -> Tensor:
-        """Returns what latents are decoded to, checked against the value that it stands for."""
+        """Returns what latents are decoded to, checked against the value that it replaces."""
         found = self.sae.decode(latents.clone())
         found = found.flatten(-2) if getattr(self.sae, "hook_z_reshaping_mode", False) else found
         if not isinstance(found, Tensor) or found.shape != value.shape:
@@ -148,7 +148,7 @@ class Crosscoder(Module):
         return self.sae.encode(values.flatten(1, -2)).unflatten(0, values.shape[1:-1])
 
     def decode(self, latents: Tensor) -> Any:
-        """Returns the last of the values that latents stand for."""
+        """Returns the last of the values that are decoded from latents."""
         return self.sae.decode(latents.flatten(0, -2))[-1].unflatten(0, latents.shape[:-1])
 
 
@@ -198,7 +198,7 @@ class _Call(Patch[Any]):
 
 
 @dataclass(frozen=True)
-class Place:
+class SaePlace:
     """Where an SAE belongs: the values that it replaces, and those that it encodes; of across SAEs, several of each."""
 
     sae: Any
@@ -206,7 +206,7 @@ class Place:
     replaced: Sequence[str]
 
 
-def places_of(paths: Lookup, given: Given, *, across: bool) -> list[Place]:
+def places_of(paths: Lookup, given: Given, *, across: bool) -> list[SaePlace]:
     """Returns where SAEs belong, as their keys say, or their configs.
 
     Raises:
@@ -229,9 +229,9 @@ def places_of(paths: Lookup, given: Given, *, across: bool) -> list[Place]:
         if len(encoded) != len(replaced):
             raise PatchMapError(f"{key} means {len(encoded)} values to encode, and {len(replaced)} to replace")
         if across:
-            found.append(Place(sae, encoded, replaced))
+            found.append(SaePlace(sae, encoded, replaced))
         else:
-            found += [Place(sae, [one], [other]) for one, other in zip(encoded, replaced, strict=True)]
+            found += [SaePlace(sae, [one], [other]) for one, other in zip(encoded, replaced, strict=True)]
     return found
 
 
@@ -285,7 +285,7 @@ def _targets(paths: Lookup, text: str) -> list[Target]:
 
 def spliced(
     root: Frame,
-    places: Sequence[Place],
+    places: Sequence[SaePlace],
     values: Mapping[str, Tensor],
     *,
     name: str,
@@ -342,7 +342,7 @@ class _Splicer:
         host.frame.names[call.name] = call
         return format_path(frame.path)
 
-    def add_across(self, place: Place, *, has_error: bool) -> None:
+    def add_across(self, place: SaePlace, *, has_error: bool) -> None:
         """Adds the splices of a crosscoder, or of a cross-layer transcoder: its latents have a dimension of places."""
         sae, count = place.sae, len(place.encoded)
         shapes = {tuple(self._values[path].shape) for path in (*place.encoded, *place.replaced)}
