@@ -26,7 +26,7 @@ from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VAL
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.patching.sharding import is_distributed
 from graphpatch_notebook.paths import nearest
-from graphpatch_notebook.values import ContainerSpec, take
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, take
 
 WeightIndex: TypeAlias = "int | slice"
 
@@ -121,12 +121,14 @@ class Projection:
         side: Whether its outputs or its inputs are divided.
         heads: The numbers of the outputs (of inputs, for `attn.z`) that belong to each head, of shape `(heads, size)`;
             of shape `(size,)` for neurons, and of shape `(1, heads * size)` if the heads depend on each other.
+        made: The component, or the value laid out like it.
         are_separate: Whether each head depends on its own outputs only, and not on others through a norm over all.
     """
 
     map: _LinearMap
     side: Literal["outputs", "inputs"]
     heads: Tensor
+    made: Value
     are_separate: bool = True
 
     @property
@@ -162,6 +164,51 @@ class Projection:
             index = slice(int(numbers[0]), int(numbers[-1]) + 1, next(iter(steps), 1))
             return matrix[:, index] if dim else matrix[index]
         return matrix.index_select(dim, numbers.to(matrix.device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bias:
+    """What is added to the outputs of a linear map, by itself or after it, wherever these have got to.
+
+    Attributes:
+        map: The linear map.
+        terms: Operations that add to the outputs, each with the number of the output that each entry belongs to.
+        size: The number of outputs.
+        numbers: The numbers of the outputs of each head, of shape `(heads, size)`, or of all of them, `(size,)`.
+    """
+
+    map: _LinearMap
+    terms: Sequence[tuple[Value, Tensor]]
+    size: int
+    numbers: Tensor
+
+    @property
+    def count(self) -> int | None:
+        """The number of heads; `None` for vectors that are not divided into heads."""
+        return len(self.numbers) if self.numbers.ndim == 2 else None
+
+    def of(self, head: int | None) -> Tensor:
+        """Returns the part of a head, or the whole vector."""
+        total = sum(map(self._added, self.terms))
+        assert isinstance(total, Tensor)
+        return total[(self.numbers if head is None else self.numbers[head]).to(total.device)]
+
+    def _added(self, term: tuple[Value, Tensor]) -> Tensor:
+        """Returns what an operation adds to each output: what it returns if the rest of what it reads is zero."""
+        (value, numbers), flow = term, self.map.flow
+
+        def read(each: Value) -> Tensor:
+            if flow.is_held(each) and each != self.map.weight:
+                return held_tensor(flow, each)
+            assert isinstance(each.spec, TensorSpec)
+            return torch.zeros(each.shape, dtype=each.dtype, device=each.spec.device)
+
+        made: Tensor = flow.rerun(value.node, read)
+        entries, numbers = made.expand(value.shape).reshape(-1), numbers.reshape(-1).to(made.device)
+        found = entries.new_zeros(self.size).index_copy(0, numbers, entries)
+        if not torch.equal(found[numbers], entries):
+            raise GraphError(f"{flow.path(value)} does not add the same in all rows and positions")
+        return found
 
 
 def projection(root: Frame, name: str) -> Projection:
@@ -205,7 +252,7 @@ class ComponentWeights:
 
     ``W[layer, head]`` is a matrix with a row for each input: ``x @ W[layer, head]``. It is a view of the model's
     parameter where its entries have equal distances in it, else a copy. ``W[layer]`` stacks the heads, and slices stack
-    layers or heads; these are copies.
+    layers or heads; these are copies. Biases, `b[layer, head]`, are vectors, and copies.
 
     Attributes:
         name: The name, such as `W_Q`.
@@ -220,7 +267,7 @@ class ComponentWeights:
         torch.Size([8, 16])
     """
 
-    def __init__(self, name: str, layers: Sequence[Projection | NoWeightError]) -> None:
+    def __init__(self, name: str, layers: Sequence[Projection | Bias | NoWeightError]) -> None:
         self.name = name
         self.missing = {number: str(each) for number, each in enumerate(layers) if isinstance(each, NoWeightError)}
         self._layers = layers
@@ -256,7 +303,7 @@ class ComponentWeights:
         """Returns the number of heads of a layer: of key and value heads for `W_K` and `W_V`."""
         return self._layer(layer).count or 0
 
-    def _layer(self, number: int) -> Projection:
+    def _layer(self, number: int) -> Projection | Bias:
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.name} has {len(self)} layers; {number} is out of range")
         found = self._layers[number]
@@ -332,12 +379,14 @@ class Weights:
     - `W_Q`, `W_K`, `W_V` (channels of the stream x channels of the head) and `W_O` (the reverse), by layer and head.
       Under grouped-query attention, `W_K` and `W_V` have as many heads as there are of keys and values.
     - `W_in` and `W_out` of the MLP by layer (channels x neurons, and the reverse), and `W_gate` if it is gated.
+    - `b_Q`, `b_K`, `b_V` by layer and head, and `b_O`, `b_in`, `b_gate`, `b_out` by layer: what is added to the
+      products with these. Where a model has no bias, `GraphError` is raised, as where it has no such matrix.
     - `W_OV` and `W_QK` of a layer and head of queries, ``pg.weights.W_OV[1, 3]``: the product `W_V @ W_O`, and `W_Q`
       with the transposed `W_K`, as a `FactoredMatrix`.
     - `W_E` (tokens x channels), `W_pos` (positions x channels, if the model has such a table) and `W_U`
-      (channels x tokens) of the model.
+      (channels x tokens) of the model, and `b_U`, the bias of the logits.
 
-    They are the model's own numbers: norms are not folded in, and biases not included. Of a module that accelerate
+    They are the model's own numbers: norms are not folded in. Of a module that accelerate
     offloads they are copies, which each access loads. If a model has several stacks of
     layers, ``pg.weights["decoder"]`` has those of one.
 
@@ -350,8 +399,8 @@ class Weights:
         ...     def forward(self, x):
         ...         return x + self.mlp(x)
         >>> pg = PatchableGraph(torch.nn.Sequential(Block(), Block()), torch.ones(1, 3, 4))
-        >>> pg.weights.W_in.shape, pg.weights.W_out[1].shape
-        ((2, 4, 8), torch.Size([8, 4]))
+        >>> pg.weights.W_in.shape, pg.weights.W_out[1].shape, pg.weights.b_in[1].shape
+        ((2, 4, 8), torch.Size([8, 4]), torch.Size([8]))
     """
 
     def __init__(self, root: Frame, stack: str = "") -> None:
@@ -362,7 +411,7 @@ class Weights:
         return Weights(self._root, stack)
 
     def __dir__(self) -> list[str]:
-        return [*_BY_LAYER, *_BY_HEAD, *_OF_MODEL]
+        return [*_BY_LAYER, *_BIASES, *_BY_HEAD, *_OF_MODEL]
 
     def __repr__(self) -> str:
         return f"<weights: {', '.join(dir(self))}>"
@@ -404,9 +453,10 @@ class Weights:
             raise GraphError(f"{name} was not found: {problem}") from None
 
 
-_OF_MODEL = ("W_E", "W_pos", "W_U")
+_OF_MODEL = ("W_E", "W_pos", "W_U", "b_U")
 _BY_HEAD = ("W_OV", "W_QK")
 _BY_LAYER = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out")
+_BIASES = tuple(f"b{name[1:]}" for name in _BY_LAYER)
 
 
 @once_a_capture
@@ -425,10 +475,11 @@ class _WeightFinder:
 
     def by_layer(self, prefix: str, name: str, count: int) -> ComponentWeights:
         if prefix + name not in self._known:
-            layers = list[Projection | NoWeightError]()
+            layers = list[Projection | Bias | NoWeightError]()
             for layer in range(count):
                 try:
-                    layers.append(self._of_layer(f"{prefix}layers[{layer}].", name))
+                    find_one = self._bias if name in _BIASES else self._of_layer
+                    layers.append(find_one(f"{prefix}layers[{layer}].", name))
                 except NoWeightError as problem:
                     layers.append(problem)
             self._known[prefix + name] = ComponentWeights(name, layers)
@@ -450,10 +501,33 @@ class _WeightFinder:
             raise NoWeightError("the MLP is not gated")
         return gate if name == "W_gate" else up
 
+    def _bias(self, start: str, name: str) -> Bias:
+        found = self._of_layer(start, f"W{name[1:]}")
+        if found.side == "outputs":
+            return self._added(found.map, found.made, found.heads)
+        written = self._value(self.component(f"{start}{'attn_out' if name == 'b_O' else 'mlp_out'}"))
+        return self._added(found.map, written)
+
+    def _added(self, linear: _LinearMap, end: Value, numbers: Tensor | None = None) -> Bias:
+        """Returns what is added to a linear map on the way to a value; `numbers` are those of its parts."""
+        flow, terms = self.flow, list[tuple[Value, Tensor]]()
+        outputs = linear.numbers(linear.result, linear.outputs)
+        for value in self._trails.sources(end, _STEPS):
+            is_own = value == linear.result and len(flow.reads(value.node)) > 2
+            if is_own or (value.op in ADDITIONS and value not in self._trails.norms):
+                terms.append((value, self._arrived(linear.result, outputs, value)))
+        if not terms:
+            raise NoWeightError(f"nothing is added to {flow.path(linear.result)}: it has no bias")
+        size = int(outputs.max()) + 1
+        return Bias(linear, terms, size, torch.arange(size) if numbers is None else numbers)
+
     def of_model(self, prefix: str, name: str) -> Tensor:
-        """Returns the embedding or the unembedding."""
+        """Returns the embedding, the unembedding or its bias."""
         if name == "W_U":
             return _LinearMap(self.flow, self.unembedding()).matrix()
+        if name == "b_U":
+            linear = _LinearMap(self.flow, self.unembedding())
+            return self._added(linear, self._value(self.component("@logits"))).of(None)
         value = self._value(self.component(f"{prefix}@{'embed' if name == 'W_E' else 'pos_embed'}"))
         start, table = value, table_of(self.flow, value)
         # Positions may be rows of the table in order: selected, and repeated for each row of the batch.
@@ -555,7 +629,7 @@ class _WeightFinder:
         others = tuple(slice(None) if axis in _parts(component) else 0 for axis in component.axes)
         if len(entries[others].unique()) > len(found.unique()):
             raise NoWeightError(f"{self.flow.path(result)} multiplies a part of the stream for each head")
-        return Projection(linear, "outputs", found)
+        return Projection(linear, "outputs", found, value)
 
     def inputs(self, component: Component) -> Projection:
         """Returns the linear map whose inputs form a component."""
@@ -566,7 +640,7 @@ class _WeightFinder:
             raise NoWeightError(f"{self.flow.path(linear.result)} reads other values than {component.name}")
         numbers = torch.empty(value.size, dtype=torch.long)
         numbers[arrived.reshape(-1)] = linear.numbers(linear.given, linear.inputs).reshape(-1)
-        return Projection(linear, "inputs", self._by_axes(numbers.view(value.shape), component))
+        return Projection(linear, "inputs", self._by_axes(numbers.view(value.shape), component), value)
 
     def _by_axes(self, numbers: Tensor, component: Component) -> Tensor:
         """Returns numbers by head and channel, or by neuron; they must be the same along all other dimensions."""

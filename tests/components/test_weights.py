@@ -172,6 +172,9 @@ def test_weights_with_a_dimension_for_heads(style: str, kv_heads: int) -> None:
         assert torch.equal(getattr(pg.weights, name)[:], torch.stack(own))
     for name in ("W_E", "W_pos", "W_U"):
         assert torch.equal(getattr(pg.weights, name), getattr(model, name))
+    for name, heads in (("b_Q", 4), ("b_K", kv_heads), ("b_V", kv_heads)):
+        assert torch.equal(getattr(pg.weights, name)[1], model.blocks[1].bias.expand(heads, 3))
+    assert [*pg.weights.b_O.missing] == [*pg.weights.b_out.missing] == [0, 1]
     first, second = model.blocks
     for kind in ("Q", "K", "V"):
         scores = composition_scores(pg, kind)
@@ -273,3 +276,64 @@ def test_matrices_of_heads_are_products_that_are_not_computed(name: str) -> None
         assert float(score) == pytest.approx(float(scores.sel(layer=0, head=1, to_layer=1, to_head=2)), rel=1e-4)
     with pytest.raises(IndexError):
         weights.W_OV[0, 7]
+
+
+@pytest.mark.parametrize("name", [*MODELS, "gptj", "opt", "bigcode"])
+def test_biases_are_what_the_model_adds_to_products_with_weights(name: str) -> None:
+    """The products come from `pg.weights`, too: their own test is that only a constant is left."""
+    pg, given = captured_model(name)
+    layer, weights = "layers[1].", pg.weights
+    values = recorded(pg, given, [f"{layer}{part}" for part in PARTS])
+    config = pg._module.config
+    has_bias = name not in ("llama", "gemma2", "phi3", "mixtral")
+    before = values[f"{layer}{'resid_pre' if name == 'bert' else 'ln1'}"]
+    for part in "QKV":
+        bias = getattr(weights, f"b_{part}")
+        if not has_bias or name == "gptj":
+            with pytest.raises(GraphError, match=rf"b_{part}\[1\] was not found"):
+                bias[1]
+            continue
+        component, matrix = pg.components[f"{layer}attn.{part.lower()}"], getattr(weights, f"W_{part}")
+        order = [
+            component.axes.index(axis) for axis in ("batch", "head", ANY[part], "channel") if axis in component.axes
+        ]
+        made = torch.einsum("bpd,hdc->bhpc", before, matrix[1]) + bias[1][:, None]
+        scale = 8**-0.5 if (name, part) == ("opt", "Q") else 1  # OPT scales its queries, after their bias
+        found = values[f"{layer}attn.{part.lower()}"].permute(order) / scale
+        torch.testing.assert_close(found, made.reshape(found.shape), rtol=1e-4, atol=1e-4)
+        assert torch.equal(bias[1, -1], bias[1][-1])
+        assert bias[1].any()
+    if not has_bias:
+        with pytest.raises(GraphError, match=r"b_O\[1\] was not found"):
+            weights.b_O[1]
+        return
+    rows = 2 * before.shape[1]
+    if name == "gptj":
+        assert weights.b_O.missing
+    else:
+        z = pg.components[f"{layer}attn.z"]
+        heads = values[f"{layer}attn.z"].permute([z.axes.index(a) for a in ("batch", "head", "query", "channel")])
+        out = torch.einsum("bhpc,hcd->bpd", heads, weights.W_O[1]) + weights.b_O[1]
+        torch.testing.assert_close(out, values[f"{layer}attn_out"], rtol=1e-4, atol=1e-4)
+    read = values.get(f"{layer}ln2", before) if name != "bert" else values[f"{layer}resid_mid"]
+    pre = read.reshape(rows, -1) @ weights.W_in[1] + weights.b_in[1]
+    torch.testing.assert_close(values[f"{layer}mlp.pre"].reshape(rows, -1), pre, rtol=1e-4, atol=1e-4)
+    out = values[f"{layer}mlp.post"].reshape(rows, -1) @ weights.W_out[1] + weights.b_out[1]
+    torch.testing.assert_close(values[f"{layer}mlp_out"].reshape(rows, -1), out, rtol=1e-4, atol=1e-4)
+    with pytest.raises(GraphError, match=r"b_gate\[0\]"):
+        weights.b_gate[0]
+    if config.model_type in ("bert", "gptj", "vit"):
+        logits = pg(given).logits
+        state = pg.record([pg.weights.unembedding], given)[pg.weights.unembedding]
+        assert weights.b_U.shape == logits.shape[-1:]
+        own = {"bert": lambda m: m.cls.predictions.bias, "gptj": lambda m: m.lm_head.bias}.get(
+            name, lambda m: m.classifier.bias
+        )
+        assert torch.equal(weights.b_U, own(pg._module))
+        assert state.shape == logits.shape
+    else:
+        with pytest.raises(GraphError, match="b_U was not found"):
+            weights.b_U  # noqa: B018
+
+
+ANY = {"Q": "query", "K": "key", "V": "key"}
