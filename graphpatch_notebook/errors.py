@@ -136,7 +136,7 @@ class GraphPatchWarning(UserWarning):
             - `shared gradient`: The gradient of a probed input includes those of other uses of the same tensor.
             - `state`: A run that should leave no trace changed something in the model that cannot be put back.
             - `unresolved patch`: Patches in a file of a session name values that this graph does not have.
-            - `unstored frame`: Some frames could not be stored: a loaded graph needs the model for these.
+            - `unstored frame`: Some frames, or hooks, could not be stored: a loaded graph needs the model for these.
 
     Example:
         >>> import warnings

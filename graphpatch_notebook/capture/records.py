@@ -565,6 +565,22 @@ class Frame:
         return self.nodes[-1]
 
     @property
+    def is_changed_by_hooks(self) -> bool:
+        """Whether forward hooks returned another value than `forward`: their operations are nodes of the caller."""
+        if self.call is None or self.parent is None or not self.conditions.hooks:
+            return False
+        call, site = self.call, () if self.call.site is None else self.call.site.steps
+        after = self.parent.nodes[self.parent.nodes.index(call) + 1 :]
+        read = [*refs_in(self.parent.output), *(ref for node in after for ref in node.sources)]
+        # What runs inside of the instruction that calls a module, but in the caller's frame, is code of its hooks.
+        inside = (
+            node.site.steps[: len(site)]
+            for node in after
+            if node.site is not None and node.kind == "op" and len(node.site.steps) > len(site)
+        )
+        return site in inside or not any(ref.node is call for ref in read)
+
+    @property
     def graph_nodes(self) -> list[Node]:
         """The nodes that the graph of the frame has: all but inner nodes."""
         return [node for node in self.nodes if not node.is_inner]

@@ -53,7 +53,7 @@ from graphpatch_notebook.graphs.build import Targets, build
 from graphpatch_notebook.graphs.edits import guarded, unguarded_doubts
 from graphpatch_notebook.graphs.generated_code import weave
 from graphpatch_notebook.options import ExtractionOptions
-from graphpatch_notebook.patching.model_state import copied, copied_output, difference, preserved
+from graphpatch_notebook.patching.model_state import copied, copied_output, difference, owner_of, preserved
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import set_grad_enabled
 from graphpatch_notebook.values import (
@@ -105,6 +105,12 @@ def save(
                 raise SerializationError(f"check[{number}]: the graph does not equal the model: {problem}")
     if writer.unstored:
         warnings.warn(GraphPatchWarning(writer.warning(name_of(target)), "unstored frame"), stacklevel=3)
+    hooks = (*root.module._forward_hooks.values(), *root.module._forward_pre_hooks.values())
+    if "user" in map(owner_of, hooks):  # those of submodules are in the graphs that call these
+        without = (
+            f"the hooks of the model itself are not stored in {name_of(target)}: they do not run in a loaded graph"
+        )
+        warnings.warn(GraphPatchWarning(without, "unstored frame"), stacklevel=3)
     write_document(target, METADATA_KEY, document, tensors)
 
 
@@ -222,15 +228,17 @@ class _Writer:
         reason, same_inputs = self.unstored.get(id(frame)), frame.conditions.same_inputs
         kept = frame.graph_nodes if reason is None else [node for node in frame.nodes if node.kind in _BOUNDARY]
         # `attention(x, x, x)`: the graph reads one of the three inputs, no matter which one the code reads. That is
-        # right for all calls of this form, but a patch on one of them would change too much or nothing.
+        # right for all calls of this form, but a patch on one of them would change too much or nothing. And an output
+        # is, in the graph of the caller, what `forward` returned: not what forward hooks made of it.
         same = {name for pair in same_inputs for name, _ in pair} if frame.custom_graph is None else ()
+        hidden = {"input": same, "output": ("output",) if frame.is_changed_by_hooks else ()}
         return FramePart(
             module=self.modules.number(frame.module),
             attribute_path=frame.attribute_path,
             training=frame.conditions.training,
             grad_mode=frame.conditions.grad_mode if frame is self.root and self.is_of_one_grad_mode else None,
             parameters=encoded(frame.parameters, lambda _: None),
-            records=[self._record(node, is_hidden=node.kind == "input" and node.target in same) for node in kept],
+            records=[self._record(node, is_hidden=node.target in hidden.get(node.kind, ())) for node in kept],
             graph=graphs[id(frame)] if reason is None else [],
             unstored=reason,
             is_own=reason is None and self._is_own(frame),

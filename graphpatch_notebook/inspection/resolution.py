@@ -318,6 +318,8 @@ _WHAT = {
     "constant": "a constant in the code of the model, not a value that its run computes; patch the node that uses it",
     "input": "an input that was the same tensor as another one when this graph was captured, and the graph in the file "
     "cannot distinguish them; patch the value where it is computed, or make a PatchableGraph of the model",
+    "output": "what forward hooks made of the output when this graph was captured, and the graph in the file has their "
+    "operations in the caller: patch these, or make a PatchableGraph of the model",
 }
 _SIZE = "arithmetic on sizes, which happens in plain Python; patch a tensor that is computed from it"
 

@@ -360,7 +360,7 @@ def _refuse_before_hooks(entry: Entry, plans: dict[int, FramePlan]) -> None:
     above = plans.get(id(frame.parent))
     graph = None if above is None else above.graph
     is_record = graph is not None and graph.frame.custom_graph is None
-    if entry.target.node.kind == "output" and frame.conditions.hooks and is_record:
+    if entry.target.node.kind == "output" and is_record and frame.is_changed_by_hooks:
         raise PatchMapError(
             f"{entry.target.path!r} is what forward hooks of the module returned, and the graph that calls the module "
             "was edited: patch the operations of the hooks in that graph"

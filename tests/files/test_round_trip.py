@@ -18,8 +18,10 @@ from graphpatch_notebook import (
     AddPatch,
     ExtractionOptions,
     GraphError,
+    GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
+    UnknownPathError,
     ZeroPatch,
 )
 from graphpatch_notebook.components.dimensions import dimensions_of
@@ -148,6 +150,42 @@ def test_hooks_on_the_parts_of_a_sequential_are_in_its_graph(tmp_path: Path) -> 
     assert torch.equal(loaded(given), model(given))
     with loaded.patch({"sub_0.sub_1.input": ZeroPatch()}):
         assert torch.equal(loaded(given), (model[0][1].bias + 1).expand(2, 4))
+
+
+CHANGING_HOOKS = {
+    "returns another tensor": lambda module, args, output: output * 3,
+    "writes in place": lambda module, args, output: output.mul_(3),
+    "returns the input": lambda module, args, output: args[0],
+}
+
+
+@pytest.mark.parametrize("hook", CHANGING_HOOKS.values(), ids=CHANGING_HOOKS)
+def test_outputs_that_hooks_changed_are_no_values_of_a_loaded_graph(hook: Any, tmp_path: Path) -> None:
+    """There, a patch would be in front of the hook."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model, given = nn.Sequential(inner, nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    inner[0].register_forward_hook(hook)
+    inner[1].register_forward_hook(lambda module, args, output: None)  # collects values: the next patch is right
+    pg = PatchableGraph(model, given)
+    loaded = reloaded(pg, tmp_path)
+    assert torch.equal(loaded(given), model(given))
+    with pytest.raises(UnknownPathError, match="sub_0.sub_0.output"):
+        loaded.patch({"sub_0.sub_0.output": AddPatch(value=1.0)}).__enter__()
+    for path in ("sub_0.sub_1.output", "sub_0.output"):
+        outputs = []
+        for graph in (pg, loaded):
+            with graph.patch({path: AddPatch(value=1.0)}):
+                outputs.append(graph(given))
+        assert torch.equal(*outputs)
+
+
+def test_hooks_of_the_model_itself_are_said_to_be_lost(tmp_path: Path) -> None:
+    model, given = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    model.register_forward_hook(lambda module, args, output: output + 1)
+    pg = PatchableGraph(model, given)
+    with pytest.warns(GraphPatchWarning, match=r"unstored frame.*graph.safetensors"):
+        loaded = reloaded(pg, tmp_path)
+    assert torch.equal(loaded(given) + 1, model(given))
 
 
 FRESH = """
