@@ -68,7 +68,7 @@ _COMPILES_ITSELF = (
     "torch.compiler.set_stance('force_eager') before"
 )
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_OWN = {"_module", "_captured", "_generation_config"}
+_OWN = {"_module", "_captured", "_generation_config", "_blocks"}
 # What `nn.Module` defines, and the model may override.
 _OF_MODEL = (
     "add_module apply bfloat16 buffers children cpu cuda double eval float get_buffer get_extra_state get_parameter "
@@ -139,6 +139,8 @@ class PatchableGraph(_LikeItsModel):
     """
 
     _captured: CapturedModel
+    _blocks: tuple[PatchableGraph, list[CapturedModel]] | None
+    """Of a spliced graph, the graph that it replaces in its blocks, and what that was before each of them."""
 
     def __init__(self, module: Module, *example_args: Any, tokenizer: Any = None, **example_kwargs: Any) -> None:
         given: Any = module
@@ -282,7 +284,7 @@ class PatchableGraph(_LikeItsModel):
 
     def _set_up(self, captured: CapturedModel) -> None:
         state, module = self.__dict__, captured.module
-        state["_captured"], state["_module"] = captured, module
+        state["_captured"], state["_module"], state["_blocks"] = captured, module, None
         own = module.__dict__.get(GENERATION_CONFIG) if callable(getattr(module, "generate", None)) else None
         copies_config = captured.options.copy_transformers_generation_config
         state["_generation_config"] = copy.deepcopy(own) if copies_config else None
@@ -473,8 +475,11 @@ class PatchableGraph(_LikeItsModel):
         self._captured.check_weights()
         if self._captured.permanent:
             raise GraphError("graphs are interpreted without patches: interpret the graph that edit() was called on")
+        self._refuse_context("graphs are interpreted without patches")
+
+    def _refuse_context(self, what: str) -> None:
         if innermost(self._captured) is not None:
-            raise GraphError("graphs are interpreted without patches: call run() of the interpreter outside of patch()")
+            raise GraphError(f"{what}: do that outside of patch()")
 
     def to_fx(
         self,
@@ -951,8 +956,9 @@ class PatchableGraph(_LikeItsModel):
         the gradient of latents is that through their reconstruction, the gradient of the error is that of the output,
         and what comes before the SAE has the gradients that it has without it.
 
-        This graph and the model stay as they are; no weight is copied. The model runs once on the example inputs, to
-        the last value that is read, without gradients, and each SAE on these values.
+        This graph and the model stay as they are; no weight is copied. In the block of `with pg.splice(...):`, `pg`
+        itself is what is returned, in all threads. The model runs once on the example inputs, to the last value that is
+        read, without gradients, and each SAE on these values.
 
         Args:
             saes: A dict from paths to SAEs. An SAE is any object with methods `encode`, from a tensor of shape
@@ -989,6 +995,10 @@ class PatchableGraph(_LikeItsModel):
             torch.Size([1, 8])
             >>> with spliced.patch({"sub_0.sae.latents": ZeroPatch(slice=(..., 3))}):
             ...     _ = spliced(torch.ones(1, 2))
+            >>> with pg.splice({"sub_0.output": SparseAutoencoder(2, 8)}):
+            ...     shape = pg.record("sub_0.sae.latents", torch.ones(5, 2))["sub_0.sae.latents"].shape
+            >>> shape, "sub_0.sae.latents" in pg.nodes
+            (torch.Size([5, 8]), False)
 
         Source:
             Marks et al., Sparse feature circuits (2024), for the error as a node.
@@ -999,7 +1009,23 @@ class PatchableGraph(_LikeItsModel):
             self._run_proofs(lambda run, _: run(probes), (), {})
             return {path: probe.activation for path, probe in probes.items()}
 
-        return self._around(self._captured.spliced(saes, recorded, name=name, has_error=error, across=across))
+        result = self._around(self._captured.spliced(saes, recorded, name=name, has_error=error, across=across))
+        result.__dict__["_blocks"] = self, []
+        return result
+
+    def __enter__(self) -> PatchableGraph:
+        if self._blocks is None:
+            raise GraphError("only what pg.splice(...) returns is a context, and pg.patch(...)")
+        unspliced, before = self._blocks
+        unspliced._refuse_context("SAEs are spliced")
+        before.append(unspliced._captured)
+        unspliced.__dict__["_captured"] = self._captured
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._blocks is not None
+        unspliced, before = self._blocks
+        unspliced.__dict__["_captured"] = before.pop()
 
     def sweep(
         self,

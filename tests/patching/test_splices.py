@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import itertools
@@ -37,6 +38,7 @@ from graphpatch_notebook.experiments import (
     attribute_edges,
     causal_trace,
     mean_values,
+    probes,
     record_to,
 )
 from graphpatch_notebook.notebook.search import NodeIndex, parse_query
@@ -409,6 +411,59 @@ def test_contexts_edits_copies_and_other_splices(pg: PatchableGraph, sae: Sae, s
     for use in (lambda: spliced.save(io.BytesIO()), lambda: spliced.verify(IDS), lambda: spliced.to_fx((IDS,))):
         with pytest.raises(GraphError, match=r"splice\(\)"):
             use()
+
+
+def test_in_its_block_the_graph_itself_is_spliced(pg: PatchableGraph, sae: Sae, spliced: PatchableGraph) -> None:
+    pg, patches = copy.copy(pg), {LATENTS: ZeroPatch(slice=(..., 3))}
+    with torch.no_grad():
+        with spliced.patch(patches):
+            expected = spliced(IDS).logits
+        with pg.splice({PLACE: sae}) as inside:
+            assert torch.equal(pg(IDS).logits, pg._module(IDS).logits)
+            with pg.patch(patches):
+                assert torch.equal(pg(IDS).logits, expected)
+            with pg.splice({PLACE: sae}, name="b"), pg.patch({f"{PLACE}.b.latents": ZeroPatch(slice=(..., 3))}):
+                torch.testing.assert_close(pg(IDS).logits, expected)
+            with inside, inside.patch(patches):  # twice
+                assert torch.equal(inside(IDS).logits, expected)
+            assert LATENTS in pg.components
+            with contextlib.suppress(UnknownPathError), pg.splice({PLACE: sae}, name="b"):
+                pg.record("c", IDS)
+            assert f"{PLACE}.b.latents" not in pg.components
+    assert LATENTS not in pg.components
+    with pg.patch({PLACE: ZeroPatch()}), pytest.raises(GraphError), pg.splice({PLACE: sae}):
+        pass
+    with pytest.raises(GraphError), pg:
+        pass
+
+
+class Encoded(nn.Module):
+    """The latents of an SAE as the output of a model, in plain torch."""
+
+    def __init__(self, model: Any, sae: Sae) -> None:
+        super().__init__()
+        self.model, self.sae = model, sae
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.sae.encode(self.model(input_ids, output_hidden_states=True).hidden_states[1])
+
+
+@pytest.mark.parametrize("kind", ["logistic", "ridge", "difference_of_means"])
+def test_probes_of_latents_are_those_of_what_the_sae_encodes(
+    spliced: PatchableGraph, sae: Sae, tmp_path: Any, kind: Any
+) -> None:
+    ids = torch.randint(0, 50, (80, 5), generator=torch.Generator().manual_seed(2))
+    batches, labels = [*ids.split(20)], (ids[:, -1] > 25).tolist()
+    plain = PatchableGraph(Encoded(spliced._module, sae), IDS)
+    found = probes(record_to(spliced, tmp_path / "a", LATENTS, batches), labels, kind, positions=[-1])
+    expected = probes(record_to(plain, tmp_path / "b", "output", batches), labels, kind, positions=[-1])
+    probe, other = found[LATENTS, -1], expected["output", -1]
+    torch.testing.assert_close(probe.weights, other.weights, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(found.scores.to_array(), expected.scores.to_array(), atol=1e-6)
+    with torch.no_grad(), spliced.patch({LATENTS: AddPatch(probe.direction)}):
+        steered = spliced(IDS).logits
+    with torch.no_grad(), hooked(spliced._module.transformer.h[0], changed(sae, lambda each: each + probe.direction)):
+        torch.testing.assert_close(steered, spliced._module(IDS).logits)
 
 
 def test_errors_are_raised_before_anything_runs(pg: PatchableGraph, sae: Sae, spliced: PatchableGraph) -> None:

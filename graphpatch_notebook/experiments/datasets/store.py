@@ -72,7 +72,7 @@ def record_to(
         folder: The folder, which is created.
         patterns: A path, a pattern such as `"layers[*].resid_post"`, or several.
         dataset: An iterable of batches: each a tensor, a tuple of arguments or a dict of keyword arguments. Or the
-            inputs of all examples in that form, with `batch_size`.
+            inputs of all examples in that form, or a dataset of Hugging Face `datasets`, with `batch_size`.
         positions: The positions to record: an index, indices or a slice; `None` for all. Negative ones count from the
             end of each example, before padding on the right.
         dtype: The dtype to store, such as `torch.float16`; `None` for that of the values.

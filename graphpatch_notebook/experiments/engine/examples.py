@@ -16,7 +16,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.lazy_names import extra
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.texts import is_text
 
 _RESAMPLES, _LEVEL = 1000, 95
@@ -26,7 +26,8 @@ _METRICS = ("baseline", "clean", "corrupted")
 """The attributes of results that are means of the metric, too."""
 
 Examples: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
-"""Inputs of all examples (a tensor, a dict of tensors, or a list of texts), or an iterable of batches of inputs."""
+"""Inputs of all examples (a tensor, a dict of tensors, a list of texts, or a dataset of Hugging Face `datasets`), or an
+iterable of batches of inputs."""
 
 
 def batches_of(pg: PatchableGraph, dataset: Examples, batch_size: int | None) -> Iterator[Inputs]:
@@ -38,6 +39,9 @@ def batches_of(pg: PatchableGraph, dataset: Examples, batch_size: int | None) ->
         if batch_size is None:
             raise ExperimentError("batch_size= says how many of the texts run at once: give it, too")
         yield from (inputs_of(pg, [*dataset[i : i + batch_size]]) for i in range(0, len(dataset), batch_size))
+        return
+    if hasattr(dataset, "with_format"):  # of Hugging Face `datasets`
+        yield from _of_columns(pg, dataset, batch_size)
         return
     if not isinstance(dataset, (Tensor, Mapping, tuple, Inputs)):
         if batch_size is not None:
@@ -51,6 +55,21 @@ def batches_of(pg: PatchableGraph, dataset: Examples, batch_size: int | None) ->
         part = slice(first, first + batch_size)
         args = tuple(_cut(value, part, count) for value in whole.args)
         yield Inputs(args, {name: _cut(value, part, count) for name, value in whole.kwargs.items()})
+
+
+def _of_columns(pg: PatchableGraph, dataset: Any, batch_size: int | None) -> Iterator[Inputs]:
+    """Yields the batches of a `datasets.Dataset`: those of its columns that the model has parameters for."""
+    if batch_size is None:
+        raise ExperimentError("batch_size= says how many examples of the dataset run at once: give it, too")
+    names = {parameter.name for parameter in captured(pg).root.parameters}
+    for batch in dataset.with_format("torch").iter(batch_size):
+        given = {name: column for name, column in batch.items() if name in names}
+        if not given or not all(isinstance(column, Tensor) for column in given.values()):
+            raise ExperimentError(
+                f"the dataset has the columns {list(batch)}, and the model takes {sorted(names)}: tokenize the texts, "
+                "padded to one length, or give them as a list"
+            )
+        yield Inputs(kwargs=given)
 
 
 def _cut(value: Any, part: slice, count: int) -> Any:

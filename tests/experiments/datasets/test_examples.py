@@ -26,6 +26,7 @@ from graphpatch_notebook.experiments import (
     head_scores,
     load_result,
     path_patch,
+    record_to,
     save_result,
 )
 
@@ -183,3 +184,21 @@ def test_positions_that_count_from_the_end_are_those_of_batches_of_any_length(pg
     for whole, (first, second) in found:
         assert whole.coords["position"].values.tolist() == [-1, 0]
         assert np.allclose(whole.values, (2 * first.values + 3 * second.values) / 5, atol=1e-6)
+
+
+def test_datasets_of_hugging_face(pg: PatchableGraph, tmp_path: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    columns = {"input_ids": CLEAN.tolist(), "attention_mask": torch.ones_like(CLEAN).tolist(), "label": ["a"] * 7}
+    whole = datasets.Dataset.from_dict(columns)
+    tensors = {"input_ids": CLEAN, "attention_mask": torch.ones_like(CLEAN)}
+    for given in (whole, whole.with_format("numpy"), whole.to_iterable_dataset()):
+        found = ablate(pg, HEADS, given, metric=METRIC, batch_size=3, progress=False)
+        xarray.testing.assert_equal(found, ablate(pg, HEADS, tensors, metric=METRIC, batch_size=3, progress=False))
+    store = record_to(pg, tmp_path, "layers[1].resid_post", whole, batch_size=3)
+    assert torch.equal(
+        store["layers[1].resid_post"][:], pg.record("layers[1].resid_post", CLEAN)["resid_post", 1].flatten(0, 1)
+    )
+    ragged = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    for bad, size in ((whole, None), (ragged, 2), (whole.select_columns("label"), 2)):
+        with pytest.raises(ExperimentError, match="batch_size=|columns"):
+            ablate(pg, HEADS, bad, metric=METRIC, batch_size=size, progress=False)
