@@ -152,13 +152,88 @@ class Recording(Mapping[str, Any]):
             >>> from graphpatch_notebook import PatchableGraph
             >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
             >>> model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
-            >>> x = torch.randn(1, 5, 8)
-            >>> recording = PatchableGraph(model, x).record("layers[*].resid_post", x)
+            >>> pg, x = PatchableGraph(model, torch.randn(1, 5, 8)), torch.randn(1, 5, 8)
+            >>> recording = pg.record("layers[*].resid_post", x)
             >>> recording.stack("resid_post").shape, recording["resid_post", -1].shape
             (torch.Size([3, 1, 5, 8]), torch.Size([1, 5, 8]))
         """
         kept = [self[target.text] for target in self._in_layers(kind)]
         return torch.stack(kept) if kept else self[kind, 0]
+
+    def accumulated_resid(self, *, incl_mid: bool = False, return_labels: bool = False) -> Any:
+        """Returns the residual stream before each layer and after the last one, of shape (states, batch, ...).
+
+        Args:
+            incl_mid: Whether the states between attention and MLP are among them.
+            return_labels: Whether to return the names of the states, too: `(states, ["0_pre", "0_mid", ...])`.
+
+        Raises:
+            UnknownPathError: A state was not recorded: record `"layers[*].resid_*"`.
+
+        Example:
+            >>> from graphpatch_notebook import PatchableGraph
+            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+            >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+            >>> pg, x = PatchableGraph(model, torch.randn(1, 5, 8)), torch.randn(1, 5, 8)
+            >>> recording = pg.record("layers[*].resid_*", x)
+            >>> states, labels = recording.accumulated_resid(incl_mid=True, return_labels=True)
+            >>> states.shape, labels
+            (torch.Size([5, 1, 5, 8]), ['0_pre', '0_mid', '1_pre', '1_mid', 'final_post'])
+
+        Source:
+            `ActivationCache.accumulated_resid` of TransformerLens.
+        """
+        kinds = ("pre", "mid") if incl_mid else ("pre",)
+        count = len(self._found(self._long_name("resid_pre", "*")))
+        names = {f"{layer}_{kind}": (f"resid_{kind}", layer) for layer in range(count) for kind in kinds}
+        names["final_post"] = "resid_post", count - 1
+        states = torch.stack([self[name] for name in names.values()])
+        return (states, list(names)) if return_labels else states
+
+    def stack_head_results(self, *, return_labels: bool = False) -> Any:
+        """Returns what each attention head adds to the residual stream, of shape (heads, batch, position, channel).
+
+        It is `z @ pg.weights.W_O[layer, head]`, of all heads of the first layer, then of the next. Biases, and what a
+        model does with the sum of the heads (a norm in Gemma 2), are left out. Weights are those of now.
+
+        Args:
+            return_labels: Whether to return the names of the heads, too: `(results, ["L0H0", "L0H1", ...])`.
+
+        Raises:
+            UnknownPathError: `z` was not recorded in a layer: record `"layers[*].attn.z"`.
+            GraphError: The output projection of a layer is not known.
+
+        Example:
+            >>> from graphpatch_notebook import PatchableGraph
+            >>> from transformers import GPT2Config, GPT2LMHeadModel
+            >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+            >>> ids = torch.arange(5)[None]
+            >>> pg = PatchableGraph(model, ids)
+            >>> results, labels = pg.record("layers[*].attn.z", ids).stack_head_results(return_labels=True)
+            >>> results.shape, labels
+            (torch.Size([4, 1, 5, 8]), ['L0H0', 'L0H1', 'L1H0', 'L1H1'])
+
+        Source:
+            `ActivationCache.stack_head_results` of TransformerLens.
+        """
+        from graphpatch_notebook.components import Weights
+
+        captured = self._captured()
+        if captured is None:
+            raise UnknownPathError("the graph is gone, and its weights with it: keep the PatchableGraph")
+        results: dict[str, Tensor] = {}
+        for target in self._found(self._long_name("z", "*")):
+            layer = parse_name(target.text).layers
+            value, axes = self._with_axes(target, self[target.text])
+            order = ("head", "batch", "position", "channel")
+            if {*axes} != {*order}:
+                raise ExperimentError(f"{target.text!r} has the dimensions {', '.join(axes)}, not {', '.join(order)}")
+            written = value.permute([axes.index(name) for name in order]) @ Weights(captured.root).W_O[layer][:, None]
+            results |= {f"L{layer}H{head}": each for head, each in enumerate(written)}
+        if not results:
+            self["z", 0]  # raises the error
+        stacked = torch.stack([*results.values()])
+        return (stacked, list(results)) if return_labels else stacked
 
     def to_dataarray(self, kind: str) -> DataArray:
         """Returns a copy of the values of a component in all layers as one `xarray.DataArray` with named dimensions.
@@ -178,8 +253,8 @@ class Recording(Mapping[str, Any]):
             >>> from graphpatch_notebook import PatchableGraph
             >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
             >>> model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
-            >>> x = torch.randn(1, 5, 8)
-            >>> recording = PatchableGraph(model, x).record("layers[*].resid_post", x)
+            >>> pg, x = PatchableGraph(model, torch.randn(1, 5, 8)), torch.randn(1, 5, 8)
+            >>> recording = pg.record("layers[*].resid_post", x)
             >>> dict(recording.to_dataarray("resid_post").sizes)
             {'layer': 3, 'batch': 1, 'position': 5, 'channel': 8}
         """

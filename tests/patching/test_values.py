@@ -343,6 +343,40 @@ def test_recordings_as_arrays_have_the_same_axes_on_every_model(name: str) -> No
         recording.to_dataarray("mlp_out")
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox", "phi3", "mixtral", "bigcode", "opt"])
+def test_states_of_the_stream_and_what_each_head_adds(name: str) -> None:
+    pg, given = captured_model(name)
+    with torch.no_grad():
+        states = pg._module(given, output_hidden_states=True).hidden_states
+        recording = pg.record(["layers[*].resid_*", "layers[*].attn.z", "layers[*].attn_out"], given)
+        found, labels = recording.accumulated_resid(incl_mid=name != "neox", return_labels=True)
+        results, heads = recording.stack_head_results(return_labels=True)
+        by_layer = results.unflatten(0, (2, 4))
+        assert heads == [f"L{layer}H{head}" for layer in range(2) for head in range(4)]
+        for layer in range(2):
+            bias = 0 if layer in pg.weights.b_O.missing else pg.weights.b_O[layer]
+            written = recording["attn_out", layer].view_as(found[0]) - bias
+            torch.testing.assert_close(by_layer[layer].sum(0), written, rtol=1e-4, atol=1e-4)
+            alone = recording["z", layer, 1] @ pg.weights.W_O[layer, 1]
+            torch.testing.assert_close(by_layer[layer, 1], alone.view_as(found[0]), rtol=1e-4, atol=1e-5)
+    before = recording.accumulated_resid()
+    assert torch.equal(before[:2], torch.stack(states[:2]))  # the last one of transformers is normalized
+    assert torch.equal(before[-1], recording["resid_post", 1])
+    if name == "neox":  # attention and MLP read the same state
+        assert labels == ["0_pre", "1_pre", "final_post"]
+        assert torch.equal(found, before)
+    else:
+        assert labels == ["0_pre", "0_mid", "1_pre", "1_mid", "final_post"]
+        assert torch.equal(found[::2], before)
+        written = torch.stack([recording["attn_out", layer].view_as(before[0]) for layer in range(2)])
+        torch.testing.assert_close(found[1::2], before[:2] + written)
+    at_the_end = pg.record(["layers[*].attn.z"], given, positions=-1)
+    torch.testing.assert_close(at_the_end.stack_head_results(), results[..., -1:, :])
+    for call in (at_the_end.accumulated_resid, pg.record("layers[*].resid_post", given).stack_head_results):
+        with pytest.raises(UnknownPathError, match=r"resid_pre|\.z"):
+            call()
+
+
 def test_a_graph_displays_its_tree() -> None:
     pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
     assert pg._repr_html_() == pg.graph._repr_html_()
