@@ -72,6 +72,8 @@ def test_methods_of_other_tools_are_answered_with_what_they_are_here(pg: Patchab
         pg.run_with_cache(1)
     with pytest.raises(AttributeError, match=r"write with pg.patch\(\{path: patch\}\): pg\(\*inputs\)$"):
         pg.trace(1)
+    with pytest.raises(AttributeError, match=r"'W_U' of another tool, write pg.weights.W_U$"):
+        _ = pg.W_U
     assert not hasattr(pg, "run_with_hooks")
     with pytest.raises(AttributeError, match="no attribute 'other'$"):
         _ = pg.other

@@ -270,8 +270,8 @@ def _integers(given: Any, name: str) -> int | tuple[int, ...] | None:
         found = torch.empty(0)
     if found.is_floating_point() or found.dtype == torch.bool or not found.numel() or found.shape[1:] not in ((), (1,)):
         raise ExperimentError(
-            f"{name} must be an integer (of a token, as tokenizer.encode gives it), or one for each sequence of the "
-            f"batch, not {given!r}"
+            f"{name} must be an integer (of a token, as pg.to_single_token(text) returns it), or one for each sequence "
+            f"of the batch, not {given!r}"
         )
     return int(found) if found.ndim == 0 else tuple(found.flatten().tolist())
 

@@ -46,6 +46,9 @@ _IN_LAYERS = {
     "attn.hook_rot_q": "attn.q_rot",
     "attn.hook_rot_k": "attn.k_rot",
     "attn.hook_attn_scores": "attn.scores",
+    "attn.hook_result": "attn.result",
+    **{f"hook_{part}_input": f"attn.{part}" for part in ("q", "k", "v")},
+    "hook_attn_in": "resid_pre",
     "ln1.hook_normalized": "ln1",
     "ln2.hook_normalized": "ln2",
     "hook_in": "resid_pre",
@@ -71,18 +74,34 @@ _OUTSIDE = {
     "token_embeddings": "@embed",
     **{name.removeprefix("@"): name for name in ("@embed", "@pos_embed", "@final_norm", "@logits")},
 }
-_IN_EVERY_LAYER = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"}
+_IN_EVERY_LAYER = {
+    **{part: part for part in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")},
+    **{name: f"attn.{part}" for part in ("q", "k", "v", "z") for name in (part, f"attn.{part}")},
+    **{name: f"mlp.{part}" for part in ("pre", "post") for name in (part, f"mlp.{part}")},
+}
 _HOOKED = "with pg.patch({path: patch}): pg(*inputs)"
 METHODS = {
     # TransformerLens
     "run_with_cache": "pg.record(pg.components, *inputs)",
-    "run_with_hooks": _HOOKED,
-    "hooks": _HOOKED,
-    "add_hook": _HOOKED,
+    **dict.fromkeys(("run_with_hooks", "hooks", "add_hook", "reset_hooks"), _HOOKED),
+    **{
+        name: f"pg.weights.{name}"
+        for name in ("W_E", "W_pos", "W_U", "W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_OV")
+    },
+    "OV": "pg.weights.W_OV",
+    "QK": "pg.weights.W_QK",
+    "all_composition_scores": "composition_scores(pg, kind)",
+    "tokens_to_residual_directions": "pg.weights.W_U[:, token]",
+    "to_string": "pg.tokenizer.decode(ids)",
+    "get_token_position": "pg.to_str_tokens(text).index(token)",
+    "hook_dict": "pg.components",
+    "cfg": "pg.config, or pg.components.layers",
+    # SAELens
+    **dict.fromkeys(("add_sae", "saes", "run_with_saes"), "pg.splice({path: sae})"),
     # nnsight
     "trace": _HOOKED,
 }
-"""What methods of models in other tools are here."""
+"""What methods and attributes of models in other tools are here."""
 _HOOK = re.compile(r"blocks\.(?P<number>\d+|\*)\.(?P<part>\w+(?:\.\w+)?)")
 _LISTED = re.compile(r"(?:.+\.)?(?:layers?|blocks?|h)(?:\.|\[)(?P<number>-?\d+|\*)\]?\.(?P<part>\w+(?:\.\w+)?)")
 _ITEM = re.compile(r"(?P<part>\w+)\[(?P<number>-?\d+|\*)\]")
@@ -122,7 +141,7 @@ def _name_like_a_component(root: Frame, text: str) -> str | None:
         return _in_layer(root, number, "attn.scores" if last in _SCORES else "attn.pattern")
     if (listed := _LISTED.fullmatch(text)) is not None:
         return _in_layer(root, listed["number"], listed["part"])
-    return _in_layer(root, "*", text) if text in _IN_EVERY_LAYER else None
+    return _in_layer(root, "*", _IN_EVERY_LAYER[text]) if text in _IN_EVERY_LAYER else None
 
 
 def _in_layer(root: Frame, number: str, part: str) -> str:

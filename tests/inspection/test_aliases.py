@@ -52,7 +52,12 @@ def message(pg: PatchableGraph, path: str) -> str:
         ("layer[1].mlp_out", "layers[1].mlp_out"),
         ("transformer.h[-1].attn.q", "layers[2].attn.q"),
         ("blocks[*].attn.v", "layers[*].attn.v"),
+        ("blocks.1.hook_q_input", "layers[1].attn.q"),
+        ("blocks.1.hook_attn_in", "layers[1].resid_pre"),
         ("resid_mid", "layers[*].resid_mid"),
+        ("z", "layers[*].attn.z"),
+        ("attn.q", "layers[*].attn.q"),
+        ("post", "layers[*].mlp.post"),
         ("embed", "@embed"),
         ("final_norm", "@final_norm"),
         ("logits", "@logits"),
@@ -63,6 +68,10 @@ def test_names_of_other_tools(name: str, component: str) -> None:
         pg = captured(model)
         assert f"; nearest: '{component}'" in message(pg, name)
         assert pg.components.lookup(component)
+
+
+def test_results_of_heads_are_answered_with_how_to_compute_them() -> None:
+    assert "'layers[1].attn.heads[0].z'" in message(captured("gpt2"), "blocks.1.attn.hook_result")
 
 
 @pytest.mark.parametrize("name", ["blocks.3.hook_resid_post", "blocks.3.attn.hook_pattern", "layers_output[3]"])

@@ -208,7 +208,7 @@ def checked_tokens(target: Tokens | None, logits: Component) -> Tokens | None:
     is_number = numbers.numel() and not numbers.is_floating_point() and numbers.dtype != torch.bool
     if not is_number or bool(((numbers < 0) | (numbers >= size)).any()):
         raise ExperimentError(
-            f"tokens are numbers from 0 to {size - 1}, as tokenizer.encode gives them, not {target!r}"
+            f"tokens are numbers from 0 to {size - 1}, as pg.to_single_token(text) returns them, not {target!r}"
         )
     return target
 
