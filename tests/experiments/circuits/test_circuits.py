@@ -304,23 +304,45 @@ def run_by_hand(model: Any, ids: Tensor, read: Read) -> tuple[Tensor, dict[str, 
     return model.unembed(model.norm(read("@logits", wrote))), wrote
 
 
+def arena_by_hand(model: Any, ids: Tensor, read: Read) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same for ARENA's model: an edited source in which each head reads and writes for itself."""
+    arena = model.model
+    wrote = {"@embed": arena.W_E[ids % VOCABULARY] + arena.W_pos[: ids.shape[1]]}
+    hidden = torch.ones(ids.shape[1], ids.shape[1]).triu(1).bool()
+    for number, block in enumerate(arena.blocks):
+        start, before, attn = f"layers[{number}]", dict(wrote), block.attn
+        for head in range(len(attn.W_O)):
+            q, k, v = (
+                block.ln_1(read(f"{start}.attn.heads[{head}].{letter}", before))
+                @ getattr(attn, f"W_{letter.upper()}")[head]
+                + getattr(attn, f"b_{letter.upper()}")[head]
+                for letter in "qkv"
+            )
+            pattern = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+            wrote[f"{start}.attn.heads[{head}].z"] = pattern @ v @ attn.W_O[head] + attn.b_O / len(attn.W_O)
+        wrote[f"{start}.mlp_out"] = block.mlp(block.ln_2(read(f"{start}.mlp", dict(wrote))))
+    return arena.ln_f(read("@logits", wrote)) @ arena.W_U + arena.b_U, wrote
+
+
+BY_HAND = {"by hand": run_by_hand, "arena (heads as dimensions)": arena_by_hand}
+
+
 def everything(_: str, wrote: dict[str, Tensor]) -> Tensor:
     return sum(wrote.values(), torch.zeros(()))
 
 
-@pytest.fixture(scope="module")
-def by_hand() -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+def written_by_hand(name: str) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
     """The model, and what its senders write on clean and on corrupted inputs."""
-    it = task("by hand")
+    it = task(name)
     with torch.no_grad():
-        logits, clean = run_by_hand(it.model, it.clean["input_ids"], everything)
+        logits, clean = BY_HAND[name](it.model, it.clean["input_ids"], everything)
         torch.testing.assert_close(logits, it.model(**it.clean).logits)
-        return it, clean, run_by_hand(it.model, it.corrupted["input_ids"], everything)[1]
+        return it, clean, BY_HAND[name](it.model, it.corrupted["input_ids"], everything)[1]
 
 
 @pytest.mark.parametrize(("share", "positions"), [(0.2, None), (0.7, None), (0.5, True), (0.7, [0, 2, -1])])
-def test_a_circuit_equals_its_run_by_hand(by_hand: Any, share: float, positions: Any) -> None:
-    it, _, base = by_hand
+def test_a_circuit_equals_its_run_by_hand(share: float, positions: Any) -> None:
+    it, _, base = written_by_hand("by hand")
     scores = it.scores("gradient", positions=positions)
     generator = np.random.default_rng(3)
     drawn = scores.copy(data=np.where(np.isnan(scores.values), np.nan, generator.random(scores.shape)))
@@ -342,23 +364,24 @@ def test_a_circuit_equals_its_run_by_hand(by_hand: Any, share: float, positions:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_gradients_and_effects_equal_those_by_hand(by_hand: Any) -> None:
+@pytest.mark.parametrize("name", BY_HAND)
+def test_gradients_and_effects_equal_those_by_hand(name: str) -> None:
     """A gradient score is the derivative of the metric by the share of the sender's change that the receiver reads."""
-    it, clean, base = by_hand
+    it, clean, base = written_by_hand(name)
     shares: dict[tuple[str, str], Tensor] = {}
 
     def metric() -> Tensor:
-        logits, _ = run_by_hand(it.model, it.corrupted["input_ids"], read)
+        logits, _ = BY_HAND[name](it.model, it.corrupted["input_ids"], read)
         return (logits[:, -1, 0] - logits[:, -1, 1]).mean()
 
     def read(receiver: str, wrote: dict[str, Tensor]) -> Tensor:
-        for name in wrote:
-            shares.setdefault((name, receiver), torch.zeros(5, 1, dtype=torch.double, requires_grad=True))
-        return sum(wrote[name] + shares[name, receiver] * (clean[name] - base[name]) for name in wrote)
+        for each in wrote:
+            shares.setdefault((each, receiver), torch.zeros(5, 1, dtype=torch.double, requires_grad=True))
+        return sum(wrote[each] + shares[each, receiver] * (clean[each] - base[each]) for each in wrote)
 
     before, scores, exact = metric(), it.scores("gradient", positions=True), it.scores("exact")
     found = torch.autograd.grad(before, list(shares.values()))
-    assert len(found) == EDGES["by hand"]
+    assert len(found) == EDGES[name]
     for (sender, receiver), gradient in zip(shares, found, strict=True):
         own = scores.sel(sender=sender, receiver=receiver).values
         np.testing.assert_allclose(own, gradient.numpy()[:, 0], rtol=1e-9, atol=1e-9)
