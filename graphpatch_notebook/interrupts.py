@@ -35,6 +35,15 @@ def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
 
 
 @contextmanager
+def reading(name: str, kind: type[Exception], hint: str = "") -> Iterator[None]:
+    """Raises an error of this kind, which names the file, for all that a damaged file makes the block raise."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{name} is damaged, or does not fit: {error}{hint}") from error
+
+
+@contextmanager
 def whole_file(file: Path) -> Iterator[Path]:
     """Gives a name to write to; what is there afterwards takes the place, and the mode, of `file`.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.records import spliced_calls
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.inspection.meanings import differing_names
-from graphpatch_notebook.interrupts import whole_file
+from graphpatch_notebook.interrupts import reading, whole_file
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching.sharding import is_distributed, processes_of, runs_where_the_model_is
 from graphpatch_notebook.torch_compat import is_fully_sharded
@@ -55,22 +56,27 @@ def weights_digest(pg: PatchableGraph) -> str:
     return own if processes is None else digest(processes.gathered(own))
 
 
+def _reading(file: Path) -> AbstractContextManager[None]:
+    return reading(repr(str(file)), ExperimentError, ". Delete it to run its cells again; without sweep.json, all")
+
+
 class Checkpoint:
     """The checkpoint of one sweep.
 
     Args:
         folder: The name of the folder; it need not exist.
         own: JSON data that identifies the sweep, by what messages call it; under `names`, their meanings.
+        parse: Returns a result from its JSON data.
 
     Attributes:
-        done: The results in the folder, as JSON data by the number of the cell.
+        done: The results in the folder, by the number of the cell.
 
     Raises:
-        ExperimentError: The folder holds other data. It is not changed.
+        ExperimentError: The folder holds other data, or a damaged file. It is not changed.
         OSError: The folder cannot be written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], own: Mapping[str, Any]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], own: Mapping[str, Any], parse: Callable[[Any], Any]) -> None:
         self._folder = Path(folder).expanduser()
         self._folder.mkdir(parents=True, exist_ok=True)
         header = self._folder / _SWEEP
@@ -81,10 +87,11 @@ class Checkpoint:
                 )
             with whole_file(header) as file:
                 file.write_text(json.dumps(own))
-        found = json.loads(header.read_text())
-        differing = [name for name in own if name != _NAMES and found.get(name) != own[name]]
-        if not differing and (names := differing_names(own.get(_NAMES, {}), found.get(_NAMES, {}))):
-            differing = [f"names, which mean other values ({names}),"]
+        with _reading(header):
+            found = json.loads(header.read_text())
+            differing = [name for name in own if name != _NAMES and found.get(name) != own[name]]
+            if not differing and (names := differing_names(own.get(_NAMES, {}), found.get(_NAMES, {}))):
+                differing = [f"names, which mean other values ({names}),"]
         if differing:
             raise ExperimentError(
                 f"checkpoint={str(folder)!r} holds another sweep: its {', '.join(differing)} differ. Give another "
@@ -92,7 +99,11 @@ class Checkpoint:
             )
         files = sorted(self._folder.glob("[0-9]*.json"))
         self._count = int(files[-1].stem) + 1 if files else 0
-        self.done = {int(number): data for file in files for number, data in json.loads(file.read_text()).items()}
+        self.done: dict[int, Any] = {}
+        for file in files:
+            with _reading(file):
+                found = json.loads(file.read_text())
+                self.done |= {int(number): parse(data) for number, data in found.items()}
 
     def append(self, cells: Mapping[int, Any]) -> None:
         """Writes the results of a chunk, as JSON data by the number of the cell, and returns when they are on the disk.

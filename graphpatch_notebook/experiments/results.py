@@ -17,7 +17,7 @@ from torch import Tensor
 from graphpatch_notebook.components.names import ComponentName, is_component_name, parse_name
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Measurement
-from graphpatch_notebook.interrupts import whole_file
+from graphpatch_notebook.interrupts import reading, whole_file
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -295,7 +295,7 @@ def load_result(file: str | os.PathLike[str]) -> DataArray:
     path = _checked(file)
     with path.open("rb"):  # an error that names the file, and not what reads it
         pass
-    try:
+    with reading(repr(str(path)), ExperimentError, ". Only what save_result wrote can be read"):
         result: DataArray = xarray.load_dataarray(path, engine="h5netcdf")
         kept = json.loads(result.attrs.pop(_JSON))
         for name, items in kept["mixed"].items():
@@ -305,8 +305,6 @@ def load_result(file: str | os.PathLike[str]) -> DataArray:
         for name, attrs in kept["coords"].items():
             result.coords[name].attrs = attrs
         result.attrs = kept["attrs"]
-    except (OSError, KeyError, ValueError) as error:
-        raise ExperimentError(f"{str(path)!r} was not written by save_result, or is damaged: {error}") from error
     return result
 
 

@@ -58,6 +58,7 @@ from graphpatch_notebook.graphs.edits import SnapshotCalls
 from graphpatch_notebook.graphs.generated_code import generate
 from graphpatch_notebook.graphs.modules import running_graph
 from graphpatch_notebook.graphs.signatures import Aspect, Settings
+from graphpatch_notebook.interrupts import reading
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import set_grad_enabled
 from graphpatch_notebook.values import TensorSpec, tensor_specs
@@ -81,14 +82,10 @@ def load(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     names = Names(allow)
     name, document, contents = read_document(file, METADATA_KEY, GraphDocument, "pg.save(file)")
-    try:
+    with reading(name, SerializationError):
         steps = (step.target for part in document.frames for step in part.graph)
         names.check(target for target in steps if isinstance(target, FunctionPart))
         return _Reader(document, made_tensors(document.tensors, contents), model, names).loaded()
-    except (
-        LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, AssertionError, StopIteration,
-    ) as error:  # fmt: skip
-        raise SerializationError(f"{name} is damaged, or does not fit: {error}") from error
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -336,11 +333,11 @@ class _Reader:
 
     def _graph(self, frame: Frame, steps: Sequence[StepPart]) -> fx.Graph:
         """Returns the graph of a frame, whose records are known."""
-        graph, codegen, parameters = fx.Graph(), ForwardCodeGen(frame.parameters), iter(frame.parameters)
+        graph, codegen, parameters = fx.Graph(), ForwardCodeGen(frame.parameters), collections.deque(frame.parameters)
         made: list[fx.Node] = []
         for step in steps:
             if step.op == "placeholder":
-                made.append(_placeholder(graph, step, next(parameters), frame, codegen))
+                made.append(_placeholder(graph, step, parameters.popleft(), frame, codegen))
             else:
                 leaves = {"step": made.__getitem__}
                 args = tuple(decoded(value, leaves) for value in step.args)

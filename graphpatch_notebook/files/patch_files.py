@@ -23,6 +23,7 @@ from graphpatch_notebook.files.documents import (
 )
 from graphpatch_notebook.inspection.meanings import differing_names, meanings, targets_of
 from graphpatch_notebook.inspection.node_map import kept_for
+from graphpatch_notebook.interrupts import reading
 from graphpatch_notebook.patches import kinds
 from graphpatch_notebook.patches.kinds import Patch
 
@@ -108,14 +109,12 @@ def load_patches(file: str | os.PathLike[str] | IO[bytes], pg: Any = None) -> di
     """
     name, document, contents = read_document(file, _KEY, PatchDocument, "save_patches(file, patches)")
     found: dict[str, Patch[Any] | list[Patch[Any]]] = {}
-    try:
+    with reading(name, SerializationError):
         tensors = made_tensors(document.tensors, contents)
         for part in document.patches:
             patch, before = _decoded(part, tensors), found.get(part.path)
             before = [before] if isinstance(before, Patch) else before
             found[part.path] = patch if before is None else [*before, patch]
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        raise SerializationError(f"{name} is damaged: {error}") from error
     if pg is not None:
         used = targets_of(pg.nodes, found)
         if differing := differing_names(kept_for(pg.nodes, meanings), document.meanings, used):

@@ -586,7 +586,12 @@ class _Connector:
         """Connects the record of a node, and returns the form of its value in arguments of other nodes."""
         record = fx_node.meta.get(RECORD)
         part = _part(fx_node, args)
-        if isinstance(record, OpNode) and part is not None and isinstance(part.node, OpNode) and len(part.dig) == 1:
+        if (
+            isinstance(record, OpNode)
+            and isinstance(part, Ref)
+            and isinstance(part.node, OpNode)
+            and len(part.dig) == 1
+        ):
             element = self._elements[record] = _element(record, part)
             record = fx_node.meta[RECORD] = element
         elif isinstance(record, OpNode):

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from graphpatch_notebook.experiments.datasets.batches import RowReader, is_at, n
 from graphpatch_notebook.experiments.engine import map_batches, weights_digest
 from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.interrupts import whole_file
+from graphpatch_notebook.interrupts import reading, whole_file
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection, selection
 from graphpatch_notebook.patching import active_patches
@@ -165,8 +166,8 @@ class _Writer:
                 file.write_text(json.dumps(document, indent=1), "utf8")
         stored = [_metadata(shard) for shard in _shards(folder)]
         self._count = len(stored)
-        self._stored = [each for metadata in stored for each in json.loads(metadata["digests"])]
-        self.examples = sum(int(metadata["examples"]) for metadata in stored)
+        self._stored = [each for _, digests in stored for each in digests]
+        self.examples = sum(examples for examples, _ in stored)
         self.digests: list[str] = []
         self._waiting: list[tuple[dict[str, Tensor], int, str]] = []
 
@@ -208,18 +209,27 @@ def _shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("[0-9]*.safetensors"))
 
 
-def _metadata(shard: Path) -> dict[str, str]:
-    with safe_open(shard, "pt") as file:
-        return dict(file.metadata())
+@contextmanager
+def _opened(shard: Path) -> Iterator[Any]:
+    hint = ". Delete the store and record it again"
+    with reading(repr(str(shard)), ExperimentError, hint), safe_open(shard, "pt") as file:
+        yield file
+
+
+def _metadata(shard: Path) -> tuple[int, list[str]]:
+    """Returns how many examples a shard has, and the digests of their batches."""
+    with _opened(shard) as file:
+        found = file.metadata()
+        return int(found["examples"]), list(map(str, json.loads(found["digests"])))
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    try:
+    with reading(repr(str(folder)), ExperimentError, ". It is not an activation store"):
         found: dict[str, Any] = json.loads((folder / _SETTINGS).read_text("utf8"))
         if found["format"] != _FORMAT or found["version"] != _VERSION:
             raise ValueError(f"it has version {found['version']}, and this package reads {_VERSION}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ExperimentError(f"{str(folder)!r} is not an activation store: {error}") from None
+        if not set(dict(found["paths"]).values()) <= {"position", "example"}:
+            raise ValueError("its paths have rows of other kinds")
     return found
 
 
@@ -274,7 +284,7 @@ class ActivationStore(Mapping[str, "StoredValues"]):
 
     @functools.cached_property
     def examples(self) -> int:
-        return sum(int(_metadata(shard)["examples"]) for shard in self._shards)
+        return sum(_metadata(shard)[0] for shard in self._shards)
 
     @functools.cached_property
     def example(self) -> np.ndarray[Any, Any]:
@@ -290,7 +300,12 @@ class ActivationStore(Mapping[str, "StoredValues"]):
 
     def _index(self, name: str) -> Tensor:
         rows = StoredValues(self, f"index.{name}", self._shards, has_positions=True)
-        return rows[:] if self._shards else torch.zeros(0, dtype=torch.long)
+        found = rows[:] if self._shards else torch.zeros(0, dtype=torch.long)
+        with reading(repr(str(self._folder)), ExperimentError):
+            known = range(self.examples) if name == "example" else found.tolist()
+            if found.dtype != torch.long or found.ndim != 1 or not set(found.tolist()) <= set(known):
+                raise ValueError(f"the {name}s of rows are other numbers than there are")
+        return found
 
 
 class StoredValues:
@@ -317,10 +332,14 @@ class StoredValues:
         rest: tuple[int, ...] = ()
         self.dtype: torch.dtype | None = None
         for shard in shards:
-            with safe_open(shard, "pt") as file:
+            expected = None if has_positions else _metadata(shard)[0]
+            with _opened(shard) as file:
                 rows = file.get_slice(path)
                 count, *rest_sizes = rows.get_shape()
-                rest, self.dtype = tuple(rest_sizes), self.dtype or rows[:0].dtype
+                expected = file.get_slice("index.example").get_shape()[0] if expected is None else expected
+                if count != expected or (sizes and (tuple(rest_sizes), rows[:0].dtype) != (rest, self.dtype)):
+                    raise ValueError(f"{path!r} has {count} rows of another number, shape or dtype than expected")
+                rest, self.dtype = tuple(rest_sizes), rows[:0].dtype
                 sizes.append(count)
         self._starts = np.cumsum([0, *sizes])
         self.shape = (int(self._starts[-1]), *rest)
@@ -363,16 +382,16 @@ class StoredValues:
         if example is not None:
             chosen &= _is_among(self.example, self.example - self._store.examples, example, "example")
         if position is not None:
+            place, of = self._store.position, self.example
             ends = np.full(self._store.examples, -1)
-            np.maximum.at(ends, self.example, self._store.position)
-            place = self._store.position
-            chosen &= _is_among(place, place - ends[self.example] - 1, position, "position")
+            np.maximum.at(ends, of, place)
+            chosen &= _is_among(place, place - ends[of] - 1, position, "position")
         return chosen
 
     def chunks(self) -> Iterator[Tensor]:
         """Yields all rows in order, one file after the other, mapped into memory."""
         for shard in self._shards:
-            with safe_open(shard, "pt") as file:
+            with _opened(shard) as file:
                 yield file.get_tensor(self.path)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -384,7 +403,7 @@ class StoredValues:
         shard_of = np.searchsorted(self._starts, rows, side="right") - 1
         for number in np.unique(shard_of):
             mine = np.flatnonzero(shard_of == number)
-            with safe_open(self._shards[number], "pt") as file:
+            with _opened(self._shards[number]) as file:
                 result[mine] = file.get_tensor(self.path)[rows[mine] - self._starts[number]]
         return result
 

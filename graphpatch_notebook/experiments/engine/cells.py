@@ -236,8 +236,11 @@ class Measurement:
     @classmethod
     def from_json(cls, data: Any) -> Measurement:
         """Returns the measurement that `to_json` wrote."""
-        names = None if data["names"] is None else tuple(data["names"])
-        return cls(np.array(json.loads(data["values"]), dtype=np.float64), names)
+        names = None if data["names"] is None else tuple(map(str, data["names"]))
+        values = np.array(json.loads(data["values"]), dtype=np.float64)
+        if names is not None and values.shape != (len(names),):
+            raise ValueError(f"{values.size} numbers have {len(names)} names")
+        return cls(values, names)
 
 
 def measurement(value: Any) -> Measurement:

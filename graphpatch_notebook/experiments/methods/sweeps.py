@@ -252,19 +252,19 @@ def _opened(
 ) -> tuple[Checkpoint | None, dict[int, CellResult]]:
     """Returns the checkpoint of a sweep, which the first of several processes writes, and what is done."""
     if (processes := processes_of(captured(pg).root)) is None:
-        checkpoint = Checkpoint(name, own)
+        checkpoint = Checkpoint(name, own, Measurement.from_json)
         return checkpoint, _results(checkpoint)
     if not processes.are_same((os.fspath(name), own | {"numbers without patches": None})):  # last digits may differ
         raise ExperimentError(
             "checkpoint= is one folder of all processes, but they give other names, inputs, metrics or patches: give "
             "the same on all of them, or leave it out"
         )
-    checkpoint = processes.on_first(lambda: Checkpoint(name, own))
+    checkpoint = processes.on_first(lambda: Checkpoint(name, own, Measurement.from_json))
     return (checkpoint if processes.is_first else None), _results(checkpoint)
 
 
 def _results(checkpoint: Checkpoint) -> dict[int, CellResult]:
-    return {number: CellResult(number, Measurement.from_json(data)) for number, data in checkpoint.done.items()}
+    return {number: CellResult(number, found) for number, found in checkpoint.done.items()}
 
 
 def _runs_through(run: Callable[[], None]) -> bool:
