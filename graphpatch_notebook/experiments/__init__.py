@@ -4,7 +4,8 @@
 - `causal_trace`: the effect of restoring clean values in a corrupted run.
 - `ablate`: the metric without a value, a head or a position.
 - `path_patch`: the direct effect of one part of the model on another.
-- `logit_lens`, `direct_logit_attribution`: what states of the residual stream, and single parts, say about the logits.
+- `logit_lens`, `direct_logit_attribution`: what states of the residual stream, and single parts, say about the logits;
+  `TunedLens`: maps of these states, fitted to what the model says.
 - `head_scores`, `composition_scores`, `keep_heads`: what attention heads do, and the model with only some of them.
 - `attribute_edges`, `circuit`, `circuit_patches`, `faithfulness`: what passes along the edges between components, and
   exact runs of the model with some of these edges only.
@@ -50,6 +51,7 @@ from graphpatch_notebook.experiments.interventions.modules import (
     LowRankSteering,
 )
 from graphpatch_notebook.experiments.interventions.training import fit, intervene
+from graphpatch_notebook.experiments.interventions.tuned_lens import TunedLens
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
 from graphpatch_notebook.experiments.methods.heads import composition_scores, head_scores, keep_heads
@@ -88,6 +90,7 @@ __all__ = [
     "Probe",
     "Probes",
     "RayExecutor",
+    "TunedLens",
     "ablate",
     "attribute",
     "attribute_edges",

@@ -203,8 +203,7 @@ class KLDivergence(Metric):
         return F.kl_div(prediction, reference.expand_as(prediction), log_target=True, reduction="none").sum(-1).mean()
 
     def _log_probabilities(self, output: Any) -> Tensor:
-        logits = _widened(_logits(output)) if self.position is None else _logits_at(output, self.position)
-        return logits.log_softmax(-1)
+        return log_probabilities(output) if self.position is None else _logits_at(output, self.position).log_softmax(-1)
 
 
 # -- logits ------------------------------------------------------------------------------------------------------------
@@ -224,6 +223,11 @@ def _logits(output: Any) -> Tensor:
         f"the output has no logits: it has {content}; a metric can be any function of the output: metric=lambda "
         "output: ..."
     )
+
+
+def log_probabilities(output: Any) -> Tensor:
+    """Returns the log-probabilities of all tokens in the output of a model, in the shape of its logits."""
+    return _widened(_logits(output)).log_softmax(-1)
 
 
 def _logits_at(output: Any, position: Any) -> Tensor:

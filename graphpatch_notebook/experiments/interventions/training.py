@@ -114,7 +114,29 @@ def fit(
         True
     """
     run = _Runs(pg, interventions)
+
+    def step(batch: Any) -> float:
+        base, sources, target, *at = _parts(pg, batch, positions, source_positions)
+        with torch.enable_grad(), run.patched(base, sources, *at):  # where layers are recomputed for gradients, too
+            penalties = (module.penalty() for module in modules if isinstance(module, Intervention))
+            value = sum(penalties, loss(base.run(pg), target))
+            set_gradients(run.modules, value)
+        return value.item()
+
     modules = nn.ModuleList(dict.fromkeys(run.modules.values()))
+    return trained(modules, dataset, step, epochs=epochs, lr=lr, optimizer=optimizer)
+
+
+def trained(
+    modules: nn.ModuleList,
+    dataset: Any,
+    step: Callable[[Any], float],
+    *,
+    epochs: int,
+    lr: float,
+    optimizer: torch.optim.Optimizer | None,
+) -> list[float]:
+    """Trains modules, and returns the loss of each batch: `step` sets the gradients on one, and returns its loss."""
     annealed = [module for module in modules if isinstance(module, Intervention)]
     parameters = [each for each in modules.parameters() if each.requires_grad]
     count = epochs * len(dataset) if hasattr(dataset, "__len__") else 0
@@ -128,17 +150,26 @@ def fit(
     try:
         modules.train()
         for batch in itertools.chain.from_iterable(itertools.repeat(dataset, epochs)):
-            base, sources, target, *at = _parts(pg, batch, positions, source_positions)
             for module in annealed:
                 module.progress.fill_((len(losses) + 1) / count)
-            with torch.enable_grad(), run.patched(base, sources, *at):  # where layers are recomputed for gradients, too
-                value = sum((module.penalty() for module in annealed), loss(base.run(pg), target))
-                run.set_gradients(value)
+            losses.append(step(batch))
             optimizer.step()
-            losses.append(value.item())
     finally:
         modules.eval()
     return losses
+
+
+def set_gradients(modules: Mapping[str, nn.Module], loss: Any) -> None:
+    """Sets the gradients of the parameters of modules, by path, and of no others."""
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+        raise ExperimentError(f"the loss must be a scalar that depends on the interventions, not {shown_value(loss)}")
+    owners = {each: path for path, module in modules.items() for each in module.parameters()}
+    own = [each for each in owners if each.requires_grad]
+    for parameter, gradient in zip(own, torch.autograd.grad(loss, own, allow_unused=True), strict=True):
+        parameter.grad = gradient
+    used = {owners[each] for each in own if each.grad is not None}
+    if unused := [owners[each] for each in own if owners[each] not in used]:
+        raise ExperimentError(f"the loss does not depend on the intervention on {unused[0]!r}")
 
 
 def _parts(
@@ -245,20 +276,6 @@ class _Runs:
             return new.to(value.dtype)  # not written into the value, which the module may have saved for its gradient
         view[index] = new.to(view.dtype)
         return value  # type: ignore[no-any-return]
-
-    def set_gradients(self, loss: Any) -> None:
-        """Sets the gradients of the interventions' parameters, and of no others."""
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-            raise ExperimentError(
-                f"the loss must be a scalar that depends on the interventions, not {shown_value(loss)}"
-            )
-        owners = {each: path for path, module in self.modules.items() for each in module.parameters()}
-        trained = [each for each in owners if each.requires_grad]
-        for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
-            parameter.grad = gradient
-        used = {owners[each] for each in trained if each.grad is not None}
-        if unused := [owners[each] for each in trained if owners[each] not in used]:
-            raise ExperimentError(f"the loss does not depend on the intervention on {unused[0]!r}")
 
 
 class _Places(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,7 @@ def logit_lens(
     streams: Paths | None = None,
     target: Tokens | None = None,
     stack: str = "",
+    lens: Callable[[str, Tensor], Tensor] | None = None,
     **input_kwargs: Any,
 ) -> DataArray:
     """Returns the logits that the model would give if each state of the residual stream were the last one.
@@ -84,6 +85,8 @@ def logit_lens(
         target: The tokens: a number, a list (the dimension `token`), or a tensor with one for each row; `None` for the
             whole vocabulary, which may be large.
         stack: The stack of layers, if the model has several.
+        lens: A `TunedLens`, or another function of the name of a state and the state, which returns what is put in its
+            place.
         **input_kwargs: Inputs of the model, by keyword.
 
     Returns:
@@ -118,7 +121,7 @@ def logit_lens(
     check_states(values, names, last.name)
     read = _Logits((), checked_tokens(target, logits))
     with torch.no_grad():
-        wanted = [values[name] for name in names]
+        wanted = [values[name] if lens is None else lens(name, values[name]) for name in names]
         for number, found in enumerate(_logits_of(pg, runs, last, logits, wanted, values[last.name])):
             row = read(found)
             if number == 0:
