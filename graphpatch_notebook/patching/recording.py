@@ -181,7 +181,7 @@ class Recording(Mapping[str, Any]):
             (torch.Size([5, 1, 5, 8]), ['0_pre', '0_mid', '1_pre', '1_mid', 'final_post'])
 
         Source:
-            `ActivationCache.accumulated_resid` of TransformerLens.
+            ``ActivationCache.accumulated_resid`` of TransformerLens.
         """
         kinds = ("pre", "mid") if incl_mid else ("pre",)
         count = len(self._found(self._long_name("resid_pre", "*")))
@@ -214,7 +214,7 @@ class Recording(Mapping[str, Any]):
             (torch.Size([4, 1, 5, 8]), ['L0H0', 'L0H1', 'L1H0', 'L1H1'])
 
         Source:
-            `ActivationCache.stack_head_results` of TransformerLens.
+            ``ActivationCache.stack_head_results`` of TransformerLens.
         """
         from graphpatch_notebook.components import Weights
 
