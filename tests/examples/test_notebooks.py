@@ -262,8 +262,9 @@ def test_circuits_are_proved_on_other_inputs() -> None:
         assert proved["accuracy"] > 0.95
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "mixtral", "bert", "vit"])
-def test_cells_with_components_run_unchanged_on_other_families(family: str) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma", "mixtral", "bert", "vit"])
+def test_cells_with_components_run_unchanged_on_other_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES)
     first, *cells = [cell.source for cell in code_cells(read(EXAMPLES / "07_components.ipynb"))]
     assert f'"{family}"' in first
     found: dict[str, Any] = {"family": family}
