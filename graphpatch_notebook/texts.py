@@ -63,6 +63,14 @@ def encoded(tokenizer: Any, text: Any, *, is_whole: bool = True) -> list[int]:
     return list(getattr(found, "ids", found))
 
 
+def decoded(tokenizer: Any, ids: list[int]) -> str:
+    """Returns the text of token ids, without special tokens."""
+    try:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+    except TypeError:  # one that has no special tokens
+        return str(tokenizer.decode(ids))
+
+
 def padded(tokenizer: Any, texts: Any, side: str | None = None) -> tuple[Tensor, Tensor]:
     """Returns the token ids of texts and their mask, both of dtype int64 and of shape (batch, positions).
 

@@ -18,7 +18,8 @@
 - `attribute`, `top_scores`: the effect of each value, estimated by gradients.
 
 A metric is a function of the output of the model: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
-`KLDivergence`, or your own. Results are `xarray.DataArray` objects. `plot_heatmap` and `plot_heads` draw
+`KLDivergence`, `AnswerLogProbability` (of several tokens), or your own; `Generated` is one of the text that the model
+generates. Results are `xarray.DataArray` objects. `plot_heatmap` and `plot_heads` draw
 them, and `save_result` and `load_result` write and read files. In a notebook,
 `show_heatmap` and `show_circuit` display a result, `show_lens` what each layer of a model
 says, and `show_generation` what it generates.
@@ -57,7 +58,15 @@ from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal
 from graphpatch_notebook.experiments.methods.heads import composition_scores, head_scores, keep_heads
 from graphpatch_notebook.experiments.methods.lens import logit_lens
 from graphpatch_notebook.experiments.methods.path_patching import path_patch
-from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability
+from graphpatch_notebook.experiments.metrics import (
+    AnswerLogProbability,
+    Generated,
+    KLDivergence,
+    LogitDifference,
+    LogProbability,
+    Loss,
+    Probability,
+)
 from graphpatch_notebook.experiments.plotting import (
     plot_heads,
     plot_heatmap,
@@ -74,9 +83,11 @@ sweep = PatchableGraph.sweep
 __all__ = [
     "DAS",
     "ActivationStore",
+    "AnswerLogProbability",
     "BoundlessDAS",
     "Circuit",
     "Edge",
+    "Generated",
     "Intervention",
     "KLDivergence",
     "L0Mask",

@@ -6,15 +6,16 @@ Logits in half precision are converted to float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.texts import encoded, is_text
 
 Tokens: TypeAlias = "int | Sequence[int] | Tensor"
 """One token for all sequences of the batch, or one for each, `(batch,)`."""
@@ -116,6 +117,115 @@ class LogProbability(Metric):
     def __call__(self, output: Any) -> Tensor:
         """Returns the logarithm, in nats, at most 0."""
         return _of_tokens(_logits_at(output, self.position).log_softmax(-1), self.token).mean()
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class AnswerLogProbability(Metric):
+    """The log-probability of an answer of several tokens, given what comes before it, as a mean over the batch.
+
+    The inputs end with the answer: of each of its tokens, the model says how probable it is at the position before.
+    Experiments check that. Rows are padded on the left.
+
+    Args:
+        answer: A text, or several, one for each row; or token ids, of shape (tokens) or (batch, tokens), in which -100
+            in front of shorter answers is ignored.
+        tokenizer: What makes tokens of texts: `pg.tokenizer`. The text is what the tokenizer takes for it after the
+            prompt: mostly with the space between them, `" John Smith"`.
+
+    Attributes:
+        tokens: The token ids, of dtype int64.
+
+    Raises:
+        ExperimentError: There are no tokens; (when called) the logits have not so many positions or rows.
+
+    Example:
+        >>> AnswerLogProbability([0, 1])(torch.zeros(1, 3, 4))  # twice the logarithm of 1/4
+        tensor(-2.7726)
+
+    Source:
+        Meng et al., Locating and Editing Factual Associations in GPT (2022), for answers of several tokens.
+    """
+
+    tokens: Tensor
+    position: ClassVar[int] = -1
+
+    def __init__(self, answer: Any, tokenizer: Any = None) -> None:
+        if is_text(answer):
+            texts = [answer] if isinstance(answer, str) else list(answer)
+            if tokenizer is None:
+                raise ExperimentError("give the tokenizer of an answer in words: AnswerLogProbability(text, tokenizer)")
+            rows = [encoded(tokenizer, text, is_whole=False) for text in texts]
+            answer = [[IGNORED] * (max(map(len, rows)) - len(row)) + row for row in rows]
+        tokens = torch.as_tensor(answer)
+        if tokens.ndim not in (1, 2) or tokens.dtype != torch.int64 or not (tokens != IGNORED).any(-1).all():
+            raise ExperimentError(
+                f"an answer is a text, or token ids of shape (tokens) or (batch, tokens), not {answer!r}"
+            )
+        object.__setattr__(self, "tokens", tokens.reshape(-1, tokens.shape[-1]))
+
+    def __call__(self, output: Any) -> Tensor:
+        """Returns the sum of the logarithms, in nats, at most 0."""
+        logits, (rows, count) = _logits(output), self.tokens.shape
+        if logits.ndim != 3 or logits.shape[1] <= count or rows not in (1, len(logits)):
+            raise ExperimentError(
+                f"logits of shape {tuple(logits.shape)} do not have a position before {count} tokens of {rows} answers"
+            )
+        tokens = self.tokens.to(logits.device).expand(len(logits), -1)
+        _check_tokens(self.tokens[self.tokens != IGNORED].tolist(), logits.shape[-1])
+        found = _widened(logits[:, -count - 1 : -1]).log_softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+        return found.masked_fill(tokens == IGNORED, 0).sum(-1).mean()
+
+    def check_inputs(self, ids: Tensor) -> None:
+        """Raises an `ExperimentError` if token ids, of shape (batch, positions), do not end with the answer."""
+        ends, tokens = ids[:, -self.tokens.shape[1] :], self.tokens.to(ids.device)
+        if ends.shape[1:] != tokens.shape[1:] or not ((ends == tokens) | (tokens == IGNORED)).all():
+            raise ExperimentError(f"the inputs end with {ends.tolist()}, and not with the answer, {tokens.tolist()}")
+
+
+class Continuations:
+    """What a model generated: the new texts, one for each row, or without a tokenizer the new token ids."""
+
+    def __init__(self, texts: Sequence[Any]) -> None:
+        self.texts = list(texts)
+
+
+class Generated:
+    """A number of the texts that the model generates. With it, experiments generate in place of a single forward.
+
+    For `pg.sweep`, `ablate` and others that run the model once for each cell, which then generates once, without
+    sharing work. Patches act in each step, or in some with `steps=`. Not for those that need gradients.
+
+    Args:
+        function: Maps the list of the new texts, one for each row, to a number or a dict of numbers. Without a
+            tokenizer, they are lists of token ids.
+        **options: Those of `generate`: `max_new_tokens`, `do_sample=False`, ...
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook import PatchableGraph, ZeroPatch
+        >>> config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20, bos_token_id=None, eos_token_id=None)
+        >>> model, ids = GPT2LMHeadModel(config).eval(), torch.arange(6)[None]
+        >>> metric = Generated(lambda rows: rows[0].count(3), max_new_tokens=4, do_sample=False)
+        >>> result = PatchableGraph(model, ids).sweep(
+        ...     {"layer": range(2)}, lambda n: {f"layers[{n}].mlp_out": ZeroPatch()}, ids, metric=metric, progress=False
+        ... )
+        >>> result.dims
+        ('layer',)
+    """
+
+    def __init__(self, function: Callable[[list[Any]], Any], **options: Any) -> None:
+        self.function, self.options = function, options
+
+    @property
+    def name(self) -> str:
+        """The name of results: that of the function."""
+        return getattr(self.function, "__name__", "generated")
+
+    def __call__(self, output: Any) -> Any:
+        """Returns the number."""
+        if not isinstance(output, Continuations):
+            raise ExperimentError("this experiment does not generate, so that metric=Generated(...) has no texts")
+        return self.function(output.texts)
 
 
 @dataclass(frozen=True, eq=False)

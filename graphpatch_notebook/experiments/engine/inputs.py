@@ -12,10 +12,12 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
 from graphpatch_notebook.experiments.engine.cells import Measurement, baseline_of, measurement
+from graphpatch_notebook.experiments.metrics import Continuations, Generated
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import ProbePatch
+from graphpatch_notebook.patching import padded_end
 from graphpatch_notebook.patching.model_state import RandomState, copied
-from graphpatch_notebook.texts import is_text, token_text
+from graphpatch_notebook.texts import decoded, is_text, token_text
 from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
@@ -84,6 +86,39 @@ def inputs_of(pg: PatchableGraph, given: Any, kwargs: Mapping[str, Any] | None =
     return Inputs(*captured(pg).tokenized(args, dict(kwargs or {})))
 
 
+@dataclass(frozen=True)
+class GenerationInputs(Inputs):
+    """Inputs on which a model generates, with the options of `generate`."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self, model: Callable[..., Any]) -> Continuations:
+        """Returns what the model, a `PatchableGraph`, generates."""
+        pg: Any = model
+        fresh, first = self.fresh(), next(self.tensors(), None)
+        # The model counts positions itself, and returns the prompt, too, if that is tokens of the same sequence.
+        kwargs = {name: value for name, value in fresh.kwargs.items() if name != "position_ids"}
+        has_prompt = first is not None and not first.is_floating_point() and "decoder_input_ids" not in pg.nodes
+        ids = pg.generate(*fresh.args, **kwargs, **self.options)
+        new = ids[:, first.shape[1] if has_prompt and first is not None else 0 :].tolist()
+        return Continuations(new if pg.tokenizer is None else [decoded(pg.tokenizer, row) for row in new])
+
+
+def with_generation(pg: PatchableGraph, inputs: Inputs, metric: Any) -> Inputs:
+    """Returns inputs that run as a metric asks for: those of `Generated` generate.
+
+    Raises:
+        ExperimentError: The model does not generate, or rows are padded on the right.
+    """
+    if not isinstance(metric, Generated):
+        return inputs
+    if not callable(getattr(pg, "generate", None)):
+        raise ExperimentError(f"{type(captured(pg).module).__name__} has no method generate")
+    if padded_end(captured(pg).root, inputs.args, inputs.kwargs):
+        raise ExperimentError("rows have padding at their end: pad on the left (tokenizer.padding_side = 'left')")
+    return GenerationInputs(inputs.args, inputs.kwargs, metric.options)
+
+
 # -- runs without patches ----------------------------------------------------------------------------------------------
 
 
@@ -129,7 +164,10 @@ def record(
         state = RandomState()
         output = (run or inputs.run)(pg)
         is_random = any(name.startswith("torch") for name in state.changed())
-        given = measurement(0.0) if metric is None else baseline_of(metric, output)
+    if isinstance(metric, Generated):  # the values are those of the prompt
+        with torch.no_grad():
+            output = with_generation(pg, inputs, metric).run(pg)
+    given = measurement(0.0) if metric is None else baseline_of(metric, output)
     values = {}
     for path, probe in probes.items():
         value = probe.activation

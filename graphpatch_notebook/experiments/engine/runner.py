@@ -31,7 +31,7 @@ from graphpatch_notebook.experiments.engine.cells import (
     measurement,
 )
 from graphpatch_notebook.experiments.engine.frames import own_tensors
-from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.inputs import GenerationInputs, Inputs
 from graphpatch_notebook.experiments.engine.shared import (
     CannotShareError,
     CleanRun,
@@ -196,7 +196,7 @@ class CellRunner:
         self._targets: dict[str, Target] = {}
         most = 0
         try:
-            if request.batch is None:
+            if request.batch is None or isinstance(request.inputs, GenerationInputs):
                 raise CannotShareError
             self._add(itertools.takewhile(lambda cell: is_pure(cell.patches), cells))
             most = min(most_rows(request.inputs, request.batch), len(cells))

@@ -16,7 +16,7 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.metrics import Metric
+from graphpatch_notebook.experiments.metrics import AnswerLogProbability, Metric
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -316,9 +316,12 @@ def are_of_encoder(pg: PatchableGraph, dims: Mapping[str, int]) -> bool:
 
 
 def check_metric_position(pg: PatchableGraph, inputs: Inputs, metric: Any) -> None:
-    """Raises an `ExperimentError` if a metric reads the logits at the end of the sequence, which is padding."""
+    """Raises an `ExperimentError` if a metric reads the logits of an end that is padding, or of another answer."""
     if isinstance(metric, Metric):
         check_ends(pg, inputs, getattr(metric, "position", None), what=f"{type(metric).__name__} with position")
+    ids = inputs.kwargs.get("decoder_input_ids", next(inputs.tensors(), None))
+    if isinstance(metric, AnswerLogProbability) and isinstance(ids, Tensor) and not ids.is_floating_point():
+        metric.check_inputs(ids)
 
 
 @dataclass(frozen=True)

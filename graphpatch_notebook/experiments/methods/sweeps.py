@@ -24,7 +24,7 @@ from graphpatch_notebook.experiments.engine.cells import (
     is_pure,
     patches_in,
 )
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of, with_generation
 from graphpatch_notebook.experiments.engine.runner import Baseline, CellRunner, Request, with_entries
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric, check_metric_position
 from graphpatch_notebook.experiments.results import data_array, metric_dims, metric_name, plain_label
@@ -65,7 +65,7 @@ def run_sweep(
     check_graph(pg)
     check_metric(metric)
     check_input_names(pg.nodes.root, inputs.kwargs, PatchableGraph.sweep)
-    inputs = inputs_of(pg, inputs.args, inputs.kwargs)
+    inputs = with_generation(pg, inputs_of(pg, inputs.args, inputs.kwargs), metric)
     check_metric_position(pg, inputs, metric)
     extra("xarray", "the result of a sweep")
     _check_options(batch, checkpoint_key)
