@@ -163,6 +163,15 @@ def test_every_experiment_takes_texts(name: str) -> None:
         assert found.attrs["tokens"] == ONE.split()
 
 
+@pytest.mark.parametrize("name", OF_PAIRS)
+def test_several_texts_are_one_batch(name: str) -> None:
+    torch.manual_seed(0)
+    model = gpt2().eval()
+    pg, plain = PatchableGraph(model, [ONE, OTHER], tokenizer=tokenizer()), PatchableGraph(model, **given(ONE, "right"))
+    clean, other = given([ONE, OTHER], "right"), given([OTHER, ONE], "right")
+    assert OF_PAIRS[name](pg, [ONE, OTHER], [OTHER, ONE]).equals(OF_PAIRS[name](plain, clean, other))
+
+
 def test_datasets_are_lists_of_texts(tmp_path: Any) -> None:
     pg = PatchableGraph(gpt2().eval(), ONE, tokenizer=tokenizer())
     texts = [*SEVERAL, "When Mary and John", "a"]

@@ -108,9 +108,9 @@ def attribute_edges(
     Args:
         pg: The graph.
         metric: Maps the output of the model to a tensor with a single number that has a gradient.
-        clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value; or a list of such
-            inputs, one for each batch. The scores are then those of the mean of the metric, and `metric` may be a list
-            with one for each batch.
+        clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value (such as a list of
+            texts); or a list of such inputs, one for each batch. The scores are then those of the mean of the metric,
+            and `metric` may be a list with one for each batch.
         corrupted: The corrupted inputs, in the same form.
         method: The derivatives, as for `attribute`. With `"secant"`, the scores into `@logits` sum exactly to the
             change of the metric; if those out of `@embed` do not, a warning names what may be the cause, such as a

@@ -32,7 +32,7 @@ from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import AddPatch, Patch
 from graphpatch_notebook.patching.sharding import runs_where_the_model_is
-from graphpatch_notebook.texts import is_one_text
+from graphpatch_notebook.texts import is_text
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
@@ -70,7 +70,7 @@ def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> l
         ExperimentError: They do not fit each other.
     """
     cleans, others = (
-        given if isinstance(given, list) and not is_one_text(given) else [given] for given in (clean, corrupted)
+        given if isinstance(given, list) and not is_text(given) else [given] for given in (clean, corrupted)
     )
     metrics = list(metric) if isinstance(metric, (list, tuple)) else [metric] * len(cleans)
     if not len(metrics) == len(cleans) == len(others) > 0 or isinstance(clean, list) != isinstance(corrupted, list):
