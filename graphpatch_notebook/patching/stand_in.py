@@ -164,6 +164,11 @@ def bound_with(
             )
         weight = packed[0], plain.pop(path)
     stand_in = StandIn(module, plain)
+    if computed := [path for path, value in plain.items() if tensor_at(stand_in.module, path) is not value]:
+        raise PatchValueError(
+            f"{type(module).__name__} computes its {computed[0]!r} now, and held it when it was captured (a "
+            "parametrization?): capture it again, PatchableGraph(model, ...)"
+        )
     if weight is None:
         return stand_in, stand_in.bind(forward)
     return stand_in, weight[0].bound(stand_in.module, weight[1], forward)

@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, ZeroPatch
-from graphpatch_notebook.errors import ExperimentError, GraphError
+from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchError
 from tests.zoo.case import floats, tokens
 from tests.zoo.submodules import Submodules
 
@@ -74,6 +75,16 @@ def test_patches_on_exchanged_modules_are_refused(change: Callable[[Layers], Non
             with context:
                 assert not torch.equal(pg(x), model(x))
     torch.testing.assert_close(pg(x), model(x))
+
+
+def test_weights_that_are_computed_since_are_refused() -> None:
+    """A parametrization makes a property of what was a parameter: what is put into the module has no effect."""
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), floats(2, 3)
+    pg = PatchableGraph(model, x)
+    weight_norm(model[0])
+    with pg.patch({"sub_0.weight": ZeroPatch()}), pytest.raises(GraphPatchError, match="'weight'"):
+        pg(x)
+    torch.testing.assert_close(pg(x), model(x), rtol=0, atol=0)
 
 
 def test_modules_that_the_model_does_not_register_are_patched() -> None:
