@@ -13,6 +13,7 @@ caches of transformers are recognized by names and methods: transformers need no
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +30,15 @@ from graphpatch_notebook.errors import GraphPatchError, PatchValueError
 from graphpatch_notebook.inspection.resolution import Target, axes_of
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.selections import Selection, selection
-from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    TensorSpec,
+    ValueSpec,
+    children,
+    key_text,
+    leaves,
+    tensor_specs,
+)
 
 if TYPE_CHECKING:
     from graphpatch_notebook.components.flow import Axes
@@ -112,7 +121,10 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
 
 
 class TokenInput(NamedTuple):
-    """An input that holds the sequences that a model works on, with the dimensions of the batch and of the sequence."""
+    """An input that holds the sequences that a model works on, with the dimensions of the batch and of the sequence.
+
+    The name of a tensor in a container is `batch|tokens`, as in node paths; in `**kwargs`, that of the argument.
+    """
 
     name: str
     row: int
@@ -329,13 +341,23 @@ def token_inputs(root: Frame, *, is_encoder: bool = False) -> Sequence[TokenInpu
 def _found_inputs(root: Frame) -> list[TokenInput]:
     """Returns the first input that has the batch and the positions of the layers, each as one dimension."""
     known, roles = dimensions_of(root), find(root).groups
-    for node in root.inputs():
-        if isinstance(node.spec, TensorSpec):
-            groups = [known.group_of(node.spec, dim) for dim in range(len(node.spec.shape))]
-            axes = [None if group is None else roles.get(group) for group in groups]
-            if axes.count("batch") == axes.count("position") == 1:
-                return [TokenInput(str(node.target), axes.index("batch"), axes.index("position"))]
+    for name, spec in _input_specs(root).items():
+        groups = [known.group_of(spec, dim) for dim in range(len(spec.shape))]
+        axes = [None if group is None else roles.get(group) for group in groups]
+        if axes.count("batch") == axes.count("position") == 1:
+            return [TokenInput(name, axes.index("batch"), axes.index("position"))]
     return []
+
+
+def _input_specs(root: Frame) -> dict[str, TensorSpec]:
+    """Returns the tensors among the inputs of the example, also in containers, by their names."""
+    found = ((str(node.target), dig, spec) for node in root.inputs() for dig, spec in leaves(node.spec))
+    keywords = {each.name for each in root.parameters if each.kind is inspect.Parameter.VAR_KEYWORD}
+    return {
+        "|".join(dig if name in keywords else (name, *dig)): spec
+        for name, dig, spec in found
+        if isinstance(spec, TensorSpec)
+    }
 
 
 def encoder_of(root: Frame) -> Module | None:
@@ -354,11 +376,10 @@ def takes_tokens(root: Frame) -> bool:
 
 def _tokens(root: Frame) -> tuple[TensorSpec, TokenInput] | None:
     """Returns the input of the example that has the sequence."""
-    specs = {node.target: node.spec for node in root.inputs()}
+    specs = _input_specs(root)
     for one in token_inputs(root):
-        spec = specs.get(one.name)
-        if isinstance(spec, TensorSpec) and len(spec.shape) >= 2:
-            return spec, one
+        if one.name in specs and len(specs[one.name].shape) >= 2:
+            return specs[one.name], one
     return None
 
 
@@ -471,7 +492,7 @@ class GenerationSteps:
     def _place(self, step: GenerationStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step.past = self._past(args, kwargs)
         tokens = token_inputs(self._root)
-        inputs = {each.name: _input_of(self._root, each.name, args, kwargs) for each in (*tokens, *_ENCODER_INPUTS)}
+        inputs = {each.name: input_of(self._root, each.name, args, kwargs) for each in (*tokens, *_ENCODER_INPUTS)}
         step.length = _length_among(tokens, inputs)
         rows = [(inputs[each.name], each.row) for each in (*tokens, *_ENCODER_INPUTS)]
         step.batch = next((given.shape[row] for given, row in rows if isinstance(given, Tensor) and given.dim()), 1)
@@ -606,7 +627,7 @@ def padded_end(
 ) -> str | None:
     """Returns why positions of a call cannot count from the end of the sequence, or of that of the encoder."""
     name = "attention_mask" if is_encoder or encoder_of(root) is None else "decoder_attention_mask"
-    mask = _input_of(root, name, args, kwargs)
+    mask = mask_of(root, name, args, kwargs)
     if not isinstance(mask, Tensor) or mask.ndim != 2 or not mask.shape[1] or mask[:, -1].all():
         return None
     return (
@@ -621,7 +642,7 @@ def caches_of(root: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     With one, the first token may not be at position 0.
     """
     names = dict.fromkeys([*(parameter.name for parameter in root.parameters), *kwargs])
-    given = ((name, _input_of(root, name, args, kwargs)) for name in names)
+    given = ((name, input_of(root, name, args, kwargs)) for name in names)
     return {name: value for name, value in given if value is not None and _is_cache(name, value)}
 
 
@@ -633,8 +654,19 @@ def _is_cache(name: str, value: Any) -> bool:
     return not is_plain and ("cache" in name or name.startswith("past"))
 
 
-def _input_of(root: Frame, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return kwargs[name] if name in kwargs else given_input(root.parameters, name, args, dict(kwargs))
+def input_of(root: Frame, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns what a call gives for an input by its name, as of a `TokenInput`; `None` if it does not."""
+    first, *dig = name.split("|")
+    value = kwargs[first] if first in kwargs else given_input(root.parameters, first, args, dict(kwargs))
+    for text in dig:
+        value = next((child for key, child in children(value) or () if key_text(key) == text), None)
+    return value
+
+
+def mask_of(root: Frame, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the mask of this name, which is where the tokens are."""
+    holder = "".join(next((each.name.rpartition("|")[:2] for each in token_inputs(root)), ()))
+    return input_of(root, holder + name, args, kwargs)
 
 
 _ENCODER_INPUTS = [TokenInput(name, 0, 1) for name in ("encoder_outputs", *TOKENS)]

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.inputs import bind, signature_of
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
@@ -28,6 +27,8 @@ from graphpatch_notebook.patches.selections import PositionSelection, Selection,
 from graphpatch_notebook.patching import (
     DECODER_TOKENS,
     CapturedModel,
+    input_of,
+    mask_of,
     row_and_position_dims,
     token_inputs,
 )
@@ -115,13 +116,14 @@ class RowReader:
 
     def rows(self, pg: PatchableGraph, batch: Inputs, first: int) -> ExampleRows:
         """Returns the rows of a batch whose first example has the number `first`."""
-        given = bind(signature_of(captured(pg).module.forward), batch.args, batch.kwargs) or {}
-        found = next((each for each in self._tokens if given.get(each.name) is not None), None)
+        root, args, kwargs = captured(pg).root, batch.args, batch.kwargs
+        given = {each: input_of(root, each.name, args, kwargs) for each in self._tokens}
+        found = next((each for each, value in given.items() if value is not None), None)
         if found is None:
             return ExampleRows.whole(first, batch.rows or 0)
-        name, tokens = found.name, given[found.name].movedim(found.positions, 1)
+        name, tokens = found.name, given[found].movedim(found.positions, 1)
         count, length = tokens.shape[:2]
-        mask = given.get("decoder_attention_mask" if name in DECODER_TOKENS else "attention_mask")
+        mask = mask_of(root, "decoder_attention_mask" if name in DECODER_TOKENS else "attention_mask", args, kwargs)
         kept = torch.ones(count, length, dtype=torch.bool)
         if isinstance(mask, Tensor) and mask.shape == kept.shape:
             kept &= mask.cpu().bool()

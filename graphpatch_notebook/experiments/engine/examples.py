@@ -18,6 +18,7 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.texts import is_text
+from graphpatch_notebook.values import children, replaced
 
 _RESAMPLES, _LEVEL = 1000, 95
 _AT_ONCE = 2**22
@@ -73,7 +74,13 @@ def _of_columns(pg: PatchableGraph, dataset: Any, batch_size: int | None) -> Ite
 
 
 def _cut(value: Any, part: slice, count: int) -> Any:
-    return value[part] if isinstance(value, Tensor) and value.ndim and len(value) == count else value
+    """Returns some rows of the tensors with as many, also of those in containers."""
+    if isinstance(value, Tensor):
+        return value[part] if value.ndim and len(value) == count else value
+    for key, child in children(value) or ():
+        if (cut := _cut(child, part, count)) is not child:
+            value = replaced(value, key, cut)
+    return value
 
 
 @dataclass(frozen=True)

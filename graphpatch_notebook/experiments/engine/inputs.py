@@ -18,6 +18,7 @@ from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.patching import padded_end
 from graphpatch_notebook.patching.model_state import RandomState, copied
 from graphpatch_notebook.texts import decoded, is_text, token_text
+from graphpatch_notebook.values import children
 from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
@@ -47,8 +48,13 @@ class Inputs:
         return model(*fresh.args, **fresh.kwargs)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the arguments that are tensors."""
-        return (value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor))
+        """Yields the tensors among the arguments, and in containers among these."""
+        waiting = [*self.args, *self.kwargs.values()]
+        for value in waiting:
+            if isinstance(value, Tensor):
+                yield value
+            else:
+                waiting += [child for _, child in children(value) or ()]
 
     def attrs(self, pg: PatchableGraph) -> dict[str, list[str]]:
         """Returns what results say of the inputs: `tokens`, the texts of the only row, if there is a tokenizer."""

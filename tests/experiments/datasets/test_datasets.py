@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from xarray import DataArray
 
-from graphpatch_notebook import PatchableGraph, ReplacePatch
+from graphpatch_notebook import GraphPatchError, PatchableGraph, ReplacePatch, ZeroPatch
 from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning, UnknownPathError
 from graphpatch_notebook.experiments import (
     ActivationStore,
@@ -143,6 +143,65 @@ def test_a_process_that_is_killed_leaves_whole_shards(pg: PatchableGraph, tmp_pa
     for path in store:
         rows = torch.cat([load_file(shard)[path] for shard in shards[:4]])
         assert torch.equal(rows, record_to(pg, tmp_path / "whole", STREAMS, inputs, batch_size=2)[path][:])
+
+
+class TakesDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build()
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return self.model(**batch)
+
+
+class TakesList(TakesDict):
+    def forward(self, pair: Any, scale: float = 1.0) -> Any:  # type: ignore[override]
+        return self.model(pair[0], attention_mask=pair[1])
+
+
+class TakesArguments(TakesDict):
+    def forward(self, *args: Tensor) -> Any:  # type: ignore[override]
+        return self.model(args[0], attention_mask=args[1])
+
+
+class TakesKeywords(TakesDict):
+    def forward(self, **inputs: Tensor) -> Any:  # type: ignore[override]
+        return self.model(**inputs)
+
+
+FORMS: dict[type[TakesDict], Callable[[dict[str, Tensor]], Any]] = {
+    TakesDict: lambda given: (given,),
+    TakesList: lambda given: ([given["input_ids"], given["attention_mask"]],),
+    TakesArguments: lambda given: (given["input_ids"], given["attention_mask"]),
+    TakesKeywords: lambda given: given,
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_tokens_may_be_in_containers(kind: type[TakesDict], batch_size: int | None, tmp_path: Path) -> None:
+    """What has the positions is found by running, wherever the model takes it from, and padding next to it."""
+    model, form, data = kind().eval(), FORMS[kind], examples(5)
+    if kind in (TakesList, TakesArguments):  # no names: no mask
+        data["attention_mask"] = torch.ones_like(data["attention_mask"])
+    kept, path = data["attention_mask"].bool(), "model.transformer.h_1.output"
+    stream = streams_of(model.model, data)[1]
+    example = form({name: value[:2] for name, value in data.items()})
+    pg = PatchableGraph(model, **example) if isinstance(example, dict) else PatchableGraph(model, *example)
+    parts = [form({name: value[at : at + 2] for name, value in data.items()}) for at in range(0, 5, 2)]
+    dataset = parts if batch_size is None else form(data)
+    store = record_to(pg, tmp_path / "store", path, dataset, batch_size=batch_size)
+    torch.testing.assert_close(store[path][:], stream[kept])
+    assert store.token.tolist() == data["input_ids"][kept].tolist()
+    assert store.position.tolist() == kept.nonzero()[:, 1].tolist()
+    means = mean_values(pg, path, dataset, batch_size=batch_size)
+    torch.testing.assert_close(means[path], stream[kept].mean(0))
+    given = form(data)
+    args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
+    torch.testing.assert_close(pg.record(path, *args, positions=[1], **kwargs)[path], stream[:, 1:2])
+    if not kept[:, -1].all():
+        with pytest.raises(GraphPatchError, match="attention_mask"), pg.patch({path: ZeroPatch(positions=-1)}):
+            pg(*args, **kwargs)
 
 
 def test_dtypes_patterns_of_attention_and_values_without_positions(pg: PatchableGraph, tmp_path: Path) -> None:
