@@ -203,6 +203,7 @@ class Generated:
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from graphpatch_notebook import PatchableGraph, ZeroPatch
+        >>> from graphpatch_notebook.experiments import Generated
         >>> config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20, bos_token_id=None, eos_token_id=None)
         >>> model, ids = GPT2LMHeadModel(config).eval(), torch.arange(6)[None]
         >>> metric = Generated(lambda rows: rows[0].count(3), max_new_tokens=4, do_sample=False)
