@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.components import FactoredMatrix
 from graphpatch_notebook.components.ends import table_of
 from graphpatch_notebook.components.flow import Value, factored, walk
+from graphpatch_notebook.components.names import ComponentName, parse_name
 from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError
 from graphpatch_notebook.experiments.engine.examples import OverExamples
 from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of, record
@@ -225,66 +226,182 @@ def _mean(pattern: Tensor, mask: Tensor) -> Tensor:
 
 
 @runs_where_the_model_is
-def composition_scores(pg: PatchableGraph, kind: Literal["Q", "K", "V"], *, stack: str = "") -> DataArray:
-    """Returns how much of what each head writes is read by each later head, as queries, keys or values.
+def composition_scores(
+    pg: PatchableGraph,
+    kind: Literal["Q", "K", "V"] | None = None,
+    *,
+    senders: str | Iterable[str] | None = None,
+    receivers: str | Iterable[str] | None = None,
+    stack: str = "",
+) -> DataArray:
+    """Returns how much of what each component writes is read by each later one, by their weights.
 
-    The score is the Frobenius norm of the product of the two heads' matrices, divided by the product of their norms:
-    `W_OV` of the earlier head, and `W_QK` (or `W_OV`, for values) of the later one. Norms between layers are left out.
+    The score is the Frobenius norm of the product of two matrices, divided by the product of their norms: what the
+    sender writes, and what the receiver reads. Of heads these are `W_OV` of the sender, and `W_QK` (or `W_OV`, for
+    values) of the receiver. Norms between layers are left out.
 
     Args:
         pg: The graph.
-        kind: What the later head reads it as: `"Q"`, `"K"` or `"V"`.
+        kind: For the scores of all pairs of heads: what the later head reads as `"Q"`, `"K"` or `"V"`.
+        senders: In place of `kind`: names, or patterns, of heads (`layers[0].attn.heads[3].z`), of MLPs
+            (`layers[0].mlp_out`, `W_out`), of neurons (`layers[0].mlp.post[..., 17]`, their rows of `W_out`), or of the
+            embeddings (`@embed`, `@pos_embed`).
+        receivers: Likewise: `layers[1].attn.heads[2].q`, `.k` and `.v` (by the number of the head of queries),
+            `layers[1].mlp.pre` and `layers[1].mlp.pre[..., 17]` (`W_in`, or `W_gate` of a gated MLP), `@logits`.
         stack: The stack of layers, if the model has several.
 
     Returns:
-        An array with the dimensions `layer` and `head` of the earlier head, and `to_layer` and `to_head` of the later
-        one; NaN where the second is not in a later layer.
+        For `kind`, an array with the dimensions `layer` and `head` of the earlier head, and `to_layer` and `to_head` of
+        the later one; else with the dimensions `sender` and `receiver`. NaN where the second does not come after the
+        first.
 
     Raises:
-        ExperimentError: `kind` is another one.
+        ExperimentError: `kind` is another one, both of `kind` and names are given, or names are of other components.
         GraphError: The weights of a layer were not found.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
-        >>> scores = composition_scores(PatchableGraph(model, torch.arange(6)[None]), "K")
+        >>> pg = PatchableGraph(model, torch.arange(6)[None])
+        >>> scores = composition_scores(pg, "K")
         >>> scores.dims, scores.shape
         (('layer', 'head', 'to_layer', 'to_head'), (2, 2, 2, 2))
+        >>> queries = "layers[*].attn.heads[*].q"
+        >>> scores = composition_scores(pg, senders=["@embed", "layers[*].mlp_out"], receivers=queries)
+        >>> scores.dims, scores.shape
+        (('sender', 'receiver'), (3, 4))
 
     Source:
         Elhage et al., A mathematical framework for transformer circuits (2021).
     """
     check_graph(pg)
-    if kind not in ("Q", "K", "V"):
+    if kind not in ("Q", "K", "V", None):
         raise ExperimentError(f"kind must be 'Q', 'K' or 'V', not {kind!r}")
+    if (kind is None) != (senders is not None and receivers is not None):
+        raise ExperimentError("give kind= for all pairs of heads, or senders= and receivers=")
     captured(pg).check_weights()
     xarray = extra("xarray", "an array of scores")
-    layers, weights, start = layer_count(pg, stack), pg.weights[stack], f"{stack}." if stack else ""
-    writers, readers = [], []  # (head, size, channels) and (head, channels, size), for each layer
+    matrices = _Matrices(pg, stack)
     with torch.no_grad():
-        for layer in range(layers):
-            count = weights.W_O.heads(layer)
-            q, k, v, o = (getattr(weights, f"W_{letter}")[layer].double() for letter in "QKVO")
-            k, v = (
-                each[
-                    [pg.components[f"{start}layers[{layer}].attn.{part}"].head_of(head, count) for head in range(count)]
-                ]
-                for part, each in (("k", k), ("v", v))
-            )
-            first, second = {"Q": (q, k.mT), "K": (k, q.mT), "V": (v, o)}[kind]
-            # The norm of a product is that of smaller ones, without orthogonal factors at its ends.
-            writers.append(torch.linalg.qr(v).R @ o)
-            readers.append(first @ torch.linalg.qr(second.mT).R.mT)
-        heads = max(map(len, writers))
-        array = np.full((layers, heads, layers, heads), np.nan)
-        for layer, to_layer in itertools.combinations(range(layers), 2):
-            one, other = writers[layer], readers[to_layer]
-            products = torch.einsum("wcd,rde->wrce", one, other).norm(dim=(2, 3))
-            scores = products / one.norm(dim=(1, 2))[:, None] / other.norm(dim=(1, 2))
-            array[layer, : len(one), to_layer, : len(other)] = scores.cpu().numpy()
-    names = {"layer": layers, "head": heads, "to_layer": layers, "to_head": heads}
+        writers = matrices.named(senders or "layers[*].attn.heads[*].z", matrices.written)
+        readers = matrices.named(receivers or f"layers[*].attn.heads[*].{str(kind).lower()}", matrices.read)
+        alike: dict[Any, list[int]] = {}
+        for number, reader in enumerate(readers):
+            alike.setdefault((reader.place, reader.matrix.shape), []).append(number)
+        together = {key: torch.stack([readers[number].matrix for number in of]) for key, of in alike.items()}
+        scores = np.full((len(writers), len(readers)), np.nan)
+        for row, writer in enumerate(writers):
+            for key, stacked in together.items():
+                if writer.place < key[0]:
+                    norms = (writer.matrix @ stacked).norm(dim=(1, 2)) / writer.matrix.norm() / stacked.norm(dim=(1, 2))
+                    scores[row, alike[key]] = norms.cpu().numpy()
+    if kind is None:
+        labels = {"sender": [each.name for each in writers], "receiver": [each.name for each in readers]}
+        return xarray.DataArray(scores, labels, list(labels), name="composition")  # type: ignore[no-any-return]
+    by_head = [np.array([[each.place[0], each.head] for each in ends]).T for ends in (writers, readers)]
+    heads = 1 + max(each.head for each in writers)
+    array = np.full((matrices.layers, heads) * 2, np.nan)
+    (layer, head), (to_layer, to_head) = by_head
+    array[layer[:, None], head[:, None], to_layer, to_head] = scores
+    names = {"layer": matrices.layers, "head": heads, "to_layer": matrices.layers, "to_head": heads}
     coordinates = {name: list(range(size)) for name, size in names.items()}
     return xarray.DataArray(array, coordinates, list(names), name=f"{kind}-composition")  # type: ignore[no-any-return]
+
+
+class _End(NamedTuple):
+    """What a component writes, `(size, channels)`, or reads, `(channels, size)`, up to an orthogonal factor.
+
+    Its `place` in the stream is its layer, and 1 for what comes after attention there.
+    """
+
+    name: str
+    place: tuple[int, int]
+    head: int
+    matrix: Tensor
+
+
+class _Matrices:
+    """The matrices of components of a stack."""
+
+    def __init__(self, pg: PatchableGraph, stack: str) -> None:
+        self.layers = layer_count(pg, stack)
+        self._weights, self._components = pg.weights[stack], pg.components
+        self._start = f"{stack}." if stack else ""
+
+    def named(self, given: str | Iterable[str], matrix: Callable[[ComponentName, Any], Tensor]) -> list[_End]:
+        """Returns the ends of names or patterns; `matrix` maps a name of one component, and its layer and head."""
+        found = []
+        for text in [given] if isinstance(given, str) else given:
+            try:
+                name = parse_name(text.removeprefix(self._start))
+            except ValueError as error:
+                raise ExperimentError(str(error)) from None
+            if any(part not in (..., slice(None)) for part in name.index[:-1]):
+                raise ExperimentError(f"{text!r}: give neurons as mlp.post[..., 17]")
+            has_heads = "heads" in name.words
+            for layer in [None] if name.layers is None else _each(name.layers, self.layers):
+                heads = _each(name.members, self._weights.W_O.heads(layer or 0)) if has_heads else [None]
+                for head in heads:
+                    one = replace(name, layers=layer, members=head)
+                    value = matrix(one, (layer, head)).double()
+                    found.append(_End(f"{self._start}{one}", self._place(one), head or 0, value))
+        return found
+
+    def _place(self, name: ComponentName) -> tuple[int, int]:
+        if not isinstance(name.layers, int):
+            return (self.layers if name.words == ("@logits",) else -1), 0
+        # An MLP beside attention reads what comes before both.
+        is_beside = name.words[-1] == "pre" and f"{self._start}layers[{name.layers}].resid_mid" not in self._components
+        return name.layers, int(name.words[0].startswith("mlp") and not is_beside)
+
+    def written(self, name: ComponentName, at: Any) -> Tensor:
+        """Returns the matrix of a sender."""
+        weights, part = self._weights, ".".join(name.words)
+        if part == "attn.heads.z":
+            head: FactoredMatrix = weights.W_OV[at]
+            return _short(head.left) @ head.right.double()
+        if part in ("mlp_out", "mlp.post"):
+            return _short(weights.W_out[at[0]][_neurons(name)])
+        if part in ("@embed", "@pos_embed"):
+            return _short(weights.W_E if part == "@embed" else weights.W_pos)
+        raise ExperimentError(
+            f"{name} is not a sender, such as layers[0].attn.heads[3].z, mlp_out, mlp.post and @embed"
+        )
+
+    def read(self, name: ComponentName, at: Any) -> Tensor:
+        """Returns the matrix of a receiver."""
+        weights, part = self._weights, ".".join(name.words)
+        if part in ("attn.heads.q", "attn.heads.k", "attn.heads.v"):
+            both: FactoredMatrix = weights.W_OV[at] if part[-1] == "v" else weights.W_QK[at]
+            first, second = (both.right.mT, both.left) if part[-1] == "k" else (both.left, both.right.mT)
+            return first.double() @ _short(second).mT
+        if part == "mlp.pre":
+            inside = weights.W_in if at[0] in weights.W_gate.missing else weights.W_gate
+            return _short(inside[at[0]].mT[_neurons(name)]).mT
+        if part == "@logits":
+            return _short(weights.W_U.mT).mT
+        raise ExperimentError(f"{name} is not a receiver, such as layers[1].attn.heads[3].q, mlp.pre and @logits")
+
+
+def _neurons(name: ComponentName) -> Any:
+    """Returns the index of the rows of the neurons in a name."""
+    last = name.index[-1] if name.index else slice(None)
+    return [last] if isinstance(last, int) else slice(None) if last is ... else last
+
+
+def _each(numbers: Any, count: int) -> list[int]:
+    """Returns the numbers of layers or heads in a name, counted from the start."""
+    every = range(count)
+    try:
+        return [*every[numbers]] if isinstance(numbers, slice) else [every[n] for n in np.atleast_1d(numbers)]
+    except IndexError:
+        raise ExperimentError(f"{numbers} is out of range: there are {count}") from None
+
+
+def _short(matrix: Tensor) -> Tensor:
+    """Returns a matrix with as few rows as it has columns, without an orthogonal factor that leaves norms alone."""
+    wide: Tensor = matrix.double()
+    return wide if len(wide) <= wide.shape[1] else torch.linalg.qr(wide).R
 
 
 def keep_heads(

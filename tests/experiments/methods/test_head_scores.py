@@ -163,3 +163,70 @@ def test_models_of_few_positions_are_given_fewer_tokens() -> None:
     assert head_scores(pg).equals(head_scores(pg, length=CONTEXT // 2))
     with pytest.raises(ExperimentError, match=str(2 * CONTEXT)):
         head_scores(pg, length=CONTEXT)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+def test_composition_of_any_two_components_is_that_of_their_matrices(name: str) -> None:
+    pg, _ = captured_model(name)
+    w = pg.weights
+    embeddings = ["@embed", "@pos_embed"] if name == "gpt2" else ["@embed"]
+    parts = [
+        "layers[*].attn.heads[*].z",
+        "layers[*].mlp_out",
+        "layers[0].mlp.post[..., 5]",
+        "layers[1].mlp.post[..., 2:4]",
+    ]
+    ends = [
+        *(f"layers[*].attn.heads[*].{letter}" for letter in "qkv"),
+        "layers[*].mlp.pre",
+        "layers[1].mlp.pre[:, :, 7]",
+    ]
+    scores = composition_scores(pg, senders=[*embeddings, *parts], receivers=[*ends, "@logits"])
+    assert scores.dims == ("sender", "receiver")
+    inside = w.W_gate if name == "llama" else w.W_in
+    with torch.no_grad():
+        written = {
+            "@embed": (-1, w.W_E),
+            "layers[0].mlp_out": (0.5, w.W_out[0]),
+            "layers[1].mlp_out": (1.5, w.W_out[1]),
+        }
+        written |= {"@pos_embed": (-1, w.W_pos)} if name == "gpt2" else {}
+        written |= {"layers[0].mlp.post[..., 5]": (0.5, w.W_out[0][5:6])}
+        written |= {"layers[1].mlp.post[..., 2:4]": (1.5, w.W_out[1][2:4])}
+        first = 0.25 if name != "neox" else 0  # what the MLP reads: in NeoX, what attention reads, too
+        read = {f"layers[{n}].mlp.pre": (n + first, inside[n]) for n in range(2)} | {"@logits": (2, w.W_U)}
+        read |= {"layers[1].mlp.pre[:, :, 7]": (1 + first, inside[1][:, 7:8])}
+        for layer, head in np.ndindex(2, 4):
+            start = f"layers[{layer}].attn.heads[{head}]."
+            ov, qk = w.W_OV[layer, head].product, w.W_QK[layer, head].product
+            written[f"{start}z"] = layer + 0.1, ov
+            read |= {f"{start}q": (layer, qk), f"{start}k": (layer, qk.T), f"{start}v": (layer, ov)}
+        assert {*scores.sender.values} == {*written}
+        assert {*scores.receiver.values} == {*read}
+        for sender, (at, one) in written.items():
+            for receiver, (to, other) in read.items():
+                found = scores.sel(sender=sender, receiver=receiver).item()
+                expected = ((one @ other).norm() / one.norm() / other.norm()).item()
+                assert found == pytest.approx(expected if at < to else float("nan"), rel=1e-4, nan_ok=True), (
+                    sender,
+                    receiver,
+                )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kind": "O"},
+        {"kind": "Q", "senders": "@embed", "receivers": "@logits"},
+        {"senders": "@embed"},
+        {"senders": "layers[0].ln1", "receivers": "@logits"},
+        {"senders": "@embed", "receivers": "layers[0].mlp_out"},
+        {"senders": "transformer.h_0.mlp.output", "receivers": "@logits"},
+        {"senders": "layers[7].mlp_out", "receivers": "@logits"},
+        {"senders": "layers[0].mlp.post[0, ..., 3]", "receivers": "@logits"},
+    ],
+)
+def test_wrong_arguments_of_composition(pg: PatchableGraph, options: dict[str, Any]) -> None:
+    with pytest.raises(ExperimentError):
+        composition_scores(pg, **options)
