@@ -146,8 +146,9 @@ class PatchableGraph(_LikeItsModel):
         given: Any = module
         if not isinstance(given, Module):
             shown = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+            load = f"; load it first: AutoModelForCausalLM.from_pretrained({given!r})" if isinstance(given, str) else ""
             raise TypeError(
-                f"PatchableGraph needs a torch.nn.Module, not {shown}: PatchableGraph(model, *example_inputs)"
+                f"PatchableGraph needs a torch.nn.Module, not {shown}: PatchableGraph(model, *example_inputs){load}"
             )
         options, example_args, example_kwargs = options_among(
             example_args,
