@@ -219,7 +219,7 @@ def test_steps_of_nnsights_tutorials_equal_hooks(names: Callable[[str], dict[str
     close(page["hidden"].detach(), at_clean["resid_post", 1])
     close(page["logits"].detach(), logits)
     close(page["early"].detach(), at_clean["mlp_out", 0])
-    close(page["inside"].detach().transpose(1, 2).flatten(2), at_clean["z", 0])
+    close(page["inside"].detach().flatten(2), at_clean["z", 0])
     changed_part = at_clean["mlp_out", 0].clone()
     changed_part[..., 0] = 0
     close(page["after"].detach(), changed_part)

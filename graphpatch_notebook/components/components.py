@@ -17,6 +17,7 @@ from graphpatch_notebook.components.attention import Part, Parts
 from graphpatch_notebook.components.chain import Step, Trails
 from graphpatch_notebook.components.ends import find_ends
 from graphpatch_notebook.components.flow import Axes, Flow, Value
+from graphpatch_notebook.components.layouts import MERGED, Layout, canonical
 from graphpatch_notebook.components.mlp import mlp_of
 from graphpatch_notebook.components.names import find_one, look_up, why_missing
 from graphpatch_notebook.components.operations import CREATIONS
@@ -37,14 +38,17 @@ class Component:
     Attributes:
         name: The name, such as `layers[3].attn.q`.
         path: The path of the value.
-        shape: The shape of the value at `path`, in the capture.
-        axes: What its dimensions are: `batch`, `position`, `head`, `query`, `key`, `channel`, `neuron`, ...; `None`
-            where that is not known.
-        index: The part of the value at `path` that is meant; `()` for all of it.
+        shape: Its shape in the capture, in the order of `axes`.
+        axes: What its dimensions are, in the order in which it is seen by its name, which is one for all models:
+            `batch`, `position`, `head`, `channel` (or `neuron`, `expert`), and of attention patterns and scores
+            `batch`, `head`, `query`, `key`. Where a dimension is not known (`None`), the order is that at the path.
+        index: The part of the value, in this order, that is meant; `()` for all of it.
         proof: How it was proved that the value is what the name says; empty if it was not yet.
         doubt: Why it may not be; empty if there is no reason to doubt it.
         is_tiled: Whether the heads of queries read the heads of these keys or values by turns (`0, 1, 0, 1`). Else
             neighbors share one (`0, 0, 1, 1`).
+        path_axes: What the dimensions of the value at `path` are, in the model's own order.
+        layout: How the value at `path` is seen in the order of `axes`; `None` if that is its own.
     """
 
     name: str
@@ -55,15 +59,28 @@ class Component:
     proof: str = ""
     doubt: str = ""
     is_tiled: bool = False
+    path_axes: Axes = ()
+    layout: Layout | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path_axes", self.path_axes or self.axes)
 
     def head_of(self, number: int, queries: int) -> int:
         """Returns which head of keys or values a head of queries reads, given the number of query heads."""
         heads = self.shape[self.axes.index("head")] if "head" in self.axes else 1
         return number % heads if self.is_tiled else number * heads // queries
 
+    def seen(self, value: Tensor) -> Tensor:
+        """Returns the value at `path` in the order of `axes`: a view."""
+        return value if self.layout is None else self.layout.view(value)
+
+    def at_path(self, seen: Tensor) -> Tensor:
+        """Returns a value in the order of `axes` as it is at `path`: a view where there can be one."""
+        return seen if self.layout is None else self.layout.back(seen)
+
     @property
     def kept_dims(self) -> list[int]:
-        """The dimensions of the value at `path` that the part has, in order."""
+        """The dimensions of the whole value that the part has, in order."""
         return [dim for dim in range(len(self.shape)) if dim >= len(self.index) or isinstance(self.index[dim], slice)]
 
 
@@ -156,9 +173,10 @@ class Components(Mapping[str, Component]):
                 if node is None or not isinstance(node.spec, TensorSpec):
                     continue
                 name, shape = f"{one.name}.{call.op}.{part}", tuple(node.spec.shape)
-                axes: Axes = one.axes if len(shape) == len(one.axes) else (None,) * len(shape)
+                axes: Axes = one.path_axes if len(shape) == len(one.path_axes) else (None,) * len(shape)
                 axes = (*axes[:-1], "latent") if part == "latents" else axes
-                self._by_name[name] = Component(name, format_path((*call.frame.path, part)), shape, axes)
+                heads = [max(one.layout.factors, default=None) if one.layout is not None else None] * len(axes)
+                self._by_name[name] = _component(name, format_path((*call.frame.path, part)), shape, axes, heads)
 
     def take(self, proved: Mapping[str, Component]) -> None:
         """Takes the proofs and doubts of the same components, proved elsewhere."""
@@ -199,7 +217,7 @@ class Components(Mapping[str, Component]):
 
     def axes_at(self, path: str) -> Axes:
         """Returns the names of the dimensions of the value at a path, if it is a component or contains one."""
-        return next((one.axes for one in self.values() if one.path == path and len(one.axes) == len(one.shape)), ())
+        return next((one.path_axes for one in self.values() if one.path == path), ())
 
     def lookup(self, text: str) -> list[Component]:
         """Returns the components that a name refers to: one, or several for lists, slices and `*`, also in words.
@@ -240,6 +258,15 @@ def _unrecorded(frame: Frame) -> str:
     """Returns why no components were found inside an opaque frame."""
     who = format_path(frame.path) or "the model"
     return f"{who!r} ({type(frame.module).__name__}) has no graph to find them in: {frame.opaque_reason}"
+
+
+def _component(
+    name: str, path: str, shape: Sequence[int], path_axes: Axes, heads: Sequence[int | None], *, is_tiled: bool = False
+) -> Component:
+    """Returns a component by what it is at its path; `heads` are those of `canonical`."""
+    axes, layout = canonical(path_axes, heads)
+    seen = tuple(shape) if layout is None else tuple(size for size in layout.sizes(shape) if size is not None)
+    return Component(name, path, seen, axes, is_tiled=is_tiled, path_axes=path_axes, layout=layout)
 
 
 class _ComponentFinder:
@@ -384,7 +411,10 @@ class _ComponentFinder:
         return self._writes.between(end, value, self._writes.layout(layer, end)).axes(value, last)
 
     def _add(self, name: str, path: str, value: Value, axes: Axes, *, is_tiled: bool = False) -> None:
-        self.found.add(Component(name, path, value.shape, axes, is_tiled=is_tiled), value)
+        heads: list[int | None] = [None] * len(axes)
+        if isinstance(value.spec, TensorSpec) and not MERGED.keys().isdisjoint(axes):
+            heads = [each.factor if each is not None else None for each in self._writes.dimensions.extents(value.spec)]
+        self.found.add(_component(name, path, value.shape, axes, heads, is_tiled=is_tiled), value)
 
     def _add_value(self, name: str, value: Value, inside: Frame, axes: Axes, *, is_tiled: bool = False) -> None:
         self._add(name, self._trails.path(value, inside), value, axes, is_tiled=is_tiled)
@@ -475,7 +505,9 @@ def table(components: Components) -> str:
         if (layer := _LAYER.search(each.name)) is not None:
             before, number, rest = each.name[: layer.start(1)], int(layer[1]), each.name[layer.end(1) :]
             after = re.sub(rf"_{number}(?=\.|$)", "_*", each.path, count=1)
-        columns = str(each.shape), " ".join(axis or "?" for axis in each.axes), each.doubt or each.proof
+        axes, own = (" ".join(axis or "?" for axis in axes) for axes in (each.axes, each.path_axes))
+        axes = axes if each.layout is None else f"{axes} (path: {own})"
+        columns = str(each.shape), axes, each.doubt or each.proof
         groups.setdefault((before, rest, after or each.path, *columns), []).append((number, each))
     rows: list[tuple[str, ...]] = [("component", "path", "shape", "axes", "proved")]
     for (before, rest, path, *others), found in groups.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -110,22 +110,6 @@ def walk(starts: Iterable[_Item], following: Callable[[_Item], Iterable[_Item]],
             seen.add(item)
             yield item
             waiting += following(item)
-
-
-def factored(tensor: torch.Tensor, axes: Axes, sizes: Mapping[str, int]) -> tuple[torch.Tensor, Axes]:
-    """Returns a tensor with a dimension for each factor of its merged dimensions, of which one may be unknown.
-
-    Example:
-        >>> value, axes = factored(torch.ones(6, 5), ("batch_head", "query"), {"batch": 2})
-        >>> tuple(value.shape), axes
-        ((2, 3, 5), ('batch', 'head', 'query'))
-    """
-    for dim in reversed(range(len(axes))):
-        parts = str(axes[dim]).split("_")
-        if len(parts) > 1:
-            tensor = tensor.unflatten(dim, [sizes.get(part, -1) for part in parts])
-            axes = (*axes[:dim], *parts, *axes[dim + 1 :])
-    return tensor, axes
 
 
 class Place(NamedTuple):

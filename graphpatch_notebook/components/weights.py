@@ -21,7 +21,7 @@ from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, once_a_
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.components import Component, Components, find
 from graphpatch_notebook.components.ends import table_of
-from graphpatch_notebook.components.flow import Flow, UnknownValueError, Value, factored, walk
+from graphpatch_notebook.components.flow import Flow, UnknownValueError, Value, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.patching.sharding import is_distributed
@@ -627,7 +627,7 @@ class _WeightFinder:
         found = self._by_axes(linear.numbers(result, linear.outputs).flatten()[entries], component)
         # The same numbers several times are heads that are repeated, or that the same weights make of different inputs.
         others = tuple(slice(None) if axis in _parts(component) else 0 for axis in component.axes)
-        if len(entries[others].unique()) > len(found.unique()):
+        if len(component.seen(entries)[others].unique()) > len(found.unique()):
             raise NoWeightError(f"{self.flow.path(result)} multiplies a part of the stream for each head")
         return Projection(linear, "outputs", found, value)
 
@@ -645,7 +645,7 @@ class _WeightFinder:
     def _by_axes(self, numbers: Tensor, component: Component) -> Tensor:
         """Returns numbers by head and channel, or by neuron; they must be the same along all other dimensions."""
         wanted = _parts(component)
-        numbers, axes = factored(numbers, component.axes, {"batch": batch_size(self._components)})
+        numbers, axes = component.seen(numbers), component.axes
         if not set(axes) <= {*_ORDER, *wanted, None}:  # of unknown ones it is seen below that nothing depends on them
             raise NoWeightError(f"its dimensions are {', '.join(map(str, axes))}")
         order = sorted(range(len(axes)), key=lambda dim: wanted.index(axes[dim]) if axes[dim] in wanted else -1)
@@ -709,11 +709,6 @@ def _loaded(frame: Frame, attributes: Sequence[str]) -> Any:
         return getattr(module, attributes[-1])
     finally:
         hook.post_forward(hooked, None)
-
-
-def batch_size(components: Components) -> int:
-    """Returns the number of rows of the example."""
-    return next((one.shape[one.axes.index("batch")] for one in components.values() if "batch" in one.axes), 1)
 
 
 def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAME_VALUES) -> Tensor:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -51,13 +51,17 @@ from graphpatch_notebook.values import (
     take,
 )
 
+if TYPE_CHECKING:
+    from graphpatch_notebook.components.layouts import Layout
+
 
 @dataclass(frozen=True, slots=True)
 class PatchedPart:
-    """Patches on the part of a value at `index` (`()` for all of it)."""
+    """Patches on the part of a value at `index` (`()` for all of it), as a layout sees it, if one is given."""
 
     index: tuple[Any, ...]
     patches: Sequence[Patch[Any]]
+    layout: Layout | None = None
 
 
 Patched = Mapping[Node, Sequence[tuple[tuple[Key, ...], PatchedPart]]]
@@ -106,7 +110,7 @@ class PatchedValue(Module):
         is_shown_alias: bool,
     ) -> None:
         super().__init__()
-        self.index = part.index
+        self.index, self.layout = part.index, part.layout
         self.patches = list(part.patches)
         self.dig = dig
         self.is_written = is_written
@@ -131,14 +135,15 @@ class PatchedValue(Module):
         return replaced(value, dig[0], child)
 
     def _with_part(self, value: Any) -> Any:
-        if not self.index:
-            return self._patched(value)
-        part = value[self.index]
+        seen = value if self.layout is None else self.layout.view(value)
+        part = seen[self.index] if self.index else seen
         patched = self._patched(part)
         if patched is part:
             return value
+        if not self.index:
+            return patched if self.layout is None else self.layout.back(patched)
         whole = value.clone()
-        whole[self.index] = patched
+        (whole if self.layout is None else self.layout.view(whole))[self.index] = patched
         return whole
 
     def _patched(self, value: Any) -> Any:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node
@@ -34,6 +35,7 @@ from graphpatch_notebook.values import ContainerSpec, Key, TensorSpec, ValueSpec
 
 if TYPE_CHECKING:
     from graphpatch_notebook.components import Component
+    from graphpatch_notebook.components.layouts import Layout
 
 _SCORES = {"attn_scores", "attention_scores", "scores"}
 _PATTERNS = {"pattern", "probs", "attn_pattern", "attn_weights", "attn_weight", "attention_weights", "attn_probs"}
@@ -160,8 +162,8 @@ class Target:
         dig_text: The same keys as the path writes them.
         whole: What was recorded of the value at the path. `ScalarSpec(None)` for an input that the example did not
             have.
-        component: The component, if it was named by one: the value meant is the part of the value at the path that its
-            `index` takes.
+        component: The component, if it was named by one: the value meant is the part that its `index` takes of the
+            value at the path, seen in the component's axes.
     """
 
     path: str
@@ -179,27 +181,44 @@ class Target:
 
     @property
     def index(self) -> tuple[Any, ...]:
-        """The selected part of the value at the path; `()` for all of it."""
+        """The selected part of the value, in the component's axes; `()` for all of it."""
         return () if self.component is None else self.component.index
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the value at the path is seen in the component's axes; `None` if it is seen as it is."""
+        return None if self.component is None else self.component.layout
+
+    @property
+    def seen_as(self) -> tuple[Any, ...]:
+        """Which value it is, which part of it, and how it is seen: of equal targets, patches get the same tensor."""
+        return self.node, self.dig, self.index, self.layout
 
     @property
     def spec(self) -> ValueSpec:
         """The spec of the selected value."""
-        if not self.index or not isinstance(self.whole, TensorSpec):
+        if self.component is None or not (self.index or self.layout) or not isinstance(self.whole, TensorSpec):
             return self.whole
-        return replace(self.whole, shape=part_shape(self.whole.shape, self.index))
+        return replace(self.whole, shape=part_shape(torch.Size(self.component.shape), self.index))
 
     @property
     def kept_dims(self) -> list[int]:
-        """The dimensions of the value at the path that the part has, in order."""
-        if self.component is not None:
-            return self.component.kept_dims
-        return list(range(len(self.whole.shape) if isinstance(self.whole, TensorSpec) else 0))
+        """The dimensions of the value at the path that the part has, in the order of the part."""
+        if self.component is None:
+            return list(range(len(self.whole.shape) if isinstance(self.whole, TensorSpec) else 0))
+        return [self._at_path(dim) for dim in self.component.kept_dims]
 
     @property
     def whole_dims(self) -> list[int]:
         """The dimensions among `kept_dims` that have the full length of the value at the path, at all sizes."""
-        return [dim for dim in self.kept_dims if dim >= len(self.index) or self.index[dim] == slice(None)]
+        if self.component is None:
+            return self.kept_dims
+        kept = self.component.kept_dims
+        return [self._at_path(dim) for dim in kept if dim >= len(self.index) or self.index[dim] == slice(None)]
+
+    def _at_path(self, dim: int) -> int:
+        """Returns the dimension of the value at the path of a dimension that is seen."""
+        return dim if self.layout is None else self.layout.dims[dim]
 
 
 class Unresolvable(Exception):  # noqa: N818  # no error that a user sees
@@ -248,11 +267,10 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
 def _in_range(target: Target) -> Target:
     """Returns a component, if the part that its name selects exists in some run."""
     problem = None
-    if target.index and isinstance(target.whole, TensorSpec):
-        problem = selection_problem(target.index, target.whole.shape, "")
+    if target.index and target.component is not None and isinstance(target.whole, TensorSpec):
+        problem = selection_problem(target.index, target.component.shape, "")
     if problem is not None:  # runs of the model find out which sizes depend on the inputs: only if the answer does
-        sizes = fixed_sizes(target.frame, target.node, target.whole)
-        problem = selection_problem(target.index, sizes, repr(target.path))
+        problem = selection_problem(target.index, _seen_sizes(target), repr(target.path))
     if problem is not None:
         raise Unresolvable(f"{target.text!r}: {problem}")
     return target
@@ -275,13 +293,18 @@ def _at_path(root: Frame, parsed: ParsedPath) -> Target:
 
 def axes_of(root: Frame, target: Target) -> tuple[str | None, ...]:
     """Returns the names of the dimensions of the value at the path (`query`, ...), if there is a component."""
-    return find(root).axes_at(target.path) if target.component is None else target.component.axes
+    return find(root).axes_at(target.path) if target.component is None else target.component.path_axes
 
 
 def fixed_sizes_of(target: Target) -> list[int | None] | None:
     """Returns the sizes of the value, with `None` for those that depend on the inputs."""
-    sizes = fixed_sizes(target.frame, target.node, target.whole)
+    sizes = _seen_sizes(target)
     return None if sizes is None else part_sizes(sizes, target.index)
+
+
+def _seen_sizes(target: Target) -> Sequence[int | None] | None:
+    sizes = fixed_sizes(target.frame, target.node, target.whole)
+    return sizes if sizes is None or target.layout is None else target.layout.sizes(sizes)
 
 
 def parse(text: str) -> ParsedPath:

@@ -52,7 +52,7 @@ def verified_fx_module(
                 f"{entry.target.text!r}: {type(control).__name__} changes the run, and a graph does not keep that"
             )
         target = entry.target
-        part = PatchedPart(target.index, entry.patches)
+        part = PatchedPart(target.index, entry.patches, target.layout)
         patched.setdefault(target.node, []).append((target.dig, part))
     given = {} if examples is None else inputs_of_call(root.frame, examples.args, examples.kwargs)
     result = plain_fx_module(root, patched, given, any_size=any_size)

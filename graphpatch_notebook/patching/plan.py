@@ -94,7 +94,7 @@ class Entry:
         target, node, spec = self.target, self.target.node, self.target.whole
         self.rank = (1 if self.is_source else 2 if self.patches[0].stops_run else 0) - 3 * self.is_early
         is_limited = self.restriction is not None or self.is_source or self.placement is not None or self.sources
-        is_part = target.dig or (target.component and target.index)
+        is_part = target.dig or (target.component and (target.index or target.component.layout))
         if is_limited or is_part or node.is_mutated_later:
             return
         if isinstance(spec, TensorSpec):
@@ -111,14 +111,24 @@ class Entry:
     @property
     def keeps_whole(self) -> bool:
         """Whether a patch keeps the value itself: not a part of it, nor a copy from before the model writes into it."""
-        is_whole = not self.target.index and (self.restriction is None or self.restriction.positions is None)
+        target = self.target
+        is_whole = not (target.index or target.layout)
+        is_whole = is_whole and (self.restriction is None or self.restriction.positions is None)
         return is_whole and not self.target.node.is_mutated_later and any(patch.only_keeps for patch in self.patches)
 
 
 def part_of(target: Target, value: Any, patches: Sequence[Patch[Any]] = ()) -> Any:
-    """Returns the component's part of a value: a view, or the value itself if the component is all of it."""
-    index = target.index
-    if not index or not isinstance(value, Tensor):
+    """Returns the component's part of a value, in its axes: a view, or the value itself if that is all of it."""
+    component, index = target.component, target.index
+    if component is None or not (index or component.layout) or not isinstance(value, Tensor):
+        return value
+    try:
+        value = component.seen(value)
+    except RuntimeError as error:
+        raise PatchValueError(
+            f"{target.text!r}: the value here is of shape {tuple(value.shape)}: {error}{axes_note(target)}"
+        ) from None
+    if not index:
         return value
     shown = f"the value here, of shape {tuple(value.shape)},"
     problem = index_problem(index, value.shape) or selection_problem(
@@ -127,6 +137,15 @@ def part_of(target: Target, value: Any, patches: Sequence[Patch[Any]] = ()) -> A
     if problem is not None:
         raise PatchValueError(f"{target.text!r}: {problem}")
     return value[index]
+
+
+def axes_note(target: Target) -> str:
+    """Returns the end of a message: the axes of a component and those at its path, if their order differs."""
+    component = target.component
+    if component is None or component.layout is None:
+        return ""
+    seen, own = (", ".join(map(str, axes)) for axes in (component.axes, component.path_axes))
+    return f"; its axes are ({seen}), and ({own}) at the path {component.path!r}"
 
 
 class SiteEntries(list[Entry]):
@@ -607,7 +626,7 @@ def sources_of(paths: Lookup, entries: Sequence[Entry], problems: list[str]) -> 
                 source, *more = paths.targets(text)
                 if more:
                     raise ValueError(f"the source {text!r} means several values: name one")
-                if (source.node, source.dig, source.index) == (own.node, own.dig, own.index):
+                if source.seen_as == own.seen_as:
                     continue  # it reads the value that it is given
                 if not _order_in_forward(source) < _order_in_forward(own):
                     raise ValueError(f"it reads {text!r}, which does not come before {own.text!r} in the forward")
@@ -680,7 +699,7 @@ def problems_of(target: Target, patches: Any) -> list[str]:
     has_channels = (
         target.component is None
         or not target.index
-        or target.kept_dims[-1:] == [len(getattr(target.whole, "shape", ())) - 1]
+        or target.component.kept_dims[-1:] == [len(target.component.shape) - 1]
     )
 
     def check(patch: Patch[Any]) -> None:
@@ -699,7 +718,7 @@ def problems_of(target: Target, patches: Any) -> list[str]:
             value, index = getattr(patch, "value", None), getattr(patch, "slice", None)
             problem = value_problem(value, sizes, index, has_channels=has_channels)
         if problem is not None:
-            raise ValueError(problem)
+            raise ValueError(problem + axes_note(target))
 
     return _problems_of(target.path if target.component is None else target.text, patches, check)
 

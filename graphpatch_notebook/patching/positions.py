@@ -134,11 +134,14 @@ class TokenInput(NamedTuple):
 def row_dimension(root: Frame, target: Target, position_dim: int | None) -> int:
     """Returns the dimension of a target's whole value that holds the batch and nothing else; raises a `ValueError`.
 
-    The batch is that of the tokens, or the first dimension of the first input. `position_dim` is that of the sequence.
+    By a component's name, a dimension of batch and heads is seen as two, and is returned for the first of them. The
+    batch is that of the tokens, or the first dimension of the first input. `position_dim` is that of the sequence.
     """
     whole, known, tokens = target.whole, dimensions_of(root), _tokens(root)
     if not isinstance(whole, TensorSpec):
         raise ValueError(f"it was {whole} when it was captured, and only tensors have rows")
+    if target.layout is not None and target.layout.merged is not None and target.index[:1] in ((), (slice(None),)):
+        return target.layout.merged  # of its two axes, the batch comes first
     tensors = (spec for node in root.inputs() for spec in tensor_specs(node.spec) if spec.shape)
     spec, row = (next(tensors, None), 0) if tokens is None else (tokens[0], tokens[1].row)
     found = [] if spec is None else known.dims_like(whole, known.extents(spec)[row])

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
@@ -106,10 +105,13 @@ class Recording(Mapping[str, Any]):
             raise UnknownPathError(f"{text!r} means {len(targets)} values ({names}, ...): ask for one at a time")
         for target in targets:
             for name, recorded in self._targets.get(target.path, ()):
-                if recorded.index == target.index:
+                if recorded.seen_as == target.seen_as:
                     return self._value(name)
-                if not recorded.index and self._is_whole:
-                    return part_of(target, self._value(name))
+                if not recorded.index and (self._is_whole or not target.index):
+                    value = self._value(name)
+                    if recorded.component is not None and isinstance(value, Tensor):
+                        value = recorded.component.at_path(value)
+                    return part_of(target, value)
         close = ", ".join(map(repr, nearest(text, list(self._kept))))
         raise UnknownPathError(f"{text!r} was not recorded" + (f"; nearest: {close}" if close else ""))
 
@@ -223,12 +225,10 @@ class Recording(Mapping[str, Any]):
             raise UnknownPathError("the graph is gone, and its weights with it: keep the PatchableGraph")
         results: dict[str, Tensor] = {}
         for target in self._found(self._long_name("z", "*")):
-            layer = parse_name(target.text).layers
-            value, axes = self._with_axes(target, self[target.text])
-            order = ("head", "batch", "position", "channel")
-            if {*axes} != {*order}:
-                raise ExperimentError(f"{target.text!r} has the dimensions {', '.join(axes)}, not {', '.join(order)}")
-            written = value.permute([axes.index(name) for name in order]) @ Weights(captured.root).W_O[layer][:, None]
+            layer, axes = parse_name(target.text).layers, () if target.component is None else target.component.axes
+            if axes != ("batch", "position", "head", "channel"):
+                raise ExperimentError(f"{target.text!r} has the dimensions {', '.join(map(str, axes))}")
+            written = self[target.text].movedim(2, 0) @ Weights(captured.root).W_O[layer][:, None]
             results |= {f"L{layer}H{head}": each for head, each in enumerate(written)}
         if not results:
             self["z", 0]  # raises the error
@@ -238,9 +238,8 @@ class Recording(Mapping[str, Any]):
     def to_dataarray(self, kind: str) -> DataArray:
         """Returns a copy of the values of a component in all layers as one `xarray.DataArray` with named dimensions.
 
-        They are `layer` and then, of these, what the value has: `batch`, `position`, `head`, `query`, `key`, `channel`
-        (and `neuron`, `expert`), in this order on every model, whatever its own order is. A dimension of which it is
-        not known what it is has the name `dim_2`, after its number, and comes last. This needs xarray.
+        They are `layer` and then the axes of the component. One of which it is not known what it is has the name
+        `dim_2`, after its number. This needs xarray.
 
         Args:
             kind: The short name of the component, as of `stack`.
@@ -261,34 +260,18 @@ class Recording(Mapping[str, Any]):
         xarray = extra("xarray", "an array with named dimensions")
         arrays = []
         for target in self._in_layers(kind):
-            value = self[target.text].detach().cpu()
-            value, axes = self._with_axes(target, value.float() if value.dtype == torch.bfloat16 else value)
-            order = [*filter(axes.__contains__, _ORDER), *(name for name in axes if name not in _ORDER)]
+            value, component = self[target.text].detach().cpu(), target.component
+            assert component is not None  # it was found by its short name
+            value = value.float() if value.dtype == torch.bfloat16 else value
+            axes = [component.axes[dim] or f"dim_{dim}" for dim in component.kept_dims]
             layer = parse_name(target.text).layers
-            arrays.append(xarray.DataArray(value.numpy(), dims=axes).transpose(*order).assign_coords(layer=layer))
+            arrays.append(xarray.DataArray(value.numpy(), dims=axes).assign_coords(layer=layer))
         if not arrays:
             self[kind, 0]  # raises the error
         try:
             return xarray.concat(arrays, "layer")  # type: ignore[no-any-return]
         except ValueError as error:
             raise ExperimentError(f"{kind!r} has other sizes in other layers: {error}") from error
-
-    def _with_axes(self, target: Target, value: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-        """Returns the value of a component with a name for each dimension; heads have a dimension of their own."""
-        from graphpatch_notebook.components.flow import factored
-        from graphpatch_notebook.components.weights import batch_size
-
-        component: Any = target.component
-        captured: Any = self._captured()
-        is_pattern = {"query", "key"} <= {*component.axes}
-        one = {} if is_pattern else {"query": "position", "key": "position"}
-        named = {dim: one.get(name, name) for dim, name in enumerate(component.axes)}
-        axes = [str(named[dim] or f"dim_{dim}") for dim in target.kept_dims]
-        rows = batch_size(find(captured.root))
-        merged = next((dim for dim, name in named.items() if "_" in str(name) and "head" in str(name)), None)
-        if merged is not None and str(named[merged]) in axes:
-            return factored(value, tuple(axes), {"head": component.shape[merged] // rows})  # type: ignore[return-value]
-        return value, tuple(axes)
 
     def _in_layers(self, kind: str) -> list[Target]:
         """Returns a component in the layers in which it was recorded."""
@@ -297,8 +280,6 @@ class Recording(Mapping[str, Any]):
 
 
 _MOST_LINES = 40
-_ORDER = ("batch", "token", "position", "head", "query", "key", "channel", "neuron", "expert")
-"""The dimensions of values of components, as other tools have them."""
 
 
 def _tensor_text(value: Any) -> str:

@@ -44,6 +44,7 @@ from graphpatch_notebook.patching.plan import (
     PatchedCode,
     Plan,
     SiteEntries,
+    axes_note,
     nearest_above,
     part_of,
     passing_input,
@@ -761,10 +762,24 @@ def _patched(entry: Entry, value: Any, indices: Indices | None, *, is_own: bool 
         return patched
     if patched is part and not any(_is_read_with_gradient(patch, target, value) for patch in entry.patches):
         return value  # it was written into, or not changed
+    if not target.index:
+        return _at_path(patched, entry.patches[-1], target, part)
+    assert target.component is not None
     # A clone keeps the strides: the last bits of what the model computes next may depend on them.
     whole = value.clone()
-    whole[target.index] = _checked(patched, entry.patches[-1], target, part, f"on a part of {target.path!r}")
+    target.component.seen(whole)[target.index] = _checked(
+        patched, entry.patches[-1], target, part, f"on a part of {target.path!r}"
+    )
     return whole
+
+
+def _at_path(patched: Any, patch: Patch[Any], target: Target, given: Tensor) -> Any:
+    """Returns a value that was patched as a component is seen as the model has it."""
+    if target.component is None or not isinstance(patched, Tensor):
+        return patched
+    if patched.dim() != given.dim():
+        _checked(patched, patch, target, given, f"on {target.path!r}, whose axes have another order,")
+    return target.component.at_path(patched)
 
 
 # -- at some positions -------------------------------------------------------------------------------------------------
@@ -775,7 +790,7 @@ def _apply_patch_at(entry: Entry, indices: Indices, value: Tensor) -> Tensor:
     target, (patch,), restriction = entry.target, entry.patches, entry.restriction
     assert restriction is not None
     dim, row_dim = (
-        each if each is None or not target.index else target.kept_dims.index(each)
+        each if each is None or target.component is None else target.kept_dims.index(each)
         for each in (restriction.dim, restriction.row_dim)
     )
     assert dim is not None
@@ -875,7 +890,7 @@ def _cannot_write(patch: Patch[Any], target: Target, value: Any, error: Exceptio
     move = f" (move the patch's value there: value.to({str(value.device)!r}))"
     why = f"{error}{move * (isinstance(new, Tensor) and new.device != value.device)}"
     where = f"{type(patch).__name__} on {target.text!r} ({target.node.op})"
-    return f"{where}: the value here is {shown_value(value)}{part}{given}: {why}"
+    return f"{where}: the value here is {shown_value(value)}{part}{given}: {why}{axes_note(target)}"
 
 
 def _checked(patched: Any, patch: Patch[Any], target: Target, value: Tensor, where: str) -> Tensor:

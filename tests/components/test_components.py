@@ -386,7 +386,7 @@ def seen_by_hooks(known: Known, model: nn.Module) -> dict[str, Tensor]:
             value = output if what.startswith("out") else args[0] if args else next(iter(kwargs.values()))
             value = value if isinstance(value, Tensor) else value["logits"] if "logits" in value else value[0]
             if what.endswith("heads"):
-                value = value.view(*value.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
+                value = value.view(*value.shape[:2], -1, WIDTH // HEADS)
             found[name] = value
 
         return model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
@@ -407,16 +407,14 @@ def seen_by_hooks(known: Known, model: nn.Module) -> dict[str, Tensor]:
 def test_components_are_what_hooks_see(case: Case) -> None:
     known, model, pg = case
     expected = seen_by_hooks(known, model)
-    probes = {pg.components[name].path: ProbePatch() for name in expected}
+    probes = {name: ProbePatch() for name in expected}
     with pg.patch(probes):
         pg(**known.inputs())
     for name, value in expected.items():
         component = pg.components[name]
-        seen = probes[component.path].activation
+        seen = probes[name].activation
         assert seen.shape == component.shape, name
         assert len(component.axes) == seen.ndim, name
-        if component.axes[-2:] == ("head", "channel"):
-            seen = seen.transpose(1, 2)
         torch.testing.assert_close(seen.reshape(value.shape), value, msg=name)
 
 
@@ -513,9 +511,10 @@ def test_axes_say_whether_positions_come_first(
     for ids in (torch.randint(0, VOCABULARY, shape), torch.randint(0, VOCABULARY, (LENGTH, LENGTH))):
         components = PatchableGraph(build().eval(), ids).components.verify()
         assert not any(each.doubt for each in components.values())
-        assert components["@embed"].axes[:2] == components["@logits"].axes[:2] == outside
+        assert components["@embed"].path_axes[:2] == components["@logits"].path_axes[:2] == outside
         for part in ("resid_pre", "ln1", "attn_out", "resid_mid", "mlp.pre", "mlp.post", "mlp_out", "resid_post"):
-            axes = components[f"layers[1].{part}"].axes
+            assert components[f"layers[1].{part}"].axes[:2] == ("batch", "position"), part
+            axes = components[f"layers[1].{part}"].path_axes
             assert axes[:2] == (("position", "batch") if build is NanoSequenceFirst else outside), part
 
 
@@ -793,7 +792,7 @@ def test_keys_of_a_length_that_no_input_changes_are_keys(name: str) -> None:
     components = captured_case(case).components
     pattern = components["model.decoder.layers[0].cross_attn.pattern"]
     assert pattern.axes == ("batch", "head", "query", "key")
-    assert components["model.decoder.layers[0].cross_attn.k"].axes == ("batch", "head", "key", "channel")
+    assert components["model.decoder.layers[0].cross_attn.k"].path_axes == ("batch", "head", "key", "channel")
 
 
 def test_what_memory_happened_to_hold_does_not_decide_on_dimensions() -> None:
@@ -806,14 +805,17 @@ def test_what_memory_happened_to_hold_does_not_decide_on_dimensions() -> None:
 def test_windows_of_all_rows_are_not_positions() -> None:
     pg = captured_case(case_by_name("swin-eager"))
     start = "swin.encoder.layers_1.layers[0]"
-    assert pg.components[f"{start}.attn.z"].axes == ("window", "head", "query", "channel")
+    assert pg.components[f"{start}.attn.z"].axes == ("window", "position", "head", "channel")
+    assert pg.components[f"{start}.attn.z"].path_axes == ("window", "head", "query", "channel")
     assert pg.components[f"{start}.attn_out"].axes == ("batch", "position", "channel")
     assert pg.weights["swin.encoder.layers_1"].W_Q[0].shape == (4, 24, 6)
 
 
 def test_keys_that_are_written_into_views_of_new_memory_are_read_by_attention() -> None:
     components = captured_case(case_by_name("deepseek-v3-eager")).components
-    axes = {part: components[f"layers[1].attn.{part}"].axes for part in ("q", "q_rot", "v", "scores", "pattern", "z")}
+    axes = {
+        part: components[f"layers[1].attn.{part}"].path_axes for part in ("q", "q_rot", "v", "scores", "pattern", "z")
+    }
     assert axes.pop("v") == ("batch", "head", "key", "channel")
     assert axes.pop("scores") == axes.pop("pattern") == ("batch", "head", "query", "key")
     assert set(axes.values()) == {("batch", "head", "query", "channel")}

@@ -147,15 +147,6 @@ class Model(nn.Module):
         return logits
 
 
-def in_order(value: Tensor, axes: tuple[str, ...]) -> Tensor:
-    if {"query", "key"} <= set(axes):
-        return value.permute([axes.index(axis) for axis in ("batch", "head", "query", "key")])
-    known = ("batch", "position", "head")
-    named = ["position" if axis in ("query", "key") else axis for axis in axes]
-    order = sorted(named, key=lambda axis: known.index(axis) if axis in known else len(known))
-    return value.permute([named.index(axis) for axis in order])
-
-
 @pytest.mark.parametrize("batch", [2, LENGTH], ids=["two rows", "as many rows as positions"])
 @pytest.mark.parametrize(
     ("layers", "rotary", "is_sequence_first", "products"),
@@ -185,8 +176,7 @@ def test_components_are_the_values_in_the_code(
             model(given)
         recorded = pg.record(list(kept), given)
         for name, value in kept.items():
-            found = in_order(recorded[name], pg.components[name].axes)
-            torch.testing.assert_close(found, value, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(recorded[name], value, msg=lambda text, name=name: f"{name}: {text}")
     components = pg.components.verify()
     assert {name: component.doubt for name, component in components.items() if component.doubt} == {}
 
@@ -542,6 +532,8 @@ def test_a_dimension_that_merges_heads_and_channels_is_not_called_heads() -> Non
                 x = layer(x)
             return x.transpose(0, 1)
 
-    components = PatchableGraph(Model().eval(), torch.randint(0, 11, (2, LENGTH))).components
-    assert components["layers[1].attn.z"].shape == (2 * HEADS, LENGTH, SIZE)
-    assert components["layers[1].attn.z"].axes == ("batch_head", "query", "channel")
+    pg = PatchableGraph(Model().eval(), torch.randint(0, 11, (2, LENGTH)))
+    z = pg.components["layers[1].attn.z"]
+    assert z.path_axes == ("batch_head", "query", "channel")
+    assert (z.axes, z.shape) == (("batch", "position", "head", "channel"), (2, LENGTH, HEADS, SIZE))
+    assert pg.nodes[z.path].shape == (2 * HEADS, LENGTH, SIZE)

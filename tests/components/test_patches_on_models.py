@@ -118,12 +118,12 @@ def test_patches_by_component_equal_hooks(name, component, patch, module, edit, 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_probes_of_the_heads_are_the_parts_of_the_whole(name):
     pg = captured(name)
-    count = pg.components["layers[0].attn.k"].shape[1]
+    count = pg.components["layers[0].attn.k"].shape[2]
     whole, parts = ProbePatch(), [ProbePatch() for _ in range(count)]
     heads = {f"layers[0].attn.heads[{number}].k": part for number, part in enumerate(parts)}
     with pg.patch({"layers[0].attn.k": whole, **heads}):
         run(pg)
-    assert torch.equal(torch.stack([part.activation for part in parts], 1), whole.activation)
+    assert torch.equal(torch.stack([part.activation for part in parts], 2), whole.activation)
     with pytest.raises(UnknownPathError, match=f"there are {count} heads|heads share {count}"):
         pg.patch({f"layers[0].attn.heads[{count}].k": ZeroPatch()}).__enter__()
 

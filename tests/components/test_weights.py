@@ -9,20 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import GraphError, PatchableGraph, ProbePatch
+from graphpatch_notebook import GraphError, PatchableGraph
 from graphpatch_notebook.experiments import attribute_edges, composition_scores, direct_logit_attribution, head_scores
 from tests.components.families import MODELS, captured_model
 from tests.zoo.submodules import Submodules
 
 
 def recorded(pg: PatchableGraph, given: Tensor, names: list[str]) -> dict[str, Tensor]:
-    probes = {name: ProbePatch() for name in names if name in pg.components}
-    patches: dict[str, list[ProbePatch]] = {}
-    for name, probe in probes.items():
-        patches.setdefault(pg.components[name].path, []).append(probe)
-    with torch.no_grad(), pg.patch(patches):
-        pg(given)
-    return {name: probe.activation for name, probe in probes.items()}
+    with torch.no_grad():
+        return dict(pg.record([name for name in names if name in pg.components], given))
 
 
 def is_constant(residue: Tensor, channels: int) -> bool:
@@ -39,11 +34,11 @@ def test_weights_are_those_that_the_model_multiplies_with(name: str) -> None:
     weights = pg.weights
     before = values[f"{layer}{'resid_pre' if name == 'bert' else 'ln1'}"]
     for part, matrix in (("q", weights.W_Q), ("k", weights.W_K), ("v", weights.W_V)):
-        value = values[f"{layer}attn.{part}"].transpose(1, 2)
+        value = values[f"{layer}attn.{part}"]
         heads = torch.stack([before @ matrix[1, head] for head in range(matrix.heads(1))], 2)
         assert is_constant(value.reshape(heads.shape) - heads, heads.shape[2] * heads.shape[3]), part
         assert not is_constant(value.reshape(heads.shape) - heads.flip(2), heads.shape[2] * heads.shape[3]), part
-    z = values[f"{layer}attn.z"].transpose(1, 2).reshape(*before.shape[:2], 4, 8)
+    z = values[f"{layer}attn.z"]
     out = sum(z[:, :, head] @ weights.W_O[1, head] for head in range(4))
     if name != "gemma2":  # it has a norm before the stream
         assert is_constant(values[f"{layer}attn_out"] - out, 32)
@@ -68,12 +63,10 @@ def test_weights_of_heads_that_are_copied_or_repeated(name: str) -> None:
     pg, given = captured_model(name)
     values = recorded(pg, given, [f"layers[1].{part}" for part in ("ln1", "attn.v", "attn.z", "attn_out")])
     assert pg.weights.W_V.heads(1) == (1 if name == "bigcode" else 4)
-    v = torch.einsum("bpd,hdc->bhpc", values["layers[1].ln1"], pg.weights.W_V[1])
+    v = torch.einsum("bpd,hdc->bphc", values["layers[1].ln1"], pg.weights.W_V[1])
     assert values["layers[1].attn.v"].numel() == v.numel()
-    order = [pg.components["layers[1].attn.v"].axes.index(axis) for axis in ("batch", "head", "key", "channel")]
-    residue = values["layers[1].attn.v"].permute(order) - v
-    assert is_constant(residue.transpose(1, 2), v.shape[1] * v.shape[3])
-    out = torch.einsum("bhpc,hcd->bpd", values["layers[1].attn.z"], pg.weights.W_O[1])
+    assert is_constant(values["layers[1].attn.v"] - v, v.shape[2] * v.shape[3])
+    out = torch.einsum("bphc,hcd->bpd", values["layers[1].attn.z"], pg.weights.W_O[1])
     assert is_constant(values["layers[1].attn_out"] - out, 32)
 
 
@@ -293,13 +286,9 @@ def test_biases_are_what_the_model_adds_to_products_with_weights(name: str) -> N
             with pytest.raises(GraphError, match=rf"b_{part}\[1\] was not found"):
                 bias[1]
             continue
-        component, matrix = pg.components[f"{layer}attn.{part.lower()}"], getattr(weights, f"W_{part}")
-        order = [
-            component.axes.index(axis) for axis in ("batch", "head", ANY[part], "channel") if axis in component.axes
-        ]
-        made = torch.einsum("bpd,hdc->bhpc", before, matrix[1]) + bias[1][:, None]
+        made = torch.einsum("bpd,hdc->bphc", before, getattr(weights, f"W_{part}")[1]) + bias[1]
         scale = 8**-0.5 if (name, part) == ("opt", "Q") else 1  # OPT scales its queries, after their bias
-        found = values[f"{layer}attn.{part.lower()}"].permute(order) / scale
+        found = values[f"{layer}attn.{part.lower()}"] / scale
         torch.testing.assert_close(found, made.reshape(found.shape), rtol=1e-4, atol=1e-4)
         assert torch.equal(bias[1, -1], bias[1][-1])
         assert bias[1].any()
@@ -311,9 +300,7 @@ def test_biases_are_what_the_model_adds_to_products_with_weights(name: str) -> N
     if name == "gptj":
         assert weights.b_O.missing
     else:
-        z = pg.components[f"{layer}attn.z"]
-        heads = values[f"{layer}attn.z"].permute([z.axes.index(a) for a in ("batch", "head", "query", "channel")])
-        out = torch.einsum("bhpc,hcd->bpd", heads, weights.W_O[1]) + weights.b_O[1]
+        out = torch.einsum("bphc,hcd->bpd", values[f"{layer}attn.z"], weights.W_O[1]) + weights.b_O[1]
         torch.testing.assert_close(out, values[f"{layer}attn_out"], rtol=1e-4, atol=1e-4)
     read = values.get(f"{layer}ln2", before) if name != "bert" else values[f"{layer}resid_mid"]
     pre = read.reshape(rows, -1) @ weights.W_in[1] + weights.b_in[1]
@@ -334,6 +321,3 @@ def test_biases_are_what_the_model_adds_to_products_with_weights(name: str) -> N
     else:
         with pytest.raises(GraphError, match="b_U was not found"):
             weights.b_U  # noqa: B018
-
-
-ANY = {"Q": "query", "K": "key", "V": "key"}

@@ -166,11 +166,11 @@ def test_another_number_of_rows_is_an_error(pg: PatchableGraph) -> None:
 @pytest.mark.parametrize(
     ("name", "positions", "part"),
     [
-        ("layers[0].attn.heads[1].z", None, lambda grad: grad[:, 1]),
+        ("layers[0].attn.heads[1].z", None, lambda grad: grad[:, :, 1]),
         ("layers[1].mlp.post[:, :, 3:9]", None, lambda grad: grad[:, :, 3:9]),
         ("layers[0].resid_post", 2, lambda grad: grad[:, 2:3]),
         ("layers[0].resid_post", [[1], [3]], lambda grad: torch.stack([grad[0, 1:2], grad[1, 3:4]])),
-        ("layers[1].attn.heads[0].z", [1, 3], lambda grad: grad[:, 0, [1, 3]]),
+        ("layers[1].attn.heads[0].z", [1, 3], lambda grad: grad[:, [1, 3], 0]),
     ],
 )
 def test_parts_that_are_read_have_gradients(name: str, positions: Any, part: Any) -> None:
@@ -187,9 +187,8 @@ def test_parts_that_are_read_have_gradients(name: str, positions: Any, part: Any
         probe.activation.retain_grad()
         found[:, -1, 3].sum().backward()
     assert torch.equal(found, expected)
-    axes = graph.components.lookup(name)[0].axes
-    values = [whole.activation, whole.activation.grad]
-    value, grad = [each.movedim(axes.index("head"), 1) if "head" in axes else each for each in values]
+    component = graph.components.lookup(name)[0]
+    value, grad = component.seen(whole.activation), component.seen(whole.activation.grad)
     assert torch.equal(probe.activation, part(value))
     torch.testing.assert_close(probe.activation.grad, part(grad))
 

@@ -204,7 +204,8 @@ X = torch.ones(1, 2)
 def test_recorded_values_have_all_of_their_names(gpt2: PatchableGraph) -> None:
     recording = gpt2.record("**", TOKENS)
     for component in gpt2.components.values():
-        assert recording[component.name] is recording[component.path]
+        assert recording[component.name].data_ptr() == recording[component.path].data_ptr()
+        assert (recording[component.name] is recording[component.path]) == (component.layout is None)
     z = recording["layers[1].attn.z"]
     assert recording["layers[1].attn.heads[-1].z[:, 2]"].shape == (2, 4)
     for name in ("layers[1].attn.heads[0].z", "layers[-2].attn.heads[-2].z"):

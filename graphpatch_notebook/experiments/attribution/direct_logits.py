@@ -19,7 +19,7 @@ from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
 from graphpatch_notebook.experiments.engine.examples import OverExamples
 from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_ends, check_graph
-from graphpatch_notebook.experiments.methods.lens import arranged, checked_tokens, component, layer_count, of_rows
+from graphpatch_notebook.experiments.methods.lens import checked_tokens, component, layer_count, of_rows
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -158,9 +158,8 @@ class _Run:
         start, self.layers = f"{stack}." if stack else "", layer_count(pg, stack)
         self.embed = component(pg, f"{start}layers[0].resid_pre").name
         end = component(pg, f"{start}layers[{self.layers - 1}].resid_post")
-        if sorted(map(str, end.axes)) != ["batch", "channel", "position"] or end.axes[-1] != "channel":
+        if end.axes != ("batch", "position", "channel"):
             raise ExperimentError(f"the stream has the dimensions {end.axes}, not batch, position, channel")
-        self._is_sequence_first = end.axes[0] == "position"
         pattern = re.compile(re.escape(start) + r"layers\[(\d+)\]\.(\w+)_out")
         written = {name: match for name in pg.components if (match := pattern.fullmatch(name)) is not None}
         self.writes = {(match[2], int(match[1])): name for name, match in written.items()}
@@ -170,20 +169,19 @@ class _Run:
             for (kind, layer), name in self.writes.items()
             if kind == divided
         }
-        self._wanted = ["batch", "position", "head", "channel"] if by == "head" else ["batch", "position", "neuron"]
+        self._wanted = ("batch", "position", *(("head", "channel") if by == "head" else ("neuron",)))
         self._inner = {name: (each.name, each.axes) for name, each in inner.items()}
-        logits, axes = component(pg, "@logits").path, component(pg, "@logits").axes
+        logits, axes = "@logits", component(pg, "@logits").axes
         unembedding = pg.weights[stack].unembedding
         if pg.weights[stack].changes_logits:
-            logits, axes = unembedding, tuple("vocab" if axis == "channel" else axis for axis in end.axes)
+            logits, axes = unembedding, tuple("vocab" if axis == "channel" else axis for axis in end.path_axes)
         if {*axes} != {"batch", "position", "vocab"} and axes not in (("batch", "vocab"), ("token", "vocab")):
             raise ExperimentError(f"the logits have the dimensions {axes}, not batch, position, vocab")
         names = [self.embed, end.name, logits, *self.writes.values(), *(each.name for each in inner.values())]
         self._values = _values(pg, inputs, self.embed, names)
-        self._last, self._logits = self._values[end.name], self._values[logits]
+        self._end, self._logits = self._values[end.name], self._values[logits]
         if axes[0] == "position":
             self._logits = self._logits.transpose(0, 1)
-        self._end = self._ordered(self._last)
         self._tolerance = _TOLERANCE.get(self._end.dtype, 1e-3)
         total = sum(self._in_stream(name).double() for name in (self.embed, *self.writes.values()))
         if not self._is_small(total - self._end.detach(), self._end):
@@ -191,10 +189,6 @@ class _Run:
                 "the residual stream of this model is not the sum of its embeddings and of what its layers write (it "
                 "is normalized or scaled on the way), so a logit does not have direct contributions"
             )
-
-    def _ordered(self, value: Tensor) -> Tensor:
-        """Returns a value of the stream, which has positions first in some models, with the batch first; and back."""
-        return value.transpose(0, 1) if self._is_sequence_first and value.ndim > 2 else value
 
     def direction(self, tokens: Sequence[Any], position: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the logit of each row, its bias, and its derivative by the last state, (batch, position, channel)."""
@@ -207,7 +201,7 @@ class _Run:
         logits = self._logits.reshape(rows, -1, self._logits.shape[-1])
         picked = [of_rows(logits, each) for each in numbers.unbind(-1)]
         logit = picked[0] - picked[1] if len(picked) > 1 else picked[0]
-        gradient = self._ordered(_gradient(logit.sum(), self._last))
+        gradient = _gradient(logit.sum(), self._end)
         logit, parts = logit.detach().double(), (self._end.detach().double() * gradient.double()).sum(-1)
         at: tuple[Any, ...] = self.at
         is_linear = True
@@ -238,16 +232,15 @@ class _Run:
 
     def _in_stream(self, name: str) -> Tensor:
         """Returns a value with the shape of the stream: some MLPs merge batch and positions."""
-        value = self._ordered(self._values[name].detach())
+        value = self._values[name].detach()
         return value.reshape(self._end.shape) if value.numel() == self._end.numel() else value.expand_as(self._end)
 
     def inner_shares(self, written: str, gradient: Tensor) -> Tensor:
         """Returns what each head or neuron adds, heads or neurons first; checks that what it writes is a sum."""
         name, axes = self._inner[written]
-        raw, inner = self._values[written].reshape(self._last.shape), self._values[name]
-        value = self._ordered(raw)
+        value, inner = self._values[written].reshape(self._end.shape), self._values[name]
         everywhere = gradient.sum(1, keepdim=True).expand_as(value)
-        by_position = self._products(inner, axes, _gradient(raw, inner, self._ordered(everywhere)))
+        by_position = self._products(inner, axes, _gradient(value, inner, everywhere))
         terms = value.detach().double() * everywhere
         rest = terms.sum(-1) - by_position.sum(-1)
         if not self._is_small(rest - rest[:, :1], terms.abs().sum(-1)):
@@ -255,14 +248,15 @@ class _Run:
                 f"{written!r} is not the sum over its parts in {name!r}: there is something else in between; use "
                 "by='layer'"
             )
-        return self._products(inner, axes, _gradient(raw, inner, self._ordered(gradient)))[self.at].movedim(-1, 0)
+        return self._products(inner, axes, _gradient(value, inner, gradient))[self.at].movedim(-1, 0)
 
-    def _products(self, inner: Tensor, axes: Sequence[str | None], gradient: Tensor) -> Tensor:
+    def _products(self, inner: Tensor, axes: tuple[str | None, ...], gradient: Tensor) -> Tensor:
         """Returns value times derivative, summed over channels: (batch, position, heads or neurons)."""
         product = inner.detach().double() * gradient.double()
         if axes[0] == "token":
             product, axes = product.unflatten(0, self._end.shape[:2]), ("batch", "position", *axes[1:])
-        product = arranged(product, axes, self._wanted)
+        if axes != self._wanted:
+            raise ExperimentError(f"a value with the dimensions {axes} should have {self._wanted}")
         return product.sum(-1) if product.ndim > 3 else product
 
     def _for_rows(self, given: Any, what: str, count: int) -> Tensor:

@@ -138,7 +138,7 @@ class Selected:
             return {node.path: (node.path, None) for node in self.nodes if node.is_wanted}
         heads = {name: self.heads.get(each.path) if each.index else None for name, each in self.targets.items()}
         return {
-            name: (each.path, None if (dim := heads[name]) is None else each.index[dim])
+            name: (each.path, None if heads[name] is None else next(part for part in each.index if part != slice(None)))
             for name, each in self.targets.items()
         }
 
@@ -218,15 +218,17 @@ def flow_of(root: Frame) -> Flow:
 
 
 def _head_dim(target: Target) -> int:
-    """Returns the dimension of the heads (or experts) of which a target is one."""
-    taken = [dim for dim, part in enumerate(target.index) if part != slice(None)]
+    """Returns the dimension of the heads (or experts), at the path, of which a target is one."""
+    taken, layout = [dim for dim, part in enumerate(target.index) if part != slice(None)], target.layout
     axes = () if target.component is None else target.component.axes
+    if layout is not None and layout.merged is not None:
+        raise ExperimentError(f"{target.text!r}: its heads are in one dimension with the batch at {target.path!r}")
     if [axes[dim] in MEMBERS.values() and isinstance(target.index[dim], int) for dim in taken] != [True]:
         raise ExperimentError(
             f"{target.text!r}: there are scores of whole values, of heads and of positions; give a name without a "
             "slice (layers[*].attn.heads[*].z), and positions="
         )
-    return taken[0]
+    return taken[0] if layout is None else layout.dims[taken[0]]
 
 
 def _not_floating(dtype: torch.dtype) -> str:
@@ -294,6 +296,8 @@ class PositionAxis:
         def place(_: str, target: Target) -> KeptDims:
             dim, is_encoder = sequence_dim(root, target, given.get(target.text))
             stacks.add(is_encoder)
+            if self._has_rows and target.layout is not None and target.layout.merged is not None:
+                raise ValueError(f"its rows are in one dimension with the heads at {target.path!r}")
             return KeptDims(row=row_dimension(root, target, dim) if self._has_rows else None, position=dim)
 
         self.kept, self.problems = found_or_problems(asked, place)

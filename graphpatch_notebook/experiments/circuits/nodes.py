@@ -391,7 +391,7 @@ class WrittenPositions:
 def _position_dim(root: Frame, stream: str, dims: int) -> int:
     """Returns the dimension of the positions in the stream of a stack."""
     component = find(root).get(f"{stream}layers[0].resid_pre")
-    axes = () if component is None else component.axes
+    axes = () if component is None else component.path_axes
     if len(axes) != dims + 1 or axes.count("position") != 1:
         raise ExperimentError(
             f"the positions of the stream {stream}layers[0].resid_pre are not known: "

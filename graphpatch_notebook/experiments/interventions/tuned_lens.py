@@ -119,7 +119,7 @@ class TunedLens(nn.Module):
             ExperimentError: The dataset is empty, or the model has no logits.
         """
         check_graph(pg)
-        batches = [*batches_of(pg, dataset, batch_size)]
+        batches, logits = [*batches_of(pg, dataset, batch_size)], component(pg, "@logits")
         reader, last = RowReader(pg, self._last, None), resolve(captured(pg).root, component(pg, self._last).path)
 
         def step(batch: Inputs) -> float:
@@ -132,7 +132,7 @@ class TunedLens(nn.Module):
                 with torch.enable_grad():
                     output = runs.again({self._last: ReplacePatch(self(name, values[name]))})
                     divergence = functional.kl_div(log_probabilities(output), said, log_target=True, reduction="none")
-                    each = divergence.sum(-1)
+                    each = logits.seen(divergence).sum(-1)
                     loss = each[kept.to(each.device)].mean() if each.shape == kept.shape else each.mean()
                     set_gradients({name: linear}, loss)
                 total += loss.item() / len(self.names)

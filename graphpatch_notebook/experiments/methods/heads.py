@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphpatch_notebook.components import FactoredMatrix
 from graphpatch_notebook.components.ends import table_of
-from graphpatch_notebook.components.flow import Value, factored, walk
+from graphpatch_notebook.components.flow import Value, walk
 from graphpatch_notebook.components.names import ComponentName, parse_name
 from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError
 from graphpatch_notebook.experiments.engine.examples import OverExamples
@@ -23,7 +23,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     input_tensors,
     position_dims,
 )
-from graphpatch_notebook.experiments.methods.lens import arranged, component, layer_count
+from graphpatch_notebook.experiments.methods.lens import component, layer_count
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 _SCORES = ("induction", "previous token", "duplicate token")
+_PATTERNS = (("batch", "head", "query", "key"), ("batch", "query", "key"))
 _LENGTHS = (32, 16, 8, 4)
 
 
@@ -132,13 +133,12 @@ def head_scores(
     masks = _masks(tokens)
     scores: dict[int, list[Tensor]] = {}
     for layer, name in found.items():
-        pattern, axes = factored(values[name], pg.components[name].axes, {"batch": len(tokens)})
-        pattern = arranged(pattern, axes, ["batch", *["head"] * ("head" in axes), "position", "key"])
-        pattern = pattern if "head" in axes else pattern[:, None]
-        if pattern.shape[-2:] != (tokens.shape[1],) * 2:
+        axes = pg.components[name].axes
+        pattern = values[name] if "head" in axes else values[name][:, None]
+        if axes not in _PATTERNS or pattern.shape[-2:] != (tokens.shape[1],) * 2:
             raise ExperimentError(
-                f"{name!r} has shape {tuple(pattern.shape)}, and there are {tokens.shape[1]} tokens: the positions of "
-                "the pattern are not those of the tokens"
+                f"{name!r} has shape {tuple(pattern.shape)} ({', '.join(map(str, axes))}), and there are "
+                f"{tokens.shape[1]} tokens: the positions of the pattern are not those of the tokens"
             )
         scores[layer] = [_mean(pattern.double(), mask) for mask in masks]
     heads = max(len(of_layer[0]) for of_layer in scores.values())
@@ -164,7 +164,7 @@ def _embedded(pg: PatchableGraph, prefix: str) -> _Embedded | None:
     components = pg.components
     flow, axes = (
         components.evidence.trails.flow,
-        components[f"{prefix}@embed"].axes if f"{prefix}@embed" in components else (),
+        components[f"{prefix}@embed"].path_axes if f"{prefix}@embed" in components else (),
     )
     of_tokens = [axis for axis in axes if axis != "channel"]
     found = [
@@ -448,7 +448,7 @@ def keep_heads(
     found = [component(pg, f"{prefix}layers[{layer}].attn.z") for layer in range(layers)]
     counts = [each.shape[_axis_of_heads(each.name, each.axes)] for each in found]
     kept = _checked_heads(heads, counts)
-    values = {} if method == "zero" else record(pg, inputs_of(pg, reference), [each.path for each in found]).values
+    values = {} if method == "zero" else record(pg, inputs_of(pg, reference), [each.name for each in found]).values
     patches: dict[str, Patch[Any]] = {}
     for layer, each in enumerate(found):
         others = [head for head in range(counts[layer]) if (layer, head) not in kept]
@@ -456,10 +456,10 @@ def keep_heads(
             continue
         dim = _axis_of_heads(each.name, each.axes)
         index: Any = (*[slice(None)] * dim, others)
-        pooled = {"batch"} if mean_over == "batch" else {"batch", "position", "query"}
+        pooled = {"batch"} if mean_over == "batch" else {"batch", "position"}
         dims = [number for number, axis in enumerate(each.axes) if axis in pooled]
-        mean = values[each.path].mean(dims, keepdim=True)[index] if values else None
-        patches[each.path] = ZeroPatch(slice=index) if mean is None else ReplacePatch(mean, slice=index)
+        mean = values[each.name].mean(dims, keepdim=True)[index] if values else None
+        patches[each.name] = ZeroPatch(slice=index) if mean is None else ReplacePatch(mean, slice=index)
     return patches
 
 

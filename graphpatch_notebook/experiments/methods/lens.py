@@ -52,16 +52,6 @@ def layer_count(pg: PatchableGraph, stack: str) -> int:
     return layers[stack]
 
 
-def arranged(value: Tensor, axes: Sequence[str | None], wanted: Sequence[str]) -> Tensor:
-    """Returns a value with its dimensions in another order; `position` is also called `query`."""
-    named = ["position" if axis == "query" else axis for axis in axes]
-    if sorted(map(str, named)) != sorted(wanted):
-        raise ExperimentError(
-            f"a value with the dimensions {', '.join(map(str, axes))} should have {', '.join(wanted)}"
-        )
-    return value.permute([named.index(axis) for axis in wanted])
-
-
 @runs_where_the_model_is
 def logit_lens(
     pg: PatchableGraph,
@@ -151,11 +141,11 @@ def _logits_of(
     These are the last state of the model, `end`, and the smallest one: a tail that scales by the largest number of all
     rows computes the largest state as it does alone.
     """
-    whole = _Logits(keys_of_logits(pg, logits), None)
+    whole = _Logits(keys_of_logits(pg, logits), None, logits)
     own = whole(runs.output)
 
     def alone(state: Tensor) -> Tensor:
-        return whole(runs.again({last.path: ReplacePatch(state)}))
+        return whole(runs.again({last.name: ReplacePatch(state)}))
 
     most = max(1, _AT_ONCE // own.numel())
     for first in range(0, len(states), most):
@@ -163,7 +153,7 @@ def _logits_of(
         rows = group if group[-1] is end else [*group, end]
         parts: Sequence[Tensor] = ()
         with suppress(Exception):  # of whatever kind: the model may read something else that has the rows of one state
-            output = runs.together(last.path, rows, last.axes.index("batch"))
+            output = runs.together(last.name, rows, last.axes.index("batch"))
             parts = whole(output).chunk(len(rows), logits.axes.index("batch"))
         least = min(range(len(group)), key=lambda number: float(group[number].abs().max()))
         if len(parts) == len(rows) and is_close(parts[-1], own) and is_close(parts[least], alone(group[least])):
@@ -222,11 +212,12 @@ class _Logits:
 
     keys: tuple[Key, ...]
     target: Tokens | None
+    component: Component | None = None  # as which they are seen
 
     def __call__(self, output: Any) -> Tensor:
         for key in self.keys:
             output = take(output, key)
-        logits: Tensor = output.detach()
+        logits: Tensor = output.detach() if self.component is None else self.component.seen(output.detach())
         if self.target is None:
             return logits
         if not isinstance(self.target, Tensor):
@@ -327,13 +318,13 @@ class Readouts:
             raise ExperimentError(
                 f"the logits are for the positions of other stacks, {sorted(crossing)}, than {stack!r}"
             )
-        if sorted(map(str, logits.axes)) != sorted(_AXES):
+        if logits.axes != _AXES:
             given = ", ".join(map(str, logits.axes))
             raise ExperimentError(f"a lens view needs logits of {', '.join(_AXES)}, not of {given}")
         if inputs.rows is not None and not 0 <= row < inputs.rows:
             raise ExperimentError(f"row {row} is not one of the {inputs.rows} rows of the batch")
         self.row, self.rows = row, inputs.rows or 1
-        logits_of = _LogitsOfRow(keys_of_logits(pg, logits), logits.axes, row)
+        logits_of = _LogitsOfRow(keys_of_logits(pg, logits), logits, row)
         self._runs = RunsFrom(pg, inputs, resolve(captured(pg).root, self._last.path))
         run = record(pg, inputs, [self._last.name], logits_of, self._runs.first)
         found = run.measurement.values
@@ -397,7 +388,7 @@ class Readouts:
         }
         later = {path: patches[path] for place, path in places.items() if order[place] > order[self._last.path]}
         with torch.no_grad():
-            found = [self._runs.again({**later, self._last.path: ReplacePatch(state)}) for state in states]
+            found = [self._runs.again({**later, self._last.name: ReplacePatch(state)}) for state in states]
             return [Readout.of(self._metric(output).cpu().numpy()) for output in found]
 
 
@@ -417,13 +408,13 @@ class _LogitsOfRow:
     """The metric: the logits of one row of the batch, of shape (position, vocab)."""
 
     keys: tuple[Key, ...]
-    axes: tuple[str | None, ...]
+    component: Component
     row: int
 
     def __call__(self, output: Any) -> Tensor:
         for key in self.keys:
             output = take(output, key)
-        return arranged(output.detach(), self.axes, _AXES)[self.row]
+        return self.component.seen(output.detach())[self.row]
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ class _Edges:
             components = [target.path for target in self._components if not self._lies_in(sender, target)]
             value = sender.part(clean[sender.path])
             patches = {path: ReplacePatch(value=corrupted[path]) for path in components}
-            self._through[start] = {**patches, sender.path: sender.replaced(value)}
+            self._through[start] = {**patches, sender.label: ReplacePatch(value=value)}
             ends = [receiver for end, receiver in self._receivers.items() if (start, end) in self.pairs]
             probes: dict[Any, ProbePatch] = {end.path: ProbePatch() for end in ends if end.path}
             # Probes come first: they read what a held receiver computes.
@@ -262,7 +262,7 @@ class _Edges:
             receiver = self._receivers[end]
             if not receiver.path:
                 return self._through[start]
-            patches.setdefault(receiver.path, []).append(receiver.replaced(self._received[start, end]))
+            patches.setdefault(end, []).append(ReplacePatch(value=self._received[start, end]))
         return patches
 
 
@@ -302,12 +302,9 @@ class EdgeEnd:
         return "output" if self.target is None else self.target.text
 
     def part(self, value: Tensor) -> Tensor:
-        """Returns a copy of this part of `value`."""
-        return value[() if self.target is None else self.target.index].clone()
-
-    def replaced(self, value: Tensor) -> Patch[Any]:
-        """Returns a patch that replaces this part with `value`."""
-        return ReplacePatch(value=value, slice=(None if self.target is None else self.target.index) or None)
+        """Returns a copy of this part of the value at the path."""
+        component = None if self.target is None else self.target.component
+        return (value if component is None else component.seen(value)[component.index]).clone()
 
 
 def edge_ends(pg: PatchableGraph, given: Any, what: str) -> dict[str, EdgeEnd]:

@@ -29,7 +29,6 @@ from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, Chose
 from graphpatch_notebook.notebook.session.expressions import Origin, sliced_shape
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.patches.slices import index_text
 from graphpatch_notebook.patching import check_call, target_of_call
 from graphpatch_notebook.paths import ParsedPath, numbered, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
@@ -367,15 +366,15 @@ def by_value(root: Frame, patches: Sequence[ChosenPatch]) -> dict[str, list[Chos
     Raises:
         SessionError: Patches on a value and on a part of it take turns. A map cannot say so.
     """
-    names: dict[tuple[str, str], str] = {}
+    names: dict[tuple[Any, ...], str] = {}
     found: dict[str, list[ChosenPatch]] = {}
     last: dict[str, str] = {}
     for patch in patches:
-        path, part = patch.path, ""
+        path, part = patch.path, tuple[Any, ...]()
         with suppress(Unresolvable):  # reported when the patches are used
             target = resolve(root, patch.path)
-            path, part = target.path, index_text(target.index) if target.index else ""
-        name = names.setdefault((path, part), patch.path)
+            path, part = target.path, (repr(target.index), target.layout)
+        name = names.setdefault((path, *part), patch.path)
         if name in found and last[path] != name:
             raise SessionError(
                 f"patches on {name!r} and on {last[path]!r}, a part of it or the whole, take turns: move them, so that "

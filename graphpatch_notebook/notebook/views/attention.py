@@ -335,7 +335,7 @@ class AttentionLayer:
     layer: int
     stack: str  # empty if there is only one
     pattern: Component
-    values: Component | None  # `None` if not found, or with other axes than heads, keys and channels
+    values: Component | None  # `None` if not found, or with other axes than heads, positions and channels
 
     @property
     def is_cross(self) -> bool:
@@ -361,7 +361,7 @@ def attention_layers(components: Components, layers: Sequence[int] | None = None
             continue
         stack, _, place = start.rpartition("layers[")
         values = components.get(f"{start}.v")
-        is_usable = values is not None and {"key", "channel"} <= {*values.axes} <= {"batch", "head", "key", "channel"}
+        is_usable = values is not None and {"position", "channel"} <= {*values.axes} <= {*_ORDER_OF_VALUES}
         number = int(place.partition("]")[0])
         found.append(AttentionLayer(start, number, stack.rstrip("."), component, values if is_usable else None))
     if not found:
@@ -412,7 +412,7 @@ class QuantizingPatch(Patch[Tensor]):
 
     def op(self, original_output: Tensor) -> Tensor:
         """Keeps the value."""
-        numbers = _arranged(original_output.detach(), self.axes, "channel" if self.is_values else "key")
+        numbers = _arranged(original_output.detach(), self.axes, _ORDER_OF_VALUES if self.is_values else _ORDER)
         numbers = numbers.float().norm(dim=-1) if self.is_values else numbers
         self.kept_bytes[0] += numbers.numel()
         if self.kept_bytes[0] > _MOST_BYTES:
@@ -424,17 +424,16 @@ class QuantizingPatch(Patch[Tensor]):
         return original_output
 
 
-def _arranged(value: Tensor, axes: tuple[str | None, ...], last: str) -> Tensor:
-    """Returns a value with the dimensions (batch, head, ..., `last`)."""
-    middle = [axis for axis in ("query", "key") if axis in axes and axis != last]
-    missing = [axis for axis in (*middle, last) if axis not in axes]
-    if missing or len(axes) != value.dim() or not {*axes} <= {"batch", "group", "head", "batch_head", *middle, last}:
+_HEADS = ("group", "head", "batch_head")
+_ORDER, _ORDER_OF_VALUES = (("batch", *_HEADS, *last) for last in (("query", "key"), ("position", "channel")))
+
+
+def _arranged(value: Tensor, axes: tuple[str | None, ...], order: tuple[str, ...]) -> Tensor:
+    """Returns a value with the dimensions (batch, head, ...), in order."""
+    if not {*order[-2:]} <= {*axes} <= {*order} or len(axes) != value.dim():
         raise GraphError(f"a pattern with the dimensions {', '.join(map(str, axes))} cannot be shown")
-    heads = [axis for axis in ("group", "head", "batch_head") if axis in axes]
-    batch = [axis for axis in ("batch",) if axis in axes]
-    arranged = value.permute([axes.index(axis) for axis in (*batch, *heads, *middle, last)])
-    sizes = [value.shape[axes.index(axis)] for axis in (*middle, last)]
-    return arranged.reshape(value.shape[axes.index("batch")] if batch else 1, -1, *sizes)
+    arranged = value.permute([axes.index(axis) for axis in order if axis in axes])
+    return arranged.reshape(len(arranged) if "batch" in axes else 1, -1, *arranged.shape[-2:])
 
 
 class LayerPatterns(NamedTuple):

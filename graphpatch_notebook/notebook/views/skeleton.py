@@ -19,7 +19,7 @@ import torch
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.components import find
-from graphpatch_notebook.components.names import is_component_name, part_shape
+from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import Location
@@ -168,15 +168,15 @@ class Skeleton:
         return zlib.compress(json.dumps(columns, separators=(",", ":")).encode())
 
     def components(self) -> list[ComponentRow]:
-        """Returns the components that have a row, in their order.
+        """Returns the components that have a row, in their order, with the axes and shape of the value at the path.
 
         The first call for a capture finds them, which takes about a tenth of the time of the capture.
         """
         found = []
         for one in find(self.nodes.root).values():
             if (row := self.find(one.path)) is not None:
-                axes = [one.axes[dim] or "unknown" for dim in one.kept_dims]
-                found.append(ComponentRow(row, one.name, axes, list(part_shape(torch.Size(one.shape), one.index))))
+                axes, value = [axis or "unknown" for axis in one.path_axes], torch.empty(one.shape, device="meta")
+                found.append(ComponentRow(row, one.name, axes, list(one.at_path(value).shape)))
         return found
 
     def packed_components(self) -> bytes:

@@ -74,11 +74,11 @@ def test_each_action_does_what_it_says(
     clean = pg.record("layers[0].attn.z", x)["layers[0].attn.z"]
     there = pg.record("layers[0].attn.z", other)["layers[0].attn.z"]
     expected, part = clean.clone(), slice(None) if position is None else position
-    expected[:, 1, part] = {
+    expected[:, part, 1] = {
         "zero": torch.zeros(()),
-        "mean": clean[:, 1].mean((0, 1)),
-        "other_run": there[:, 1, part],
-        "steer": clean[:, 1, part] + 3.0,
+        "mean": clean[:, :, 1].mean((0, 1)),
+        "other_run": there[:, part, 1],
+        "steer": clean[:, part, 1] + 3.0,
     }[act]
     patched = values(pg, session, {session.origin.graph: pg, "other": other}, "layers[0].attn.z", x)
     torch.testing.assert_close(patched, expected)
