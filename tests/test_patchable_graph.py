@@ -116,6 +116,22 @@ def test_deepcopy_is_independent(pg: PatchableGraph) -> None:
     assert list(twin.nodes) == list(pg.nodes)
 
 
+def test_copies_of_graphs_with_torchscript_modules_are_made_at_any_time() -> None:
+    """Also once there are graph modules, which have the registries of the modules: those of TorchScript resist."""
+    case = case_by_name("awkward-scripted-child")
+    model, call = case.build(), case.example()
+    pg = PatchableGraph(model, *call.args, **call.kwargs)
+    pg.verify(*call.args, **call.kwargs)
+    twin = copy.deepcopy(pg)
+    assert torch.equal(call.run(twin), call.run(model))
+    with torch.no_grad():
+        next(twin.traced.parameters()).zero_()
+    assert not torch.equal(call.run(twin), call.run(model))
+    with twin.patch({"mul": ZeroPatch()}):
+        assert not call.run(twin).any()
+    assert call.run(pg).any()
+
+
 def test_verify_reports_each_frame(pg: PatchableGraph) -> None:
     report = pg.verify(torch.tensor([[5, 6, 7]]), use_cache=False)
     assert {frame.path for frame in report.frames} >= {"", "transformer.h_0.mlp.act"}

@@ -328,8 +328,11 @@ class GraphModule(Mirror):
         result = memo[id(self)] = type(self).__new__(type(self))
         # The frame first: copying it also copies all frames below it, and the callees then use these copies.
         result.__dict__["_frame"] = copy.deepcopy(self._frame, memo)
+        module = result.__dict__["_original_module"] = copy.deepcopy(self._original_module, memo)
         for name, value in self.copied_attributes().items():
-            result.__dict__[name] = copy.deepcopy(value, memo)
+            # The registries of TorchScript modules cannot be copied by themselves.
+            is_shared = value is self._original_module.__dict__.get(name)
+            result.__dict__[name] = module.__dict__.get(name) if is_shared else copy.deepcopy(value, memo)
         return result
 
     def copied_attributes(self) -> dict[str, Any]:
