@@ -93,6 +93,11 @@ METHODS = {
     "OV": "pg.weights.W_OV",
     "QK": "pg.weights.W_QK",
     "all_composition_scores": "composition_scores(pg, kind)",
+    **dict.fromkeys(
+        ("logit_attrs", "decompose_resid", "get_full_resid_decomposition", "apply_ln_to_stack"),
+        "direct_logit_attribution(pg, *inputs, target=token)",
+    ),
+    "stack_activation": "recording.stack(kind)",
     "tokens_to_residual_directions": "pg.weights.W_U[:, token]",
     "to_string": "pg.tokenizer.decode(ids)",
     "get_token_position": "pg.to_str_tokens(text).index(token)",

@@ -15,7 +15,7 @@ from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.inspection.resolution import METHODS, Target, answer_to_alias
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
 from graphpatch_notebook.patches.selections import PositionSelection
@@ -63,7 +63,7 @@ class Recording(Mapping[str, Any]):
 
     A value is found by all of its names: its path, the name of a component, or of a part of one (a view). Components of
     a model with one stack of layers also have short names: `recording["resid_post", 3]` is `layers[3].resid_post`,
-    `recording["z", 3]` is `layers[3].attn.z`, and `recording["z", 3, 5]` that of head 5.
+    `recording["z", 3]` (or `["z", 3, "attn"]`) is `layers[3].attn.z`, and `recording["z", 3, 5]` that of head 5.
 
     The tensors are the model's own, as in `ProbePatch.activation`: with gradients on, gradients reach them.
 
@@ -88,8 +88,9 @@ class Recording(Mapping[str, Any]):
         text = self._long_name(*path) if isinstance(path, tuple) else str(path)
         return self._value(text) if text in self._kept else self._by_other_name(text)
 
-    def _long_name(self, kind: str, layer: int | str, head: int | None = None) -> str:
-        places = [f"attn.heads[{head}]."] if head is not None else ["", "attn.", "mlp."]
+    def _long_name(self, kind: str, layer: int | str, head: int | str | None = None) -> str:
+        part = f"{head}." if isinstance(head, str) else f"attn.heads[{head}]."
+        places = ["", "attn.", "mlp."] if head is None else [part]
         names = [f"layers[{layer}].{place}{kind}" for place in places]
         return next(filter(self._found, names), names[0])
 
@@ -113,7 +114,14 @@ class Recording(Mapping[str, Any]):
                         value = recorded.component.at_path(value)
                     return part_of(target, value)
         close = ", ".join(map(repr, nearest(text, list(self._kept))))
-        raise UnknownPathError(f"{text!r} was not recorded" + (f"; nearest: {close}" if close else ""))
+        captured = self._captured()
+        answer = None if captured is None else answer_to_alias(captured.root, text)
+        hint = answer or (f"nearest: {close}" if close else "")
+        raise UnknownPathError(f"{text!r} was not recorded" + (f"; {hint}" if hint else ""))
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f"; for {name!r} of another tool, write {METHODS[name]}" if name in METHODS else ""
+        raise AttributeError(f"'Recording' object has no attribute {name!r}{hint}")
 
     @functools.cached_property
     def _targets(self) -> dict[str, list[tuple[str, Target]]]:
