@@ -275,7 +275,8 @@ def _in_range(target: Target) -> Target:
     if target.index and target.component is not None and isinstance(target.whole, TensorSpec):
         problem = selection_problem(target.index, target.component.shape, "")
     if problem is not None:  # runs of the model find out which sizes depend on the inputs: only if the answer does
-        problem = selection_problem(target.index, _seen_sizes(target), repr(target.path))
+        shown = repr(target.path) if target.layout is None else "the value"
+        problem = selection_problem(target.index, _seen_sizes(target), shown)
     if problem is not None:
         raise Unresolvable(f"{target.text!r}: {problem}")
     return target

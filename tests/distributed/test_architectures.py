@@ -47,7 +47,7 @@ def test_law(name: str) -> None:
 PATCHES: dict[str, Callable[[], dict[str, Any]]] = {
     "heads": lambda: {"layers[0].attn.heads[1,2].z": ZeroPatch()},
     "pattern": lambda: {"layers[0].attn.pattern": ZeroPatch(slice=(slice(None), slice(1, 4)), steps="decoding")},
-    "values of shared heads": lambda: {"layers[1].attn.v": AddPatch(value=1.0, slice=(slice(None), 1))},
+    "values of shared heads": lambda: {"layers[1].attn.v": AddPatch(value=1.0, slice=(..., 1, slice(None)))},
     "neurons at a position": lambda: {
         "layers[0].mlp.post": AddPatch(value=3.0, slice=(..., slice(40, 70)), positions=7)
     },
@@ -148,7 +148,7 @@ def checkpoint_problems(pg: PatchableGraph, folder: Path) -> list[str]:
 EXPERIMENTS: dict[str, Callable[[PatchableGraph], Any]] = {
     "sweep": lambda pg: pg.sweep(
         {"head": range(4)},
-        lambda head: {"layers[0].attn.z": ZeroPatch(slice=(slice(None), head))},
+        lambda head: {"layers[0].attn.z": ZeroPatch(slice=(..., head, slice(None)))},
         IDS,
         metric=metric,
         progress=False,

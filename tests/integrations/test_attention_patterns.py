@@ -192,7 +192,7 @@ def test_heads_that_transformers_packs_are_where_the_names_say() -> None:
         assert before.shape == after.shape == (3, HEADS, *sizes)
         torch.testing.assert_close(before.softmax(-1)[:, :, -1], after[:, :, -1])
     with (
-        pg.patch({f"{at}.z": CustomPatch(lambda value: value[:, :1], any_shape=True, steps=1)}),
+        pg.patch({f"{at}.z": CustomPatch(lambda value: value[:, :, :1], any_shape=True, steps=1)}),
         pytest.raises(PatchValueError, match="packs heads that share keys at this step")
         if installed.TRANSFORMERS >= (5, 1)  # earlier ones pack none
         else pytest.raises(RuntimeError),
