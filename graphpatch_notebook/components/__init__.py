@@ -4,8 +4,8 @@
 and what lies between linear maps and a value; `stacks` finds the layers along it, `writes` what each layer adds to the
 stream; `attention`, `mlp` and `ends` find the parts inside these. `roles` runs parts of layers again with
 changes, which decides what dimensions are, and what is an attention. `components` names the findings, and checks that
-the stream is their sum. `names` is the text of the names: it parses them, and looks them up. `weights` finds which
-parts of the model's matrices belong to components.
+the stream is their sum; `layouts` is the order of dimensions in which their names see values. `names` is the text of
+the names: it parses them, and looks them up. `weights` finds which parts of the model's matrices belong to components.
 
 All but `names` and `operations` is imported when a component is first asked for: it is an eighth of the package.
 """
