@@ -134,6 +134,7 @@ class AnswerLogProbability(Metric):
 
     Attributes:
         tokens: The token ids, of dtype int64.
+        position: The last position that is read: -1, the end of the inputs.
 
     Raises:
         ExperimentError: There are no tokens; (when called) the logits have not so many positions or rows.

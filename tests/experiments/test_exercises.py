@@ -253,6 +253,8 @@ def test_05_path_patching_to_the_logits_and_to_queries(pg: PatchableGraph) -> No
             together=True,
             **NO_PROGRESS,
         )
+    assert np.ptp(direct.values) > 1
+    assert np.ptp(queries.values) > 0.01
     names = [f"transformer.h.{layer}.attn.c_proj" for layer in range(4)]
     kept, new = (values_of(ids_of(text), *names, of_inputs=True) for text in (TEXT, OTHER))
     for layer in range(4):
