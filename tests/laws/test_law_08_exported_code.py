@@ -131,7 +131,7 @@ def chosen_patches(draw: Any, case: str, *, only_boundaries: bool) -> ChosenPatc
         is_enabled=draw(st.sampled_from([True, True, True, False])),
         any_shape=draw(st.sampled_from([False, False, True])),
         steps=None if only_boundaries else draw(st.sampled_from([None, None, "prefill", "0", "1:"])),
-        positions=None if only_boundaries else draw(st.sampled_from([None, None, "1", "0, 2", "1:"])),
+        positions=None if only_boundaries else draw(st.sampled_from([None, None, "1", "0, 2", "1:", "-1"])),
     )
 
 

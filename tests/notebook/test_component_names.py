@@ -10,6 +10,7 @@ from graphpatch_notebook import GraphPatchWarning, ProbePatch, ZeroPatch
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.views.skeleton import Skeleton
+from tests.hooks import registered
 
 MODELS = """
 import torch
@@ -92,6 +93,35 @@ def test_a_session_of_one_model_loads_on_another(models, tmp_path):
     models.ok(source)  # the same numbers as the cell
     assert torch.equal(models.namespace["out"].logits, models.namespace["output"].logits)
     assert not torch.equal(models.namespace["out"].logits, logits(models, "other", {}))
+
+
+def test_the_last_position_in_cells_exported_code_and_files_is_that_of_hooks(models, tmp_path):
+    model, x = models.namespace["gpt"], models.namespace["x"]
+
+    def hook(_, args, output):
+        output = output.clone()
+        output[:, -1] = 0
+        return output
+
+    def expected(ids, **options):
+        with torch.no_grad(), registered([model.transformer.h[1].mlp.register_forward_hook(hook)]):
+            return model.generate(ids, **options) if options else model(ids).logits
+
+    models.ok("%graphpatch zero layers[1].mlp_out --positions -1")
+    assert "--positions -1" in str(models.ok("%graphpatch list").value)
+    models.ok("%%graphpatch\nout = pg(x)")
+    assert torch.equal(models.namespace["out"].logits, expected(x))
+    source = str(models.ok("%graphpatch export").value)
+    assert "ZeroPatch(positions=-1)" in source
+    models.ok(source)
+    assert torch.equal(models.namespace["output"].logits, expected(x))
+    models.ok(f"%graphpatch save {tmp_path}/session.json")
+    models.ok("%graphpatch clear")
+    models.ok(f"%graphpatch load {tmp_path}/session.json")
+    models.ok("%%graphpatch\nshort = pg(x[:, :3])")
+    assert torch.equal(models.namespace["short"].logits, expected(x[:, :3]))
+    models.ok("%%graphpatch\ntokens = pg.generate(x, max_new_tokens=3, do_sample=False)")
+    assert torch.equal(models.namespace["tokens"], expected(x, max_new_tokens=3, do_sample=False))
 
 
 def test_the_browser_knows_the_node_and_shows_the_part(models):

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import ExperimentError, GraphPatchWarning, PatchableGraph, ReplacePatch
 from graphpatch_notebook.experiments import direct_logit_attribution, logit_lens
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.methods.lens import Readouts
 from tests.components.families import captured_model
 from tests.hooks import registered
+from tests.tiny_models import gpt2
 
 TOKENS = torch.tensor([3, 8])
 
@@ -56,6 +59,13 @@ def test_the_lens_is_the_model_with_a_state_as_the_last_one(captured: tuple[str,
         assert np.array_equal(whole[layer], swapped(model, name, given, layer))
     with torch.no_grad():
         assert np.array_equal(whole[2], model(given).logits)
+    if name in ("gpt2", "llama", "gemma2", "neox"):
+        read = Readouts(pg, Inputs((given,)), target=3, top=2, row=1).read("residual")
+        for layer, readout in enumerate(read.readouts[:2]):
+            probabilities = swapped(model, name, given, layer)[1].softmax(-1)
+            assert np.allclose(readout.target, probabilities[:, 3], atol=1e-6)
+            assert np.array_equal(readout.rank, (probabilities > probabilities[:, 3:4]).sum(-1))
+            assert np.array_equal(readout.tokens, probabilities.topk(2).indices)
     ids = torch.tensor([1, 0])
     by_row = logit_lens(pg, given, target=ids)
     assert by_row.dims == ("layer", *axis)
@@ -93,6 +103,29 @@ class Tailed(nn.Module):
             scale = stream.abs().max()  # of all rows, as in dynamic quantization; that of the last state is the largest
             state = (stream / scale * 127).round() / 127 * scale
         return self.head(state)
+
+
+def test_in_training_mode_the_lens_reads_the_states_of_one_run() -> None:
+    torch.manual_seed(0)
+    model = gpt2(layers=3, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()
+    ids = torch.randint(0, 50, (2, 6))
+    pg = PatchableGraph(model, ids)
+    torch.manual_seed(1)
+    read, after = logit_lens(pg, ids), torch.rand(1)
+    torch.manual_seed(1)
+    kept: list[Tensor] = []
+    hooks = [block.register_forward_pre_hook(lambda _, args: kept.append(args[0])) for block in model.transformer.h]
+    hooks.append(model.transformer.ln_f.register_forward_pre_hook(lambda _, args: kept.append(args[0])))
+    with torch.no_grad(), registered(hooks):
+        logits = model(ids).logits
+    assert torch.equal(after, torch.rand(1))
+    with torch.no_grad():
+        for layer, state in enumerate(kept):
+            expected = model.lm_head(model.transformer.ln_f(state))
+            torch.testing.assert_close(torch.tensor(read.values[layer]).float(), expected, rtol=1e-4, atol=1e-5)
+    assert np.array_equal(read[-1], logits)
+    assert model.training
+    assert not read.equals(logit_lens(pg, ids))
 
 
 @pytest.mark.parametrize("kind", ["plain", "skip", "rows", "in place", "scaled", "hooked"])

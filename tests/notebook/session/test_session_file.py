@@ -239,7 +239,7 @@ def chosen_patches() -> st.SearchStrategy[ChosenPatch | None]:
         name=st.from_regex(r"[a-zäöü]{1,3}\d", fullmatch=True),
         is_enabled=st.booleans(),
         steps=st.none() | st.sampled_from(["prefill", "1:", "0, 2"]),
-        positions=st.none() | st.sampled_from(["3", "1:4"]),
+        positions=st.none() | st.sampled_from(["3", "1:4", "-1"]),
         position_dim=st.none() | st.integers(-2, 2),
         any_shape=st.booleans(),
         allow_empty=st.booleans(),
