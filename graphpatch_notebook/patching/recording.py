@@ -115,7 +115,7 @@ class Recording(Mapping[str, Any]):
                     return part_of(target, value)
         close = ", ".join(map(repr, nearest(text, list(self._kept))))
         captured = self._captured()
-        answer = None if captured is None else answer_to_alias(captured.root, text)
+        answer = None if captured is None or targets else answer_to_alias(captured.root, text)
         hint = answer or (f"nearest: {close}" if close else "")
         raise UnknownPathError(f"{text!r} was not recorded" + (f"; {hint}" if hint else ""))
 

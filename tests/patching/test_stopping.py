@@ -227,6 +227,8 @@ def test_names_of_other_tools_in_recordings(gpt2: PatchableGraph) -> None:
     assert recording["post", 1, "mlp"] is recording["post", 1]
     with pytest.raises(UnknownPathError, match=r"; nearest: 'layers\[1\].attn.z'$"):
         recording["blocks.1.attn.hook_z"]
+    with pytest.raises(UnknownPathError, match="was not recorded; nearest: '@embed'$"):
+        gpt2.record("@embed", TOKENS)["layers[1].resid_post"]
     with pytest.raises(AttributeError, match="write direct_logit_attribution"):
         recording.logit_attrs()
     assert not hasattr(recording, "other")
