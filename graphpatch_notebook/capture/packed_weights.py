@@ -91,8 +91,12 @@ def held_by(module: Module, path: str) -> tuple[Packing, Module] | None:
 
 def unpacked(value: Any) -> Any:
     """Returns the tensor that a quantized one represents, by the `dequantize` of its class; others as they are."""
-    is_packed = getattr(type(value), "dequantize", Tensor.dequantize) is not Tensor.dequantize
-    return value.dequantize() if is_packed else value
+    return value.dequantize() if is_packed(value) else value
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a value is a tensor of a class with a `dequantize` of its own."""
+    return getattr(type(value), "dequantize", Tensor.dequantize) is not Tensor.dequantize
 
 
 def passed_as(packed: Tensor, plain: Tensor) -> Tensor:

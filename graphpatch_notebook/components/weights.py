@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import is_offloaded
+from graphpatch_notebook.capture.packed_weights import is_packed
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, once_a_capture
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.components import Component, Components, find
@@ -722,7 +723,7 @@ def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAM
         held = _loaded(flow.frame_of[node], str(node.target).split("."))
         if is_distributed(held):
             held = held.full_tensor()
-        if not isinstance(held, Tensor) or not held.is_floating_point():
+        if not isinstance(held, Tensor) or not held.is_floating_point() or is_packed(held):
             raise GraphError(f"{flow.path(value)} is not a tensor of floating-point numbers (it may be quantized)")
         return held
 

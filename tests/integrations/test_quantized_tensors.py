@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
+    GraphError,
     Patch,
     PatchableGraph,
     ProbePatch,
     ReplacePatch,
     ZeroPatch,
 )
+from tests.tiny_models import gpt2
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -123,6 +125,19 @@ def test_gradients_flow_to_a_patch(kind: type[Linear]) -> None:
     weight = model[0].weight.dequantize().requires_grad_()
     F.linear(X, weight, model[0].bias).relu().pow(2).sum().backward()
     torch.testing.assert_close(value.grad, weight.grad)
+
+
+def test_matrices_of_weights_are_refused() -> None:
+    """They are views of the weights, into which `project_out` writes; these have other numbers."""
+    model, ids = gpt2(), torch.arange(6)[None]
+    for layer in model.transformer.h:
+        weight = layer.mlp.c_fc.weight.data
+        layer.mlp.c_fc = nn.Linear(*weight.shape).requires_grad_(False)
+        layer.mlp.c_fc.weight = nn.Parameter(Int8Rows.of(weight.T), requires_grad=False)
+    pg = PatchableGraph(model, ids)
+    with pytest.raises(GraphError, match=r"transformer\.h_0\.mlp\.c_fc\.weight"):
+        _ = pg.weights.W_in[0]
+    assert pg.weights.W_out[0].shape == model.transformer.h[0].mlp.c_proj.weight.shape
 
 
 def test_graphs_that_run_take_a_patched_weight() -> None:
