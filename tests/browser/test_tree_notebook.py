@@ -22,7 +22,7 @@ def without_head_3(module, args):
 
 hook = model.transformer.h[1].attn.c_proj.register_forward_pre_hook(without_head_3)
 by_hook = right(model)
-said_by_hook = int(model(asked).logits[0, -1].argmax())
+said_by_hook = pg.to_str_tokens(model(asked).logits[0, -1].argmax())
 hook.remove()
 """
 
@@ -75,7 +75,7 @@ def test_patch_is_chosen_run_and_taken_along(example: TreePage, take_picture: Ca
 
     example.button("Run").click()
     expect(example.runs).to_contain_text("ran with patch")
-    expect(example.runs).to_contain_text(str(notebook.value("int(answers[0])")))
+    expect(example.runs).to_contain_text(str(notebook.value("pg.to_str_tokens(answers[0])")))
     expect(example.runs).to_contain_text(str(notebook.value("said_by_hook")))
     expect(example.runs).to_contain_text("logits")
     take_picture("run")
