@@ -33,7 +33,8 @@ from graphpatch_notebook import (
     save_patches,
 )
 from graphpatch_notebook.components import Component
-from graphpatch_notebook.experiments import mean_values, record_to
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments import attribute, mean_values, record_to
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
@@ -421,6 +422,23 @@ def test_what_is_not_known_stays_in_the_order_of_the_model() -> None:
     assert {None} & {*pg.components["@embed"].axes}
     assert all(one.layout is None for one in pg.components.values() if None in one.axes)
     assert PatchableGraph(nn.TransformerEncoderLayer(8, 2, 8).eval(), torch.randn(5, 2, 8)).components is not None
+
+
+def test_heads_in_one_dimension_with_the_batch() -> None:
+    one, head = subject("batch and heads merged"), "layers[1].attn.heads[1].pattern"
+    (component,) = one.pg.components.lookup(head)
+    assert component.path_axes == ("batch_head", "query", "key")
+
+    def edit(value: Tensor) -> None:
+        value[0, 1, 1] += 2.0
+        value[1, 1, 3] += 2.0
+
+    found = one.output(0, {head: AddPatch(value=2.0, positions=[[1], [3]])})
+    torch.testing.assert_close(found, one.output(0, by_path(component, edit)))
+    assert one.record(head, 1)[head].shape == (3, LENGTH + 2, LENGTH + 2)
+    inputs = one.calls[0].args[0]
+    with pytest.raises(ExperimentError, match=f"with the batch at '{component.path}'"):
+        attribute(one.pg, lambda output: output.mean(), inputs, inputs.flip(1), paths=head)
 
 
 def test_the_table_has_both_orders(small: Small) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.components import FactoredMatrix
+from graphpatch_notebook.components import Component, FactoredMatrix
 from graphpatch_notebook.components.ends import table_of
 from graphpatch_notebook.components.flow import Value, walk
 from graphpatch_notebook.components.names import ComponentName, parse_name
@@ -446,7 +446,7 @@ def keep_heads(
     check_ablation(method, reference, mean_over, ("mean", "zero"))
     layers, prefix = layer_count(pg, stack), f"{stack}." if stack else ""
     found = [component(pg, f"{prefix}layers[{layer}].attn.z") for layer in range(layers)]
-    counts = [each.shape[_axis_of_heads(each.name, each.axes)] for each in found]
+    counts = [_head_count(each) for each in found]
     kept = _checked_heads(heads, counts)
     values = {} if method == "zero" else record(pg, inputs_of(pg, reference), [each.name for each in found]).values
     patches: dict[str, Patch[Any]] = {}
@@ -454,8 +454,7 @@ def keep_heads(
         others = [head for head in range(counts[layer]) if (layer, head) not in kept]
         if not others:
             continue
-        dim = _axis_of_heads(each.name, each.axes)
-        index: Any = (*[slice(None)] * dim, others)
+        index: Any = (..., others, slice(None))
         pooled = {"batch"} if mean_over == "batch" else {"batch", "position"}
         dims = [number for number, axis in enumerate(each.axes) if axis in pooled]
         mean = values[each.name].mean(dims, keepdim=True)[index] if values else None
@@ -463,10 +462,10 @@ def keep_heads(
     return patches
 
 
-def _axis_of_heads(name: str, axes: Sequence[str | None]) -> int:
-    if "head" not in axes:
-        raise ExperimentError(f"{name!r} has no dimension of heads, but {', '.join(map(str, axes))}")
-    return list(axes).index("head")
+def _head_count(each: Component) -> int:
+    if each.axes[-2:] != ("head", "channel"):
+        raise ExperimentError(f"{each.name!r} has no dimension of heads, but {', '.join(map(str, each.axes))}")
+    return each.shape[-2]
 
 
 def _checked_heads(heads: Iterable[tuple[int, int]], counts: Sequence[int]) -> set[tuple[int, int]]:
