@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
     from graphpatch_notebook.components import Components, ProofRun, Weights
+    from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.graphs.verification import VerificationReport
     from graphpatch_notebook.notebook.views.browser import Browser
@@ -311,7 +312,7 @@ class PatchableGraph(_LikeItsModel):
         path: str | NodePath = "",
         *,
         inputs: Any = None,
-        circuit: Circuit | None = None,
+        circuit: Circuit | AttributionGraph | None = None,
         views: Iterable[str] = (),
     ) -> Browser:
         """Returns a widget with the tree of the graph: inspect nodes and their code, choose patches by click, run.

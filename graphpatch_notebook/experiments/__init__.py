@@ -9,6 +9,8 @@
 - `head_scores`, `composition_scores`, `keep_heads`: what attention heads do, and the model with only some of them.
 - `attribute_edges`, `circuit`, `circuit_patches`, `faithfulness`: what passes along the edges between components, and
   exact runs of the model with some of these edges only.
+- `attribution_graph`: how features and tokens of one prompt make each other and the logits; `attribute_score` of what
+  attention is made, and `steer`, whether a change has the effect that a graph predicts.
 - `record_to`, `ActivationStore`, `mean_values`, `average`, `ridge_probes`: values and results over datasets that do not
   fit into memory; `probes`: what linear probes read off stored values, and along which direction.
 - `direction`, `project_out`: the direction between two kinds of examples, and the model without it.
@@ -34,6 +36,8 @@ from __future__ import annotations
 
 from graphpatch_notebook.experiments.attribution.attribute import attribute, top_scores
 from graphpatch_notebook.experiments.attribution.direct_logits import direct_logit_attribution
+from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph, GraphNode
+from graphpatch_notebook.experiments.circuits.attribution_runs import attribute_score, attribution_graph, steer
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.edges import attribute_edges
 from graphpatch_notebook.experiments.circuits.runs import circuit, circuit_patches, faithfulness
@@ -84,10 +88,12 @@ __all__ = [
     "DAS",
     "ActivationStore",
     "AnswerLogProbability",
+    "AttributionGraph",
     "BoundlessDAS",
     "Circuit",
     "Edge",
     "Generated",
+    "GraphNode",
     "Intervention",
     "KLDivergence",
     "L0Mask",
@@ -105,6 +111,8 @@ __all__ = [
     "ablate",
     "attribute",
     "attribute_edges",
+    "attribute_score",
+    "attribution_graph",
     "average",
     "causal_trace",
     "circuit",
@@ -135,6 +143,7 @@ __all__ = [
     "show_generation",
     "show_heatmap",
     "show_lens",
+    "steer",
     "sweep",
     "top_scores",
 ]

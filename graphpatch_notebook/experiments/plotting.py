@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from xarray import DataArray
 
+    from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.session.workspace import Workspace
     from graphpatch_notebook.notebook.views.attention import AttentionView
@@ -230,7 +231,7 @@ def show_attention(
     return attention_of(pg, *_for_view(inputs, input_kwargs), tokens=tokens, layers=layers)
 
 
-def show_circuit(circuit: Circuit) -> CircuitView:
+def show_circuit(circuit: Circuit | AttributionGraph) -> CircuitView:
     """Returns an interactive picture of a circuit for the notebook.
 
     Layers go upwards. A slider leaves out the weak edges; pointing at a node or an edge shows its name, its score and

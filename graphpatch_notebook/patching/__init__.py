@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from graphpatch_notebook.patching.recording import Recording, record
     from graphpatch_notebook.patching.run import apply_to_rows, frames_seen
+    from graphpatch_notebook.patching.splices import CrossLayerDecoder, CrossLayerEncoder, SaeSplice
     from graphpatch_notebook.patching.stand_in import (
         GENERATION_CONFIG,
         generating_with,
@@ -53,9 +54,12 @@ __all__ = [
     "CapturedModel",
     "CompiledModel",
     "CompiledPatches",
+    "CrossLayerDecoder",
+    "CrossLayerEncoder",
     "Entry",
     "PatchContext",
     "Recording",
+    "SaeSplice",
     "TokenDims",
     "active_patches",
     "apply_to_rows",
@@ -82,5 +86,5 @@ __all__ = [
 ]
 
 # All of them are imported when they are first asked for: rooms below import `model_state` and `sharding`.
-_MODULES = "positions plan stand_in run context recording compiled_model".split()
+_MODULES = "positions plan stand_in run context recording splices compiled_model".split()
 __getattr__ = lazy_names(__name__, __all__, _MODULES)

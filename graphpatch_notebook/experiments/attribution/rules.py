@@ -65,7 +65,7 @@ _OFFSETS = {"midpoint": 0.5, "left": 0.0, "right": 1.0}
 
 # -- held norms --------------------------------------------------------------------------------------------------------
 
-_DENOMINATORS = frozenset("rsqrt sqrt var std norm vector_norm linalg_vector_norm linalg_norm".split())
+DENOMINATORS = frozenset("rsqrt sqrt var std norm vector_norm linalg_vector_norm linalg_norm".split())
 
 
 def _constant(call: PairedCall, *inputs: Tensor) -> Any:
@@ -158,7 +158,7 @@ _SECANT: dict[Any, Rule] = {
     ),
 }
 _HELD: dict[Any, Rule] = {
-    **dict.fromkeys(_DENOMINATORS, Rule(_constant)),
+    **dict.fromkeys(DENOMINATORS, Rule(_constant)),
     "pow": Rule(_constant, refusal=_is_no_root),
     **{name: _SECANT[name] for name in ("layer_norm", "rms_norm", "group_norm", "normalize")},
 }

@@ -38,8 +38,8 @@ _PADDING, _LEAST_WIDTH = 18.0, 62.0
 _PITCH = 92.0
 """From a row to the next."""
 _GAP, _EDGE_ROOM = 16.0, 10.0
-_MARGIN, _LABELS = 14.0, 66.0
-_TOKENS, _BETWEEN = 24.0, 40.0
+MARGIN, _LABELS = 14.0, 66.0
+TOKENS, _BETWEEN = 24.0, 40.0
 """For the tokens, below, and from a column to the next."""
 _ROUNDS = 8
 _THINNEST, _WIDEST = 1.0, 8.0
@@ -133,6 +133,11 @@ class Circuit:
         known = "" if self.faithfulness is None else f", faithfulness {self.faithfulness:.3g}"
         return f"{len(self.edges):,} of {self.candidates:,} edges{known}"
 
+    @property
+    def edge_count(self) -> int:
+        """The number of edges."""
+        return len(self.edges)
+
     def strongest(self, count: int | None) -> Circuit:
         """Returns the circuit with only the `edges` with the largest scores; `None` for all."""
         return replace(self, edges=tuple(sorted(self.edges, key=lambda edge: -abs(edge.score))[:count]))
@@ -151,6 +156,10 @@ class Circuit:
     def targets(self, receiver: str) -> tuple[str, ...]:
         """Returns the nodes that a receiver belongs to: the senders that are computed from it, or else itself."""
         return self.feeds[receiver] or (receiver,)
+
+    def picture(self) -> dict[str, Any]:
+        """Returns the picture, as the front end draws it."""
+        return lay_out(self)
 
     def without_dead_ends(self) -> Circuit:
         """Returns the circuit without edges that change nothing.
@@ -227,11 +236,7 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
             >>> Circuit(edges, feeds, candidates=3, clean=2.0, corrupted=0.0).to_svg()[:4]
             '<svg'
         """
-        text = _svg_of(self, edges)
-        if file is not None:
-            with whole_file(Path(file)) as written:
-                written.write_text(text, encoding="utf8")
-        return text
+        return written_svg(self, file, edges)
 
     def _repr_svg_(self) -> str:
         return self.to_svg(edges=READABLE)
@@ -269,7 +274,7 @@ def place_of(edge: Edge) -> int | None:
 
 
 @dataclass(eq=False)
-class _Node:
+class PictureNode:
     """A node of the picture, or (without a name) the room of an edge that passes through a row.
 
     Attributes:
@@ -284,7 +289,7 @@ class _Node:
     row: LayoutRow
     position: int | None
     x: float = 0.0
-    near: list[_Node] = field(default_factory=list)
+    near: list[PictureNode] = field(default_factory=list)
     ports: set[str] = field(default_factory=set)
 
     def port(self, name: str) -> float:
@@ -319,7 +324,7 @@ def lay_out(circuit: Circuit) -> dict[str, Any]:
     """
     edges = sorted(circuit.edges, key=lambda edge: -abs(edge.score))
     largest = max((abs(edge.score) for edge in edges), default=0.0) or 1.0
-    widths = [round(_THINNEST + (_WIDEST - _THINNEST) * abs(edge.score) / largest, 2) for edge in edges]
+    widths = [thickness(edge.score, largest) for edge in edges]
     sending = {edge.sender for edge in edges}
     # Of heads that share keys, those that pass something on.
     ends = {name: [each for each in fed if each in sending] or fed[:1] or [name] for name, fed in circuit.feeds.items()}
@@ -331,20 +336,19 @@ def lay_out(circuit: Circuit) -> dict[str, Any]:
         for number, (edge, width) in enumerate(zip(edges, widths, strict=True))
     ]
     positions = sorted({node.position for node in nodes.values()}, key=lambda position: position or 0)
-    centers = _place(list(rows.values()), positions)
-    height = 2 * _MARGIN + NODE_HEIGHT + _PITCH * max(len(order) - 1, 0)
-    tops = {row: height - _MARGIN - NODE_HEIGHT / 2 - _PITCH * number for number, row in enumerate(order)}
+    centers = placed(list(rows.values()), positions)
+    tops, height = tops_of(order)
     drawn = [node for row in rows.values() for node in sorted(row, key=lambda node: node.x) if node.name]
     number_of = {node: number for number, node in enumerate(drawn)}
-    right = max((node.x + node.width / 2 for row in rows.values() for node in row), default=_MARGIN + _LABELS)
+    right = max((node.x + node.width / 2 for row in rows.values() for node in row), default=MARGIN + _LABELS)
     tokens = {at: circuit.tokens[at] if at < len(circuit.tokens) else str(at) for at in positions if at is not None}
     routed = list(zip(edges, paths, strict=True))
     links = _links(routed, tops) if tokens else ()
     return {
-        "width": round(right + _MARGIN, 1),
-        "height": height + (_TOKENS if tokens else 0),
-        "bands": _bands(tops),
-        "nodes": [_drawn_node(node, tops[node.row]) for node in drawn],
+        "width": round(right + MARGIN, 1),
+        "height": height + (TOKENS if tokens else 0),
+        "bands": bands_of(tops),
+        "nodes": [drawn_node(node, tops[node.row]) for node in drawn],
         "edges": [
             {
                 "sender": edge.sender,
@@ -354,7 +358,7 @@ def lay_out(circuit: Circuit) -> dict[str, Any]:
                 "from": number_of[own[0][0]],
                 "to": [number_of[path[-1]] for path in own],
                 "thickness": width,
-                "line": "".join(_curve(edge, path, tops) for path in own),
+                "line": "".join(curve(path, tops, _port(edge)) for path in own),
             }
             for (edge, own), width in zip(routed, widths, strict=True)
         ],
@@ -363,13 +367,29 @@ def lay_out(circuit: Circuit) -> dict[str, Any]:
     }
 
 
+def thickness(score: float, largest: float) -> float:
+    """Returns the width of the line of an edge."""
+    return round(_THINNEST + (_WIDEST - _THINNEST) * abs(score) / largest, 2)
+
+
+def width_of(label: str) -> float:
+    """Returns the width of a node."""
+    return max(_LEAST_WIDTH, _LETTER * len(label) + _PADDING)
+
+
+def tops_of(rows: Sequence[LayoutRow]) -> tuple[dict[LayoutRow, float], float]:
+    """Returns the middle of each row, the lowest row first, and the height of all."""
+    height = 2 * MARGIN + NODE_HEIGHT + _PITCH * max(len(rows) - 1, 0)
+    return {row: height - MARGIN - NODE_HEIGHT / 2 - _PITCH * number for number, row in enumerate(rows)}, height
+
+
 def _routes(
     edge: Edge,
     ends: Sequence[str],
-    nodes: Mapping[tuple[str, int | None], _Node],
-    rows: Mapping[LayoutRow, list[_Node]],
+    nodes: Mapping[tuple[str, int | None], PictureNode],
+    rows: Mapping[LayoutRow, list[PictureNode]],
     width: float | None,
-) -> list[list[_Node]]:
+) -> list[list[PictureNode]]:
     """Returns the nodes that an edge passes, to each of its ends; adds its rooms to the rows between.
 
     Only strong lines take room, of their `width`; others pass behind the nodes there.
@@ -378,7 +398,7 @@ def _routes(
     for name in ends:
         first, last = nodes[edge.sender, edge.position], nodes[name, edge.position]
         between = () if width is None else order[order.index(first.row) + 1 : order.index(last.row)]
-        rooms = [_Node("", "", _EDGE_ROOM + (width or 0.0), row, edge.position) for row in between]
+        rooms = [PictureNode("", "", _EDGE_ROOM + (width or 0.0), row, edge.position) for row in between]
         for room in rooms:
             rows[room.row].append(room)
         found.append([first, *rooms, last])
@@ -389,7 +409,7 @@ def _routes(
     return found
 
 
-def _drawn_node(node: _Node, y: float) -> dict[str, Any]:
+def drawn_node(node: PictureNode, y: float) -> dict[str, Any]:
     return {
         "name": node.name,
         "label": node.label,
@@ -406,27 +426,27 @@ def _port(edge: Edge) -> str:
     return edge.receiver.rpartition(".")[2]
 
 
-def _nodes_of(circuit: Circuit, ends: Mapping[str, Sequence[str]]) -> dict[tuple[str, int | None], _Node]:
+def _nodes_of(circuit: Circuit, ends: Mapping[str, Sequence[str]]) -> dict[tuple[str, int | None], PictureNode]:
     """Returns the nodes at the ends of edges, in the order of the model."""
     used = {(edge.sender, edge.position) for edge in circuit.edges}
     used |= {(name, edge.position) for edge in circuit.edges for name in ends[edge.receiver]}
     nodes = {}
     for name in circuit.nodes:
         row, label = row_and_label(name)
-        width = max(_LEAST_WIDTH, _LETTER * len(label) + _PADDING)
+        width = width_of(label)
         for position in sorted((at for one, at in used if one == name), key=lambda position: position or 0):
-            nodes[name, position] = _Node(name, label, width, row, position)
+            nodes[name, position] = PictureNode(name, label, width, row, position)
     return nodes
 
 
-def _place(rows: list[list[_Node]], positions: Sequence[int | None]) -> list[float]:
+def placed(rows: list[list[PictureNode]], positions: Sequence[int | None]) -> list[float]:
     """Sorts each row, puts its nodes side by side, and returns the center of each column."""
     for round_ in range(_ROUNDS):
         for row in rows[:: 1 if round_ % 2 == 0 else -1]:
             place = {id(node): index / max(len(one) - 1, 1) for one in rows for index, node in enumerate(one)}
             mean = {id(node): sum(place[id(other)] for other in node.near) / max(len(node.near), 1) for node in row}
             row.sort(key=lambda node, mean=mean: (node.position or 0, mean[id(node)]))  # type: ignore[misc]
-    left, centers = _MARGIN + _LABELS, []
+    left, centers = MARGIN + _LABELS, []
     for position in positions:
         parts = [[node for node in row if node.position == position] for row in rows]
         wide = max(sum(node.width + _GAP for node in part) for part in parts) - _GAP
@@ -440,10 +460,10 @@ def _place(rows: list[list[_Node]], positions: Sequence[int | None]) -> list[flo
     return centers
 
 
-def _curve(edge: Edge, path: Sequence[_Node], tops: Mapping[LayoutRow, float]) -> str:
+def curve(path: Sequence[PictureNode], tops: Mapping[LayoutRow, float], port: str = "") -> str:
     """Returns a line that is vertical in each row, as the `d` of an SVG path."""
     first, *between, last = path
-    ends = (first.x, tops[first.row] - NODE_HEIGHT / 2), (last.port(_port(edge)), tops[last.row] + NODE_HEIGHT / 2)
+    ends = (first.x, tops[first.row] - NODE_HEIGHT / 2), (last.port(port), tops[last.row] + NODE_HEIGHT / 2)
     line = f"M{ends[0][0]:.1f} {ends[0][1]:.1f}"
     for (x, y), (to_x, to_y) in pairwise([ends[0], *((node.x, tops[node.row]) for node in between), ends[1]]):
         middle = (y + to_y) / 2
@@ -451,9 +471,9 @@ def _curve(edge: Edge, path: Sequence[_Node], tops: Mapping[LayoutRow, float]) -
     return line
 
 
-def _bands(tops: Mapping[LayoutRow, float]) -> list[dict[str, Any]]:
+def bands_of(tops: Mapping[LayoutRow, float]) -> list[dict[str, Any]]:
     """Returns the label of each layer, and the top and height of its area."""
-    room, layers = NODE_HEIGHT / 2 + _MARGIN, dict[str, list[float]]()
+    room, layers = NODE_HEIGHT / 2 + MARGIN, dict[str, list[float]]()
     for (stack, layer, _), y in tops.items():
         if layer is not None:
             layers.setdefault(f"{stack} {layer}" if stack else f"layer {layer}", []).append(y)
@@ -463,8 +483,8 @@ def _bands(tops: Mapping[LayoutRow, float]) -> list[dict[str, Any]]:
 
 
 def _links(
-    edges: Sequence[tuple[Edge, list[list[_Node]]]], tops: Mapping[LayoutRow, float]
-) -> Iterator[tuple[_Node, _Node, str]]:
+    edges: Sequence[tuple[Edge, list[list[PictureNode]]]], tops: Mapping[LayoutRow, float]
+) -> Iterator[tuple[PictureNode, PictureNode, str]]:
     """Yields lines from where a component reads for other positions to where it writes what it read."""
     reading = dict.fromkeys(path[-1] for edge, own in edges if place_of(edge) is None for path in own)
     writing = dict.fromkeys(own[0][0] for _, own in edges)
@@ -481,10 +501,18 @@ def _links(
 # -- SVG ---------------------------------------------------------------------------------------------------------------
 
 
-def _svg_of(circuit: Circuit, most: int | None = None) -> str:
-    """Returns a picture of a circuit, with at most `most` edges, as SVG with a white background."""
-    shown = circuit.strongest(most)
-    picture = lay_out(shown)
+def written_svg(graph: Any, file: str | os.PathLike[str] | None, edges: int | None) -> str:
+    """Returns the SVG of the strongest edges of a circuit, or attribution graph, and writes it to a file."""
+    picture = graph.strongest(edges).picture()
+    text = svg_of(picture, summary_of(graph, len(picture["edges"])))
+    if file is not None:
+        with whole_file(Path(file)) as written:
+            written.write_text(text, encoding="utf8")
+    return text
+
+
+def svg_of(picture: Mapping[str, Any], summary: str) -> str:
+    """Returns a picture as SVG with a white background."""
     width, height, edges = max(picture["width"], _LEAST_TOTAL), picture["height"] + _LEGEND, picture["edges"]
     title = f"Circuit of {len(edges)} edges between {len(picture['nodes'])} components"
     parts = [
@@ -501,17 +529,18 @@ def _svg_of(circuit: Circuit, most: int | None = None) -> str:
         style = 'class="token" text-anchor="middle" fill="#57606a"'
         parts.append(_text(column["x"], picture["height"] - 10, column["label"], style))
     parts += [f'<path class="link" d="{link["line"]}" {_LINK}/>' for link in picture["links"]]
-    strongest = sorted(shown.edges, key=lambda edge: -abs(edge.score))
-    for edge, drawn in [*zip(strongest, edges, strict=True)][::-1]:  # the strongest on top
-        name, style = escape(str(edge).replace("->", "→")), _stroke(edge.score, drawn["thickness"])
-        parts.append(f'<path d="{drawn["line"]}" class="edge" fill="none" {style}><title>{name}</title></path>')
+    for edge in edges[::-1]:  # the strongest on top
+        at = "" if edge["position"] is None else f" at {edge['position']}"
+        name = escape(f"{edge['sender']} → {edge['receiver']}{at}: {edge['score']:+.4g}")
+        style = _stroke(edge["score"], edge["thickness"])
+        parts.append(f'<path d="{edge["line"]}" class="edge" fill="none" {style}><title>{name}</title></path>')
     parts += map(_node, picture["nodes"])
     if edges:
-        score, y = edges[0]["score"], picture["height"] + 18.0
+        score, y = max((edge["score"] for edge in edges), key=abs), picture["height"] + 18.0
         dotted = "; dotted: attention across positions" if picture["links"] else ""
         parts.append(f'<path d="M14 {y:g}h34" {_stroke(score, _WIDEST)}/>')
         parts.append(_text(56, y + 4, f"score {score:+.3g}; dashed if negative{dotted}", 'fill="#24292f"'))
-        parts.append(_text(14, y + 30, summary_of(circuit, len(edges)), _GREY))
+        parts.append(_text(14, y + 30, summary, _GREY))
     return "\n".join([*parts, "</svg>"])
 
 
@@ -536,6 +565,6 @@ def _text(x: float, y: float, text: str, style: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
 
 
-def summary_of(circuit: Circuit, shown: int) -> str:
+def summary_of(circuit: Any, shown: int) -> str:
     """Returns a description of a circuit in one line, and how many edges are shown if these are not all."""
-    return circuit.summary + (f", the strongest {shown} are shown" if shown < len(circuit.edges) else "")
+    return str(circuit.summary) + (f", the strongest {shown} are shown" if shown < circuit.edge_count else "")

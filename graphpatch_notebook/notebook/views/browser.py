@@ -61,6 +61,7 @@ from graphpatch_notebook.values import (
 if TYPE_CHECKING:
     from xarray import DataArray
 
+    from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
 
 
@@ -119,7 +120,7 @@ class Browser(LinkedView):
         self._shown = weakref.ref(skeleton)
         self._scores: dict[str, float] = {}
         self._scores_name = ""
-        self._circuit: Circuit | None = None
+        self._circuit: Circuit | AttributionGraph | None = None
         self._has_components = False
         self._opened_at = skeleton.path(row)
         self.views = tuple(views)
@@ -170,7 +171,7 @@ class Browser(LinkedView):
         self._scores, self._scores_name = {}, ""
         self.renew("scores", "scores_name")
 
-    def set_circuit(self, circuit: Circuit | None) -> None:
+    def set_circuit(self, circuit: Circuit | AttributionGraph | None) -> None:
         """Shows the picture of a circuit above the tree; `None` removes it.
 
         A component that is pinned in the picture becomes the selected row, and has a button to patch it.
@@ -353,7 +354,7 @@ def browser_of(
     *,
     inputs: Any = None,
     typed: str | None = None,
-    circuit: Circuit | None = None,
+    circuit: Circuit | AttributionGraph | None = None,
     views: Iterable[str] = (),
 ) -> Browser:
     """Returns a new browser of a graph: `pg.browse`. `typed` are the inputs as Python code, evaluated for each run.

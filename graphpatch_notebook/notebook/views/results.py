@@ -20,7 +20,8 @@ import traitlets
 
 from graphpatch_notebook.components import Components
 from graphpatch_notebook.components.names import is_component_name, parse_name
-from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit, lay_out, summary_of
+from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph
+from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit, summary_of
 from graphpatch_notebook.experiments.grids import FloatArray, Grid, Scale, Side, shown_labels, tick_text
 from graphpatch_notebook.experiments.results import component_of
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
@@ -401,7 +402,7 @@ class CircuitView(DisplayedWidget):
 
     FRONT_END: ClassVar[Mapping[str, Any]] = {"pinned": tuple[str, Natural] | None}
 
-    def __init__(self, circuit: Circuit) -> None:
+    def __init__(self, circuit: Circuit | AttributionGraph) -> None:
         self._circuit = circuit
         state = picture_of(circuit)
         self.set_trait("circuit", state)
@@ -442,30 +443,35 @@ def _key(item: dict[str, Any], *names: str) -> Any:
     return words if len(words) > 1 else words[0]
 
 
-def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _: None) -> dict[str, Any]:
+def picture_of(
+    circuit: Circuit | AttributionGraph, row_of: Callable[[str], int | None] = lambda _: None
+) -> dict[str, Any]:
     """Returns the `CircuitPicture` of the front end."""
-    shown = circuit.strongest(_MOST_EDGES)
-    picture = lay_out(shown)
+    picture = circuit.strongest(_MOST_EDGES).picture()
     rows = [row_of(node["name"]) for node in picture["nodes"]]
     return {
         **picture,
         "nodes": [
             {**node, "row": -1 if row is None else row} for node, row in zip(picture["nodes"], rows, strict=True)
         ],
-        "first": min(READABLE, len(shown.edges)),
-        "summary": summary_of(circuit, len(shown.edges)),
+        "first": min(READABLE, len(picture["edges"])),
+        "summary": summary_of(circuit, len(picture["edges"])),
         "python": circuit.to_python(),
         "json": circuit.to_json(),
     }
 
 
-def static_circuit(circuit: Circuit) -> str:
+def _at(edge: Mapping[str, Any]) -> str:
+    return "" if edge["position"] is None else f" at {edge['position']}"
+
+
+def static_circuit(circuit: Circuit | AttributionGraph) -> str:
     """Returns HTML with the picture of a circuit, and a list of its strongest edges, which pages may show instead."""
     picture = base64.b64encode(circuit.to_svg(edges=READABLE).encode()).decode()
-    edges = circuit.strongest(_LISTED).edges
+    edges = circuit.strongest(_LISTED).picture()["edges"]
     rows = "".join(
-        f"<li><code>{escaped(edge.sender)}</code> → <code>{escaped(edge.receiver)}</code>"
-        f"{'' if edge.position is None else f' at {edge.position}'}: {edge.score:+.3g}</li>\n"
+        f"<li><code>{escaped(edge['sender'])}</code> → <code>{escaped(edge['receiver'])}</code>"
+        f"{_at(edge)}: {edge['score']:+.3g}</li>\n"
         for edge in edges
     )
     return (

@@ -1,0 +1,449 @@
+"""The runs behind an attribution graph.
+
+1. The model runs once with gradients, its attention patterns, denominators of norms and gates frozen (`frozen`). What
+   MLPs write is taken as given: it is the sum of what features write (`features`), and an error.
+2. A logit, or a feature, is then a linear function of a state of the stream. One derivative of that run gives what each
+   token, feature and error adds to it: many functions of one layer go together, as rows of one backward pass.
+3. Another run, in which all of these are zero, shows what constants add, and how exact the sums are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.circuits.attribution_graph import Array, AttributionGraph, GraphNode
+from graphpatch_notebook.experiments.circuits.features import Features, Linearized, layer_stack, linearized
+from graphpatch_notebook.experiments.circuits.frozen import FrozenDenominators, FrozenRun, rows_of
+from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of, record
+from graphpatch_notebook.experiments.methods.arguments import check_graph
+from graphpatch_notebook.experiments.methods.lens import component
+from graphpatch_notebook.lazy_names import extra
+from graphpatch_notebook.options import check_input_names
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ReplacePatch
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.texts import token_text
+
+if TYPE_CHECKING:
+    from xarray import DataArray
+
+
+@runs_where_the_model_is
+def attribution_graph(
+    pg: PatchableGraph,
+    *inputs: Any,
+    target: int | str | Sequence[int | str] | None = None,
+    replacements: Any = None,
+    position: int = -1,
+    stack: str = "",
+    max_nodes: int = 5000,
+    max_bytes: int = 2**29,
+    **input_kwargs: Any,
+) -> AttributionGraph:
+    """Returns what features, tokens and errors add to each other, and to the logits, on one prompt.
+
+    Features are the latents of transcoders that stand for the MLPs, or else their neurons. With attention patterns, the
+    denominators of norms and the gates of neurons frozen, each is a linear function of all that was written to the
+    stream before, as far as it is active: an edge has the weight of what one node adds to another. What features do not
+    explain of an MLP is an error, a node of its own; so is all that a mixer, or an MLP without features, writes.
+
+    Args:
+        pg: The graph. Transcoders may be spliced in, by `pg.splice({(read, write): transcoder})`.
+        *inputs: Inputs of the model, positional: one prompt.
+        target: The token whose logit is explained, or several: numbers or texts. By default, the most probable ones:
+            those that have 95% of the probability, at most ten. What is explained is the logit less the mean of all.
+        replacements: Transcoders to splice in, as `pg.splice` takes them.
+        position: The position of the logits.
+        stack: The stack of layers, if the model has several.
+        max_nodes: How many features are nodes at most: those with the largest influence on the logits.
+        max_bytes: The memory limit for derivatives and edges. Weights do not change.
+        **input_kwargs: Inputs of the model, by keyword.
+
+    Returns:
+        The graph. `graph.completeness` is how exact the sums are: more than rounding, if something depends on the
+        stream that is not frozen. `graph.skipped` names what has no features.
+
+    Raises:
+        ExperimentError: There are several prompts, no layers or logits that are known, too many features for
+            `max_bytes`, or something is spliced in that is no transcoder.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(6)[None])
+        >>> graph = attribution_graph(pg, torch.arange(6)[None], target=3)
+        >>> graph.completeness < 1e-3, len(graph.pruned().nodes) < len(graph.nodes)
+        (True, True)
+
+    Source:
+        Ameisen et al., Circuit tracing: revealing computational graphs in language models (2025).
+    """
+    check_graph(pg, has_gradients=True)
+    check_input_names(pg.nodes.root, input_kwargs, attribution_graph)
+    given = inputs_of(pg, inputs, input_kwargs)
+    if replacements is not None:
+        pg = pg.splice(replacements)
+    return _Graph(pg, given, linearized(pg, stack), position, max_nodes, max_bytes).of(target)
+
+
+class _Graph:
+    """Computes an attribution graph."""
+
+    def __init__(
+        self, pg: PatchableGraph, inputs: Inputs, plan: Linearized, position: int, max_nodes: int, max_bytes: int
+    ) -> None:
+        self._pg, self._plan, self._most, self._bytes = pg, plan, max_nodes, max_bytes
+        stack = layer_stack(plan.start)
+        self._end = component(pg, "@logits").name
+        self._logits = pg.weights[stack].unembedding if pg.weights[stack].changes_logits else self._end
+        self._layers = pg.components.layers[stack]
+        self.run = FrozenRun(pg, inputs, plan, (self._logits, self._end))
+        first = pg.components[plan.start]
+        batch = first.axes.index("batch") if "batch" in first.axes else None
+        if batch is None or self.run.values[plan.start].shape[batch] != 1:
+            raise ExperimentError("an attribution graph is that of one prompt: give inputs with one row")
+        self._tokens = tuple(inputs.attrs(pg).get("tokens", ()))
+        self._length = len(rows_of(self.run.values[plan.start]))
+        for each in plan.features:
+            each.activate(self.run)
+        self._output = rows_of(self.run.values[self._logits])
+        self._position = range(self._length)[position]
+        self._row = self._position - (self._length - len(self._output))
+        counts = [len(each.values) for each in plan.features]
+        self._owner = np.repeat(np.arange(len(counts)), counts)
+        self._within = np.concatenate([np.arange(0), *map(np.arange, counts)])
+        self._errors = {path: self._error(path) for path in plan.errors}
+
+    def _error(self, path: str) -> Tensor:
+        """Returns what no feature explains of a value, (positions, channels)."""
+        rest = rows_of(self.run.leaves[path]).clone()
+        writers = [each for each in self._plan.features if path in each.written]
+        for each in writers:
+            rest.index_add_(0, each.positions, -each.written[path].to(rest.dtype))
+        return rest - writers[0].constants[path] if writers else rest
+
+    def contributions(self, path: str, directions: Tensor, at: Tensor) -> Array:
+        """Returns what all features, errors and embeddings add to functions of a value, (functions, sources)."""
+        derivatives = self.run.derivatives(path, directions, at)
+        found = [each.contributions(derivatives) for each in self._plan.features]
+        given = self._errors | {self._plan.start: rows_of(self.run.leaves[self._plan.start])}
+        for name, rows in given.items():
+            none = rows.new_zeros(len(at), self._length)
+            found.append((derivatives[name] * rows).sum(-1) if name in derivatives else none)
+        return torch.cat(found, 1).float().cpu().numpy()
+
+    def _functions(self, features: Any) -> Iterator[tuple[Any, str, Tensor, Tensor]]:
+        """Yields features that go together: their numbers, what they read, their coefficients in it, and positions."""
+        for number, each in enumerate(self._plan.features):
+            own = features[self._owner[features] == number]
+            value = self.run.values[each.read]
+            most = max(1, self._bytes // (128 * value.numel() * value.element_size()))
+            for first in range(0, len(own), most):
+                some = own[first : first + most]
+                which = torch.from_numpy(self._within[some])
+                yield some, each.read, each.readers(self.run, which), each.positions[which]
+
+    def of(self, target: Any) -> AttributionGraph:
+        """Returns the graph of some logits."""
+        tokens, probabilities = self._targets(target)
+        size = self._output.shape[-1]
+        directions = torch.nn.functional.one_hot(tokens, size).to(self._output.dtype) - 1 / size
+        at = torch.full((len(tokens),), self._row)
+        count, sources = len(self._owner), len(self._owner) + self._length * (len(self._errors) + 1)
+        if min(count, self._most) * sources * 4 > self._bytes:
+            raise ExperimentError(f"{count:,} features and {sources:,} sources take more than max_bytes={self._bytes}")
+        rows = {-1 - n: row for n, row in enumerate(self.contributions(self._logits, directions, at))}
+        asked = [(np.arange(-1, -1 - len(tokens), -1), self._logits, directions, at)]
+        for wanted in self._ranked(rows, probabilities):
+            for some, path, coefficients, places in self._functions(wanted):
+                rows |= zip(some.tolist(), self.contributions(path, coefficients, places), strict=True)
+                asked.append((some, path, coefficients, places))
+        ends, exact = self._constants(asked)
+        return self._assembled(rows, ends, exact, tokens, probabilities)
+
+    def _targets(self, target: Any) -> tuple[Tensor, Array]:
+        """Returns the tokens of the logits, and their probabilities; by default, the most probable ones.
+
+        Raises:
+            ExperimentError: A token is not in the vocabulary.
+        """
+        every = rows_of(self.run.values[self._end])[self._row].float().softmax(-1)
+        if target is None:
+            found = every.sort(descending=True)
+            count = int((found.values.cumsum(0) < _PROBABLE).sum()) + 1
+            tokens = found.indices[: min(count, _MOST_LOGITS)]
+        else:
+            given = [target] if isinstance(target, (int, str)) else list(target)
+            numbers = [self._pg.to_single_token(each) if isinstance(each, str) else each for each in given]
+            if not numbers or not all(type(each) is int and 0 <= each < len(every) for each in numbers):
+                raise ExperimentError(
+                    f"target must be tokens from 0 to {len(every) - 1}, or texts of these, not {target!r}"
+                )
+            tokens = torch.tensor(numbers)
+        return tokens, every[tokens].cpu().numpy()
+
+    def _ranked(self, rows: Mapping[int, Array], probabilities: Array) -> Iterator[Any]:
+        """Yields the features whose sums are wanted, by their influence on the logits that is known so far."""
+        count = len(self._owner)
+        if count <= self._most:
+            yield np.arange(count)
+            return
+        left = self._most
+        while left:
+            known = sorted(rows)
+            shares = np.stack([np.abs(rows[number]) for number in known])
+            shares /= np.maximum(shares.sum(1, keepdims=True), 1e-10)
+            features = np.array([number for number in known if number >= 0], dtype=int)
+            ends = len(known) - len(features)
+            wave = probabilities[::-1] @ shares[:ends, :count]
+            influence = wave.copy()
+            while len(features) and wave[features].any():
+                wave = wave[features] @ shares[ends:, :count]
+                influence += wave
+            influence[features] = -1
+            some = np.argsort(-influence, kind="stable")[: min(left, max(_LEAST_BATCH, self._most // 8))]
+            left -= len(some)
+            yield np.sort(some)
+
+    def _constants(self, asked: Sequence[tuple[Any, str, Tensor, Tensor]]) -> tuple[dict[int, float], dict[int, float]]:
+        """Returns what constants add to functions, and the sums of all else, by their numbers."""
+        plan, none = self._plan, torch.zeros(())
+        leaves = dict.fromkeys(plan.leaves, none)
+        for each in plan.features:
+            leaves |= {path: constant[0] for path, constant in each.constants.items()}
+        without = self.run.with_leaves(leaves)
+        constants, sums = dict[int, float](), dict[int, float]()
+        for numbers, path, coefficients, at in asked:
+            value = rows_of(self.run.values[path])
+            change = (coefficients * (value - rows_of(without[path]))[at]).sum(-1)
+            whole = (coefficients * value[at]).sum(-1)
+            for place, number in enumerate(map(int, numbers)):
+                total = whole[place]
+                if number >= 0 and type(plan.features[self._owner[number]]) is Features:
+                    total = plan.features[self._owner[number]].values[self._within[number]]
+                sums[number], constants[number] = float(change[place]), float(total - change[place])
+        return constants, sums
+
+    def _assembled(
+        self,
+        rows: Mapping[int, Array],
+        constants: Mapping[int, float],
+        sums: Mapping[int, float],
+        tokens: Tensor,
+        probabilities: Array,
+    ) -> AttributionGraph:
+        chosen, count = sorted(number for number in rows if number >= 0), len(self._owner)
+        nodes = [self._feature(number) for number in chosen] + self._given()
+        first = len(nodes)
+        nodes += [
+            GraphNode(f"@logits[{token}]", self._position, "logit", self._layers, float(each), self._text(token))
+            for token, each in zip(tokens.tolist(), probabilities, strict=True)
+        ]
+        places = {
+            **{number: row for row, number in enumerate(chosen)},
+            **{-1 - n: first + n for n in range(len(tokens))},
+        }
+        weights = np.zeros((len(nodes), len(nodes)), dtype=np.float32)
+        ends, left_out, lost = np.zeros(len(nodes), np.float32), np.zeros(len(nodes), np.float32), 0.0
+        for number, row in places.items():
+            weights[row, : len(chosen)] = rows[number][chosen]
+            weights[row, len(chosen) : first] = rows[number][count:]
+            ends[row], left_out[row] = constants[number], np.delete(rows[number][:count], chosen).sum()
+            scale = max(float(np.abs(rows[number]).sum()) + abs(constants[number]), 1e-30)
+            lost = max(lost, abs(float(rows[number].sum(dtype=np.float64)) - sums[number]) / scale)
+        return AttributionGraph(tuple(nodes), weights, ends, left_out, lost, self._tokens, dict(self._plan.skipped))
+
+    def sources(self) -> list[GraphNode]:
+        """Returns all that contributes: features, errors and embeddings, in the order of `contributions`."""
+        return [*map(self._feature, range(len(self._owner))), *self._given()]
+
+    def _given(self) -> list[GraphNode]:
+        places = range(self._length)
+        errors = (
+            GraphNode(name, at, "error", layer, label=f"error {layer}")
+            for layer, name in self._plan.errors.values()
+            for at in places
+        )
+        texts = [self._tokens[at] if self._tokens else str(at) for at in places]
+        return [*errors, *(GraphNode("@embed", at, "embed", -1, label=text) for at, text in enumerate(texts))]
+
+    def _feature(self, number: int) -> GraphNode:
+        each, at = self._plan.features[self._owner[number]], self._within[number]
+        own = int(each.numbers[at])
+        name = each.name + each.item.format(own)
+        return GraphNode(
+            name, int(each.positions[at]), "feature", each.layer, float(each.values[at]), f"{each.layer}.{own}",
+            float(each.gains[at]),
+        )  # fmt: skip
+
+    def _text(self, token: int) -> str:
+        return str(token) if self._pg.tokenizer is None else token_text(self._pg.tokenizer, token)
+
+
+_PROBABLE, _MOST_LOGITS = 0.95, 10
+_LEAST_BATCH = 64
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@runs_where_the_model_is
+def attribute_score(
+    pg: PatchableGraph,
+    *inputs: Any,
+    layer: int,
+    head: int,
+    query: int,
+    key: int,
+    replacements: Any = None,
+    stack: str = "",
+    **input_kwargs: Any,
+) -> DataArray:
+    """Returns what features, tokens and errors add to a score of attention: at the query, and at the key.
+
+    A score is linear in what its query is made of, with the key held, and in what its key is made of, with the query
+    held: what writes to the stream at the position of one or the other, or is moved there, adds to it.
+
+    Args:
+        pg: The graph, as for `attribution_graph`.
+        *inputs: Inputs of the model, positional: one prompt.
+        layer: The number of the layer.
+        head: The number of the head.
+        query: The position that attends.
+        key: The position that it attends to.
+        replacements: Transcoders, as for `attribution_graph`.
+        stack: The stack of layers, if the model has several.
+        **input_kwargs: Inputs of the model, by keyword.
+
+    Returns:
+        An array with the dimensions `side` (`"query"`, `"key"`) and `node`, with the coordinates `label`, `path` and
+        `position`; nodes that come later have 0. `attrs["score"]` is the score, `attrs["constant"]` what biases add to
+        it, by side: their sum with a row of the array is the score.
+
+    Raises:
+        ExperimentError: As for `attribution_graph`, or the scores of the layer are not known.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(6)[None])
+        >>> parts = attribute_score(pg, torch.arange(6)[None], layer=1, head=0, query=5, key=2)
+        >>> total = parts.sum("node") + torch.tensor(parts.attrs["constant"]).numpy()
+        >>> bool(abs(total - parts.attrs["score"]).max() < 1e-4)
+        True
+    """
+    check_graph(pg, has_gradients=True)
+    check_input_names(pg.nodes.root, input_kwargs, attribute_score)
+    xarray = extra("xarray", "an array of contributions")
+    given = inputs_of(pg, inputs, input_kwargs)
+    pg = pg if replacements is None else pg.splice(replacements)
+    start = f"{stack}.layers[{layer}].attn" if stack else f"layers[{layer}].attn"
+    scores, found, constants = component(pg, f"{start}.scores"), [], []
+    for held in ("k", "q"):
+        plan = linearized(pg, stack)
+        names = (f"{start}.{held}_rot", f"{start}.{held}")
+        plan.constants.append(next(name for name in names if name in pg.components))
+        plan.read.append(scores.name)
+        graph = _Graph(pg, given, plan, -1, 0, 2**29)
+        value = graph.run.values[scores.name]
+        at = {"batch": 0, "head": head, "query": query, "key": key}
+        row = int(np.ravel_multi_index([at[str(axis)] for axis in scores.axes[:-1]], value.shape[:-1]))
+        direction = torch.nn.functional.one_hot(torch.tensor([key]), value.shape[-1]).to(value.dtype)
+        found.append(graph.contributions(scores.name, direction, torch.tensor([row]))[0])
+        score = float(rows_of(value)[row, key])
+        constants.append(score - float(found[-1].sum(dtype=np.float64)))
+    nodes = graph.sources()
+    labels = _labels(nodes)
+    attrs = {"score": score, "constant": constants, **given.attrs(pg)}
+    return xarray.DataArray(np.stack(found), {"side": ["query", "key"], **labels}, ["side", "node"], attrs=attrs)  # type: ignore[no-any-return]
+
+
+def _labels(nodes: Sequence[GraphNode]) -> dict[str, Any]:
+    fields = {"label": "label", "path": "name", "position": "position"}
+    return {name: ("node", [getattr(node, field) for node in nodes]) for name, field in fields.items()}
+
+
+# -- interventions -----------------------------------------------------------------------------------------------------
+
+
+@runs_where_the_model_is
+def steer(
+    pg: PatchableGraph,
+    graph: AttributionGraph,
+    *inputs: Any,
+    factors: Mapping[int, float],
+    frozen: bool = False,
+    replacements: Any = None,
+    **input_kwargs: Any,
+) -> DataArray:
+    """Returns how nodes change if some are multiplied by factors: as a graph predicts it, and in runs of the model.
+
+    Args:
+        pg: The graph of the model, as for `attribution_graph`.
+        graph: The attribution graph.
+        *inputs: The prompt of the graph.
+        factors: By the numbers of features, errors or embeddings (`graph.number`), what they are multiplied by.
+        frozen: Whether attention patterns, denominators and errors stay as they were, as in the graph. Then prediction
+            and run agree, unless other features become active. Else the whole model answers.
+        replacements: Transcoders, as for `attribution_graph`.
+        **input_kwargs: Inputs of the model, by keyword.
+
+    Returns:
+        An array with the dimensions `run` (`"predicted"`, `"actual"`) and `node` (features and logits, with the
+        coordinates `label`, `path` and `position`), in the units of the graph's weights; without the changed nodes.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(6)[None])
+        >>> graph = attribution_graph(pg, torch.arange(6)[None], target=3)
+        >>> changes = steer(pg, graph, torch.arange(6)[None], factors={0: 0.0})
+        >>> changes.dims
+        ('run', 'node')
+    """
+    check_graph(pg)
+    xarray = extra("xarray", "an array of changes")
+    given = inputs_of(pg, inputs, input_kwargs)
+    pg = pg if replacements is None else pg.splice(replacements)
+    stack = layer_stack(next((node.name for node in graph.nodes if node.kind == "feature"), "layers[0]"))
+    plan = linearized(pg, stack)
+    patches: dict[Any, list[Patch[Any]]] = {}
+    for number, factor in factors.items():
+        node = graph.nodes[number]
+        if node.kind == "logit":
+            raise ExperimentError(f"{node} is a logit: give factors of features, errors or embeddings")
+        name = plan.start if node.kind == "embed" else node.name
+        scaled = CustomPatch(custom_op=partial(torch.mul, factor), positions=node.position)
+        patches.setdefault(name, []).append(scaled)
+    logits = pg.weights[stack].unembedding if pg.weights[stack].changes_logits else component(pg, "@logits").name
+    bases = {each.name: each for each in plan.features}
+    read = {name: each.read if each.item != "[{}]" else name for name, each in bases.items()}
+    held = [*plan.constants, *(name for _, name in plan.errors.values() if name.endswith(".error"))] if frozen else []
+    denominators = FrozenDenominators()
+    with denominators if frozen else nullcontext():
+        clean = record(pg, given, [*read.values(), logits, *held]).values
+    for name in held:
+        patches.setdefault(name, []).insert(0, ReplacePatch(value=clean[name]))
+    with denominators.again() if frozen else nullcontext(), pg.patch(patches):
+        changed = record(pg, given, [*read.values(), logits]).values
+    predicted, actual, shown = graph.predicted(factors), list[float](), list[int]()
+    for number, node in enumerate(graph.nodes):
+        if node.kind not in ("feature", "logit") or number in factors:
+            continue
+        path = logits if node.kind == "logit" else read[node.name[: node.name.rindex("[")]]
+        change = rows_of(changed[path]) - rows_of(clean[path])
+        row = change[node.position - (graph.length - len(change))]
+        own = int(node.name[node.name.rindex("[") :].strip("[], .").rpartition(" ")[2])
+        actual.append(float(row[own] - (row.mean() if node.kind == "logit" else 0.0)))
+        shown.append(number)
+    labels = _labels([graph.nodes[number] for number in shown])
+    values = np.stack([predicted[shown], np.array(actual, dtype=np.float32)])
+    return xarray.DataArray(values, {"run": ["predicted", "actual"], **labels}, ["run", "node"])  # type: ignore[no-any-return]

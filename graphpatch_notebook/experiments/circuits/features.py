@@ -1,0 +1,324 @@
+"""The features that stand for the MLPs of a model: latents of transcoders, or neurons.
+
+A feature is linear in what its MLP reads, as far as it is active, and adds its activation times a vector to the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.capture.records import CallNode, spliced_calls
+from graphpatch_notebook.components import projection
+from graphpatch_notebook.components.stacks import Layer
+from graphpatch_notebook.components.weights import NoWeightError
+from graphpatch_notebook.errors import ExperimentError, GraphError, UnknownPathError
+from graphpatch_notebook.experiments.circuits.frozen import FrozenRun, rows_of
+from graphpatch_notebook.experiments.circuits.stream import index_of
+from graphpatch_notebook.experiments.methods.lens import layer_count
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patching import CrossLayerDecoder, CrossLayerEncoder, SaeSplice
+
+_AT_ONCE = 2**24
+"""How many numbers one-hot activations have at most."""
+
+
+@dataclass
+class Features:
+    """Latents of a transcoder. Those that are active in a run are numbered in order of their positions.
+
+    Attributes:
+        name: What the names of the features begin with: `layers[2].mlp_out.sae.latents`.
+        layer: The number of the layer.
+        read: The path of the value that features are linear in.
+        encode: Returns activations, (rows, features), for rows of what is read.
+        decode: By the path of each value that is written into, what activations are decoded to, (rows, channels).
+        item: How the name of one of them goes on.
+        positions, numbers, values: Of each active feature, where it is, which one it is, and its activation.
+        gains: By what share of itself the activation grows, if one is added to what is linear in the stream.
+        written: By path, what each active feature adds there, (features, channels).
+        constants: By path, what is decoded where no feature is active, (1, channels).
+    """
+
+    name: str
+    layer: int
+    read: str
+    encode: Callable[[Tensor], Tensor]
+    decode: Mapping[str, Callable[[Tensor], Tensor]]
+    item: ClassVar[str] = "[{}]"
+    positions: Tensor = field(init=False)
+    numbers: Tensor = field(init=False)
+    values: Tensor = field(init=False)
+    gains: Tensor = field(init=False)
+    written: dict[str, Tensor] = field(init=False)
+    constants: dict[str, Tensor] = field(init=False)
+
+    def activate(self, run: FrozenRun) -> None:
+        """Finds what is active in a run, and what it writes."""
+        with torch.no_grad():
+            active = self.encode(rows_of(run.values[self.read]))
+            self.positions, self.numbers = active.nonzero(as_tuple=True)
+            self.values = active[self.positions, self.numbers]
+            self.gains = 1 / self.values
+            every, own = self.numbers.unique(return_inverse=True)
+            self.written, self.constants = {}, {}
+            for path, decode in self.decode.items():
+                self.constants[path] = none = decode(active.new_zeros(1, active.shape[1]))
+                vectors = [none[:0]]
+                for some in every.split(max(1, _AT_ONCE // active.shape[1])):
+                    alone = active.new_zeros(len(some), active.shape[1])
+                    alone[torch.arange(len(some)), some] = 1.0
+                    vectors.append(decode(alone) - none)
+                self.written[path] = self.values[:, None] * torch.cat(vectors)[own]
+                total = none.expand(len(active), -1).index_add(0, self.positions, self.written[path])
+                if not torch.allclose(total, decode(active), rtol=1e-3, atol=1e-4 * float(total.abs().max())):
+                    raise ExperimentError(f"{self.name} are not decoded by a linear map")
+
+    def readers(self, run: FrozenRun, which: Tensor) -> Tensor:
+        """Returns the coefficients of some active features in what they read, (features, channels)."""
+        rows = rows_of(run.values[self.read])[self.positions[which]].clone().requires_grad_()
+        with torch.inference_mode(False), torch.enable_grad():
+            own = self.encode(rows)[torch.arange(len(which)), self.numbers[which]]
+            return torch.autograd.grad(own.sum(), rows)[0]
+
+    def contributions(self, derivatives: Mapping[str, Tensor]) -> Tensor:
+        """Returns what each active feature adds to functions with some derivatives, (functions, features)."""
+        count = len(next(iter(derivatives.values())))
+        found = self.values.new_zeros(count, len(self.values))
+        for path, vectors in self.written.items():
+            if path not in derivatives:
+                continue
+            for position in self.positions.unique():
+                here = self.positions == position
+                found[:, here] += derivatives[path][:, position].to(vectors.dtype) @ vectors[here].mT
+        return found
+
+
+class Neurons(Features):
+    """Neurons of an MLP: they write into what the last linear map reads."""
+
+    item = "[..., {}]"
+
+    def activate(self, run: FrozenRun) -> None:
+        active = rows_of(run.leaves[self.name])
+        self.positions, self.numbers = active.nonzero(as_tuple=True)
+        self.values = active[self.positions, self.numbers]
+        self.written, self.constants, slopes = {}, {}, torch.ones_like(active)
+        if self.read != self.name:
+            post, pre = (run.values[name] for name in (self.name, self.read))
+            slopes = rows_of(torch.autograd.grad(post.sum(), pre, retain_graph=True)[0])
+        self.gains = slopes[self.positions, self.numbers] / self.values
+
+    def readers(self, run: FrozenRun, which: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(self.numbers[which], run.values[self.read].shape[-1]).to(self.values.dtype)
+
+    def contributions(self, derivatives: Mapping[str, Tensor]) -> Tensor:
+        if self.name not in derivatives:
+            return self.values.new_zeros(len(next(iter(derivatives.values()))), len(self.values))
+        return derivatives[self.name][:, self.positions, self.numbers] * self.values
+
+
+@dataclass
+class Linearized:
+    """What is frozen in a model, and which values are taken as given.
+
+    Attributes:
+        features: The features, by layer.
+        start: The path of the first state of the stream.
+        constants: The paths of attention patterns, and of gates of neurons.
+        errors: The paths of what is not explained, in place of an MLP or mixer, or the rest beside features: the layer
+            and the name of that.
+        kept: By path, what is not taken as given of a value there, since it is linear in others.
+        slim: By the path of values that are made with queries and keys, what they get the derivative of: a zero that
+            depends on what they are made of.
+        read: The paths of that.
+        skipped: Why a part of the model is not explained, by its name.
+    """
+
+    start: str
+    features: list[Features] = field(default_factory=list)
+    constants: list[str] = field(default_factory=list)
+    errors: dict[str, tuple[int, str]] = field(default_factory=dict)
+    kept: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = field(default_factory=dict)
+    slim: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = field(default_factory=dict)
+    read: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> list[str]:
+        """The paths of all values that are taken as given."""
+        return list(dict.fromkeys([self.start, *self.errors, *(f.name for f in self.features if type(f) is Neurons)]))
+
+
+def linearized(pg: PatchableGraph, stack: str) -> Linearized:
+    """Returns what stands for the parts of a model that are not linear in its stream.
+
+    Raises:
+        ExperimentError: The model has no such stream, or an SAE that is spliced in is no transcoder.
+    """
+    prefix, count = f"{stack}." if stack else "", layer_count(pg, stack)
+    layers = next(each for each in pg.components.evidence.stacks if each.name == stack).layers
+    if lost := [number for number in range(count) if number not in layers]:
+        raise ExperimentError(f"{prefix}layers[{lost[0]}]: its output is not its input plus something")
+    found = Linearized(f"{prefix}layers[0].resid_pre")
+    calls = spliced_calls(pg.nodes.root)
+    found.features += _transcoders(pg, calls)
+    for call in calls:
+        host = _component_at(pg, call.target)
+        if not isinstance(call.frame.module, CrossLayerEncoder):
+            found.errors[host] = (_layer_of(host), f"{host}.{call.op}.error")
+        splice: Any = call.frame.module
+        skip = getattr(splice.sae, "W_skip", None)
+        if skip is not None:
+            found.kept[host] = _skipping(_component_at(pg, splice.sources[0]), skip)
+    for number, layer in layers.items():
+        _add_layer(pg, found, number, layer, has_transcoders=bool(calls))
+    found.features.sort(key=lambda each: each.layer)
+    return found
+
+
+def _skipping(read: str, skip: Tensor) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    return lambda values: values[read].to(skip.dtype) @ skip.mT
+
+
+def _component_at(pg: PatchableGraph, path: str) -> str:
+    """Returns the name of the component at a path.
+
+    Raises:
+        ExperimentError: There is none.
+    """
+    names = (each.name for each in pg.components.values() if each.path == path and not each.index)
+    name = next(names, None)
+    if name is None:
+        raise ExperimentError(
+            f"{path!r} is no component of the model, so that its layer is not known: see pg.components"
+        )
+    return name
+
+
+def _layer_of(name: str) -> int:
+    return int(name.partition("layers[")[2].partition("]")[0])
+
+
+def _transcoders(pg: PatchableGraph, calls: list[CallNode]) -> Iterator[Features]:
+    """Yields the transcoders of a graph.
+
+    Raises:
+        ExperimentError: Something that is spliced in is no transcoder, or its error is not added.
+    """
+    encoders: list[tuple[str, Any]] = []
+    writers: list[tuple[str, Any]] = []
+    for call in calls:
+        splice, host = call.frame.module, _component_at(pg, call.target)
+        if not splice.has_error:
+            raise ExperimentError(f"the splice at {host!r} leaves out its error: splice it with error=True")
+        if isinstance(splice, CrossLayerEncoder):
+            encoders.append((host, call))
+        elif isinstance(splice, CrossLayerDecoder):
+            writers.append((host, splice))
+        elif not isinstance(splice, SaeSplice) or len(splice.sources) != 1:
+            raise ExperimentError(
+                f"the SAE at {host!r} is no transcoder: it encodes what it replaces, which is not linear in the stream"
+            )
+        else:
+            read = _component_at(pg, splice.sources[0])
+            yield Features(
+                f"{host}.{call.op}.latents", _layer_of(host), read, _encoding(splice), {host: splice.sae.decode}
+            )
+    for host, call in encoders:
+        splice = call.frame.module
+        decode = {
+            path: _decoding(splice, writer.number)
+            for path, writer in writers
+            if writer.sae is splice.sae and writer.number >= splice.number
+        }
+        yield Features(f"{host}.{call.op}.latents", _layer_of(host), host, _encoding(splice), decode)
+
+
+def _encoding(splice: Any) -> Callable[[Tensor], Tensor]:
+    def encode(rows: Tensor) -> Tensor:
+        rows = splice.as_read(rows)
+        if isinstance(splice, SaeSplice):
+            return splice.sae.encode(rows)  # type: ignore[no-any-return]
+        places = rows.new_zeros(splice.count, *rows.shape)
+        places = places.index_copy(0, torch.tensor([splice.number]), rows[None])
+        return splice.sae.encode(places)[splice.number]  # type: ignore[no-any-return]
+
+    return encode
+
+
+def _decoding(splice: Any, place: int) -> Callable[[Tensor], Tensor]:
+    """Returns what latents of one place of a cross-layer transcoder write at another one."""
+
+    def decode(latents: Tensor) -> Tensor:
+        places = latents.new_zeros(splice.count, *latents.shape)
+        places[splice.number] = latents
+        return splice.sae.decode(places)[place]  # type: ignore[no-any-return]
+
+    return decode
+
+
+def _add_layer(pg: PatchableGraph, found: Linearized, number: int, layer: Layer, *, has_transcoders: bool) -> None:
+    """Adds what is frozen of one layer, and what stands for its MLP."""
+    for kind in layer.writes:
+        start = f"{layer.name}{kind}"
+        patterns = [name for name in pg.components if name.startswith(f"{start}.") and name.endswith(".pattern")]
+        if patterns:
+            found.constants += patterns
+            with suppress(NoWeightError, UnknownPathError):
+                _slim(pg, found, f"{start}.v")
+            continue
+        out, why = f"{start}_out", "its MLP has no transcoder"
+        if out in found.errors:
+            continue
+        if not kind.startswith("mlp"):
+            why = pg.components.why_missing(f"{start}.pattern") or "it has no attention pattern to freeze"
+        elif not has_transcoders:
+            if f"{start}.pre" in pg.components and f"{start}.post" in pg.components:
+                found.features.append(_neurons(pg, found, number, start))
+                continue
+            why = pg.components.why_missing(f"{start}.pre") or "its neurons are not known"
+        found.errors[out] = (number, out)
+        found.skipped[out] = why
+
+
+def _slim(pg: PatchableGraph, found: Linearized, name: str) -> None:
+    """Adds the map that makes values alone, if it is a part of one that makes queries and keys, too.
+
+    These have no derivative, where patterns are frozen: a third of the work is left.
+    """
+    made, flow, component = projection(pg.nodes.root, name), pg.components.evidence.trails.flow, pg.components[name]
+    axes = ("batch", "key", "head", "channel")
+    if made.channels == made.heads.numel() or sorted(map(str, component.axes)) != sorted(axes):
+        return
+    given, weight = flow.path(made.map.given), made.weight()[:, index_of(made.heads.reshape(-1))].detach()
+
+    def zero(values: Mapping[str, Tensor]) -> Tensor:
+        read = values[given]
+        part = ((read - read.detach()) @ weight).reshape(1, -1, *made.heads.shape)
+        return part.permute([axes.index(str(axis)) for axis in component.axes])
+
+    found.slim[component.name] = zero
+    found.read.append(given)
+
+
+def _neurons(pg: PatchableGraph, found: Linearized, number: int, start: str) -> Features:
+    """Returns the neurons of an MLP: linear in what its nonlinearity reads, or in what a frozen gate multiplies."""
+    pre, post = (pg.components[f"{start}.{part}"].name for part in ("pre", "post"))
+    weights = pg.weights[layer_stack(start)]
+    try:
+        weights.W_gate[number]
+    except GraphError:
+        return Neurons(post, number, pre, torch.relu, {})
+    found.constants.append(pre)
+    return Neurons(post, number, post, torch.relu, {})
+
+
+def layer_stack(name: str) -> str:
+    """Returns the stack that the name of a component begins with."""
+    return name.partition("layers[")[0].rstrip(".")

@@ -1,0 +1,154 @@
+"""Runs of the model in which all that is not linear in the stream is frozen, and the features that stand for MLPs.
+
+With attention patterns and the denominators of norms held at what they were, and what MLPs write taken as given, each
+state of the stream is linear in the embeddings and in what MLPs wrote. The derivatives of such a run are these linear
+maps, which hold for values of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.attribution import secants
+from graphpatch_notebook.experiments.attribution.rules import DENOMINATORS
+from graphpatch_notebook.experiments.attribution.secants import family_name
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import CustomPatch
+from graphpatch_notebook.patching.model_state import preserved
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.experiments.circuits.features import Linearized
+
+_NORMS: dict[str, Callable[..., Any]] = {
+    "layer_norm": secants.layer_norm,
+    "rms_norm": secants.rms_norm,
+    "group_norm": secants.group_norm,
+    "normalize": secants.normalize,
+}
+"""Norms as steps of plain torch."""
+
+
+class FrozenDenominators(TorchFunctionMode):
+    """Holds the denominators of norms: what the first run computed are constants, in this run and in later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[Tensor] = []
+        self._left: Iterator[Tensor] | None = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A context manager for a later run, in which values before the norms may be others."""
+        self._left = iter(self._made)
+        with self:
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, family_name(func)
+        if name in _NORMS:
+            with self:
+                return _NORMS[name](*args, **kwargs)
+        exponent = (*args[1:2], kwargs.get("exponent"))[0] if name == "pow" else None
+        is_root = isinstance(exponent, (int, float)) and abs(exponent) == 0.5
+        if not (name in DENOMINATORS or is_root):
+            return func(*args, **kwargs)
+        if self._left is None:
+            self._made.append(func(*args, **kwargs).detach())
+            return self._made[-1].clone()
+        made = next(self._left, None)
+        if made is None:
+            raise ExperimentError("the norms cannot be frozen: the model computes others in its second run")
+        return made.clone()
+
+
+class FrozenRun:
+    """A run of the model with gradients, in which patterns and denominators are constants, and some values are leaves.
+
+    Attributes:
+        values: What was computed at paths, with gradients to the leaves before.
+        leaves: What took the place of some of these.
+    """
+
+    def __init__(self, pg: PatchableGraph, inputs: Inputs, plan: Linearized, read: Collection[str]) -> None:
+        self.values: dict[str, Tensor] = {}
+        self.leaves: dict[str, Tensor] = {}
+        self._pg, self._inputs, self._plan, self._denominators = pg, inputs, plan, FrozenDenominators()
+        self._constants: dict[str, Tensor] = {}
+        every = (*plan.leaves, *plan.constants, *plan.slim, *plan.read, *(each.read for each in plan.features), *read)
+        self._paths, leaves = dict.fromkeys(every), {*plan.leaves}
+
+        def note(path: str, value: Tensor) -> Tensor:
+            self.values[path] = value
+            if path in plan.constants:
+                self._constants[path] = value.detach().clone()
+                return value.detach()
+            if path in plan.slim:
+                return value.detach() + plan.slim[path](self.values)
+            if path not in leaves:
+                return value
+            rest = self._rest(path, self.values)
+            self.leaves[path] = (value - rest).detach().requires_grad_()
+            result: Tensor = (self.leaves[path] + rest).to(value.dtype)
+            return result
+
+        with torch.inference_mode(False), torch.enable_grad(), self._denominators:
+            self._run(note)
+
+    def _run(self, note: Callable[[str, Tensor], Tensor]) -> None:
+        patches: dict[Any, CustomPatch] = {
+            path: CustomPatch(custom_op=partial(note, path), requires_clone=False) for path in self._paths
+        }
+        with preserved(captured(self._pg).module), self._pg.patch(patches, strict=True):
+            self._inputs.run(self._pg)
+
+    def _rest(self, path: str, values: Mapping[str, Tensor]) -> Any:
+        """Returns the part of a value that stays attached to what it is made of."""
+        return self._plan.kept[path](values) if path in self._plan.kept else 0.0
+
+    def with_leaves(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the values of the same run with other leaves, and the same patterns and denominators."""
+        found: dict[str, Tensor] = {}
+
+        def note(path: str, value: Tensor) -> Tensor:
+            found[path] = value
+            if path in self._constants:
+                return self._constants[path]
+            return (
+                (leaves[path].expand_as(value) + self._rest(path, found)).to(value.dtype) if path in leaves else value
+            )
+
+        with torch.no_grad(), self._denominators.again():
+            self._run(note)
+        return found
+
+    def derivatives(self, path: str, directions: Tensor, at: Tensor) -> dict[str, Tensor]:
+        """Returns the derivatives of linear functions of a value by all leaves, each (functions, positions, channels).
+
+        Args:
+            path: The path of the value, whose rows are the positions.
+            directions: The coefficients of each function, (functions, channels).
+            at: The position of each function.
+        """
+        value = self.values[path]
+        given = directions.new_zeros(len(at), value.numel() // value.shape[-1], value.shape[-1])
+        given[torch.arange(len(at)), at] = directions
+        found = torch.autograd.grad(
+            value, [*self.leaves.values()], given.view(-1, *value.shape).to(value.dtype),
+            retain_graph=True, allow_unused=True, is_grads_batched=True,
+        )  # fmt: skip
+        pairs: Any = zip(self.leaves, found, strict=True)
+        return {name: each.reshape(len(at), -1, each.shape[-1]) for name, each in pairs if each is not None}
+
+
+def rows_of(value: Tensor) -> Tensor:
+    """Returns a value of one prompt as (positions, channels)."""
+    return value.detach().reshape(-1, value.shape[-1])
