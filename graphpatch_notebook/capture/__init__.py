@@ -53,7 +53,7 @@ from graphpatch_notebook.capture.meta_device import (
     result_of_size,
 )
 from graphpatch_notebook.capture.observers import Swaps, all_modules, observer, visible_apply
-from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of, passed_as, unpacked
+from graphpatch_notebook.capture.packed_weights import Packing, held_by, is_packed, packing_of, passed_as, unpacked
 from graphpatch_notebook.capture.recorder import OpPlace, Recorder
 from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_doubts
 from graphpatch_notebook.errors import CaptureError, GraphPatchWarning
@@ -82,6 +82,7 @@ __all__ = [
     "held_by",
     "is_call_sized_by_values",
     "is_own",
+    "is_packed",
     "is_sized_by_values",
     "listed_doubts",
     "name_nodes",

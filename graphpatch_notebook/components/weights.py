@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture import is_packed
 from graphpatch_notebook.capture.held_values import is_offloaded
-from graphpatch_notebook.capture.packed_weights import is_packed
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, once_a_capture
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.components import Component, Components, find
