@@ -145,6 +145,7 @@ def test_no_step_has_more_lines_than_there(page: str) -> None:
 def test_steps_of_the_main_demo_equal_hooks(names: Callable[[str], dict[str, Any]]) -> None:
     page = names("from_transformerlens_demo")
     model, ids, metric = loaded(), page["ids"], page["metric"]
+    clean, corrupted = (torch.tensor([page["tokenizer"].encode(page[name])]) for name in ("clean", "corrupted"))
     by_hook, blocks = values(model, ids), model.transformer.h
     for (name, layer), value in by_hook.items():
         if name not in ("z", "qkv"):
@@ -161,7 +162,6 @@ def test_steps_of_the_main_demo_equal_hooks(names: Callable[[str], dict[str, Any
         close(page["ablated_loss"].detach(), model(ids, labels=ids).loss)
     assert torch.equal(page["tokens"], model.generate(ids, max_new_tokens=4, do_sample=False))
 
-    clean, corrupted = page["clean"], page["corrupted"]
     stream = values(model, clean)
     ends = [metric(model(tokens)) for tokens in (corrupted, clean)]
     for layer, position in np.ndindex(2, 7):
@@ -183,7 +183,8 @@ def test_steps_of_the_main_demo_equal_hooks(names: Callable[[str], dict[str, Any
 
 def test_steps_of_the_attribution_patching_demo_equal_hooks(names: Callable[[str], dict[str, Any]]) -> None:
     page = names("from_transformerlens_demo")
-    model, metric, clean, corrupted = loaded(), page["metric"], page["clean"], page["corrupted"]
+    model, metric = loaded(), page["metric"]
+    clean, corrupted = (torch.tensor([page["tokenizer"].encode(page[name])]) for name in ("clean", "corrupted"))
     at_clean, at_corrupted = values(model, clean), values(model, corrupted, metric)
     of_entries = {key: (at_clean[key] - value) * value.grad for key, value in at_corrupted.items()}
     for layer in range(2):
