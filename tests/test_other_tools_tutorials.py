@@ -45,6 +45,11 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     return of_page
 
 
+def tokens_of(page: dict[str, Any]) -> list[Tensor]:
+    """Returns the tokens of the two texts of a page."""
+    return [torch.tensor([page["tokenizer"].encode(page[name])]) for name in ("clean", "corrupted")]
+
+
 @contextmanager
 def hooked(*hooks: Any) -> Iterator[None]:
     """Adds forward hooks, given as (module, function), for the time of a block."""
@@ -145,7 +150,7 @@ def test_no_step_has_more_lines_than_there(page: str) -> None:
 def test_steps_of_the_main_demo_equal_hooks(names: Callable[[str], dict[str, Any]]) -> None:
     page = names("from_transformerlens_demo")
     model, ids, metric = loaded(), page["ids"], page["metric"]
-    clean, corrupted = (torch.tensor([page["tokenizer"].encode(page[name])]) for name in ("clean", "corrupted"))
+    clean, corrupted = tokens_of(page)
     by_hook, blocks = values(model, ids), model.transformer.h
     for (name, layer), value in by_hook.items():
         if name not in ("z", "qkv"):
@@ -184,7 +189,7 @@ def test_steps_of_the_main_demo_equal_hooks(names: Callable[[str], dict[str, Any
 def test_steps_of_the_attribution_patching_demo_equal_hooks(names: Callable[[str], dict[str, Any]]) -> None:
     page = names("from_transformerlens_demo")
     model, metric = loaded(), page["metric"]
-    clean, corrupted = (torch.tensor([page["tokenizer"].encode(page[name])]) for name in ("clean", "corrupted"))
+    clean, corrupted = tokens_of(page)
     at_clean, at_corrupted = values(model, clean), values(model, corrupted, metric)
     of_entries = {key: (at_clean[key] - value) * value.grad for key, value in at_corrupted.items()}
     for layer in range(2):
@@ -214,7 +219,8 @@ def test_steps_of_the_attribution_patching_demo_equal_hooks(names: Callable[[str
 @torch.no_grad()
 def test_steps_of_nnsights_tutorials_equal_hooks(names: Callable[[str], dict[str, Any]]) -> None:
     page = names("from_nnsight_tutorials")
-    model, clean, corrupted, metric = loaded(), page["clean"], page["corrupted"], page["metric"]
+    model, metric = loaded(), page["metric"]
+    clean, corrupted = tokens_of(page)
     blocks, everything = model.transformer.h, slice(None)
     at_clean, logits = values(model, clean), model(clean).logits
     close(page["hidden"].detach(), at_clean["resid_post", 1])
