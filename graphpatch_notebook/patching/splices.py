@@ -152,10 +152,28 @@ class Crosscoder(Module):
         return self.sae.decode(latents.flatten(0, -2))[-1].unflatten(0, latents.shape[:-1])
 
 
-for _kind in (Splice, SaeSplice, CrossLayerEncoder, CrossLayerDecoder):
-    for _name_of in ("forward", "decoded", "replaced"):  # whose variables name the nodes
-        if (_method := vars(_kind).get(_name_of)) is not None:
-            call_sites.count_as_users(_method.__code__)
+_OWN = {
+    vars(kind)[name].__code__
+    for kind in (Splice, SaeSplice, CrossLayerEncoder, CrossLayerDecoder)
+    for name in ("forward", "decoded", "replaced")
+    if name in vars(kind)
+}
+"""The code whose variables name the parts of a splice."""
+for _code in _OWN:
+    call_sites.count_as_users(_code)
+
+
+def _name_parts(frame: Frame) -> None:
+    """Gives the parts of a splice their names where variables in the code of the SAE, which ran before, have them."""
+
+    def is_own(node: Any) -> bool:
+        return node.site is not None and node.site.leaf[0] in _OWN
+
+    for node in filter(is_own, frame.nodes):
+        other = frame.names.get(node.base_name)
+        if other is not None and other.kind == "op" and not is_own(other):
+            node.name, other.name = other.name, node.name
+            frame.names |= {node.name: node, other.name: other}
 
 
 def _dense(found: Any, sae: Any) -> Tensor:
@@ -327,6 +345,7 @@ class _Splicer:
         if any(call.target == host.path and call.op == name for _, call in host.frame.splices):
             raise PatchMapError(f"{host.path!r} has a splice {name!r} already: give name=")
         frame = capture(splice, ExtractionOptions(), tuple(self._values[each] for each in read), {})
+        _name_parts(frame)
         own = name if host.node.kind == "output" else f"{host.node.name}_{name}"
         tries = (own if not number else f"{own}_{number}" for number in range(len(host.frame.names) + 2))
         frame.attribute_path = next(

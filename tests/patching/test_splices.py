@@ -74,6 +74,22 @@ class TopK(Sae):
         return torch.zeros(*value.shape[:-1], self.up.out_features).scatter(-1, at, values)
 
 
+class Namesake(Sae):
+    """Its variables have the names of the parts of a splice."""
+
+    def encode(self, value: Tensor) -> Tensor:
+        error = self.up(value)
+        latents = torch.relu(error)
+        return latents  # noqa: RET504
+
+    def decode(self, latents: Tensor) -> Tensor:
+        latents = latents * 1
+        reconstruction = self.down(latents)
+        error = residue = decoded = reconstruction + 0
+        result = error + (residue - decoded)
+        return result  # noqa: RET504
+
+
 class Skipping(Sae):
     """A skip transcoder, as those of SAELens."""
 
@@ -137,7 +153,7 @@ PLACES: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize(("place", "kind"), [*zip(PLACES, itertools.cycle([Sae, TopK]), strict=False)])
+@pytest.mark.parametrize(("place", "kind"), [*zip(PLACES, itertools.cycle([Sae, TopK, Namesake]), strict=False)])
 def test_an_sae_changes_nothing_and_its_latents_are_those_of_hooks(pg: PatchableGraph, place: str, kind: Any) -> None:
     model, sae, identity = pg._module, kind(), CustomPatch(custom_op=torch.clone)
     spliced, whole = pg.splice({place: sae}), pg.splice({place: sae}, error=False)
