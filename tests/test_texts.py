@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -170,6 +171,21 @@ def test_several_texts_are_one_batch(name: str) -> None:
     pg, plain = PatchableGraph(model, [ONE, OTHER], tokenizer=tokenizer()), PatchableGraph(model, **given(ONE, "right"))
     clean, other = given([ONE, OTHER], "right"), given([OTHER, ONE], "right")
     assert OF_PAIRS[name](pg, [ONE, OTHER], [OTHER, ONE]).equals(OF_PAIRS[name](plain, clean, other))
+
+
+def test_tokens_are_texts_in_readouts() -> None:
+    pg = PatchableGraph(gpt2().eval(), ONE, tokenizer=tokenizer())
+    mary, cat = (pg.to_single_token(word) for word in ("Mary", "cat"))
+    lens = ex.logit_lens(pg, ONE, target=["Mary", "cat"])
+    assert lens.token.values.tolist() == ["Mary", "cat"]
+    assert np.array_equal(lens, ex.logit_lens(pg, ONE, target=[mary, cat]))
+    assert np.array_equal(lens.sel(token="cat"), ex.logit_lens(pg, ONE, target="cat"))
+    parts = ex.direct_logit_attribution(pg, ONE, target="Mary", minus="cat")
+    assert parts.equals(ex.direct_logit_attribution(pg, ONE, target=mary, minus=cat))
+    several = ex.direct_logit_attribution(pg, [ONE, OTHER], target="Mary", batch_size=1, progress=False)
+    assert several.equals(ex.direct_logit_attribution(pg, [ONE, OTHER], target=mary, batch_size=1, progress=False))
+    with pytest.raises(ValueError, match="no such word"):
+        ex.logit_lens(pg, ONE, target="no such word")
 
 
 def test_datasets_are_lists_of_texts(tmp_path: Any) -> None:

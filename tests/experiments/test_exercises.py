@@ -156,7 +156,7 @@ def test_01_induction_heads_by_pattern_and_by_ablation() -> None:
 
 def test_02_direct_logit_attribution_by_head_and_mlp_at_all_positions(pg: PatchableGraph) -> None:
     with statements(1):
-        parts = direct_logit_attribution(pg, TEXT, target=JOHN, minus=MARY, by="head", position=None)
+        parts = direct_logit_attribution(pg, TEXT, target="John", minus="Mary", by="head", position=None)
     ids = ids_of(TEXT)
     stream, *mlps = values_of(ids, "transformer.h.3", *(f"transformer.h.{n}.mlp" for n in range(4)))
     inputs = values_of(ids, *(f"transformer.h.{n}.attn.c_proj" for n in range(4)), of_inputs=True)

@@ -19,7 +19,7 @@ from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
 from graphpatch_notebook.experiments.engine.examples import OverExamples
 from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_ends, check_graph
-from graphpatch_notebook.experiments.methods.lens import checked_tokens, component, layer_count, of_rows
+from graphpatch_notebook.experiments.methods.lens import checked_tokens, component, layer_count, numbers_of, of_rows
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -38,8 +38,8 @@ _DIVIDED = {"head": ("attn", "attn.z"), "neuron": ("mlp", "mlp.post"), "layer": 
 def direct_logit_attribution(
     pg: PatchableGraph,
     *inputs: Any,
-    target: int | Tensor,
-    minus: int | Tensor | None = None,
+    target: int | str | Tensor,
+    minus: int | str | Tensor | None = None,
     by: Literal["layer", "head", "neuron"] = "layer",
     position: int | Sequence[int] | Tensor | None = -1,
     stack: str = "",
@@ -60,7 +60,7 @@ def direct_logit_attribution(
     Args:
         pg: The graph.
         *inputs: Inputs of the model, positional.
-        target: The token whose logit is attributed: a number, or a tensor with one for each row.
+        target: The token whose logit is attributed: a number or text, or a tensor with a number for each row.
         minus: A token whose logit is subtracted, likewise; for logit differences.
         by: What layers are divided into: `"head"` for attention, `"neuron"` for MLPs.
         position: The position of the logit; one for all rows, or one for each row; `None` for all positions.
@@ -109,14 +109,15 @@ def direct_logit_attribution(
     if by not in _DIVIDED:
         raise ExperimentError(f"by must be 'layer', 'head' or 'neuron', not {by!r}")
     xarray = extra("xarray", "a dataset of contributions")
-    for tokens in (target, minus):
+    wanted = [numbers_of(pg, token) for token in (target, minus) if token is not None]
+    for tokens in wanted:
         checked_tokens(tokens, component(pg, "@logits"))
         if isinstance(tokens, Sequence):  # for other functions, several tokens for all rows
             raise ExperimentError(f"give one token, or a tensor with one for each row, not {tokens!r}")
     with torch.inference_mode(False), torch.enable_grad():
         given = inputs_of(pg, inputs, input_kwargs)
         run = _Run(pg, given, stack, by)
-        logit, bias, gradient = run.direction([each for each in (target, minus) if each is not None], position)
+        logit, bias, gradient = run.direction(wanted, position)
         check_ends(pg, given, position, what="position")
         rows = ["batch"] if position is not None else ["batch", "position"]
         found: dict[str, tuple[list[str], Tensor]] = {"embed": (rows, run.share(run.embed, gradient))}

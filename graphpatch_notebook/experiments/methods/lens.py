@@ -57,7 +57,7 @@ def logit_lens(
     pg: PatchableGraph,
     *inputs: Any,
     streams: Paths | None = None,
-    target: Tokens | None = None,
+    target: Tokens | str | Sequence[str] | None = None,
     stack: str = "",
     lens: Callable[[str, Tensor], Tensor] | None = None,
     **input_kwargs: Any,
@@ -72,8 +72,8 @@ def logit_lens(
         *inputs: Inputs of the model, positional.
         streams: Names, patterns or paths of values of the shape of the stream; by default, the input of each layer and
             the output of the last one.
-        target: The tokens: a number, a list (the dimension `token`), or a tensor with one for each row; `None` for the
-            whole vocabulary, which may be large.
+        target: The tokens: a number or text, a list of these (the dimension `token`), or a tensor with a number for
+            each row; `None` for the whole vocabulary, which may be large.
         stack: The stack of layers, if the model has several.
         lens: A `TunedLens`, or another function of the name of a state and the state, which returns what is put in its
             place.
@@ -85,6 +85,7 @@ def logit_lens(
 
     Raises:
         ExperimentError: The model has no layers or logits that are known, or a value has another shape than the stream.
+        GraphError: A token is a text, and there is no tokenizer.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -109,7 +110,7 @@ def logit_lens(
     runs = RunsFrom(pg, given, resolve(captured(pg).root, last.path))
     values = record(pg, given, [*names, last.name], run=runs.first).values
     check_states(values, names, last.name)
-    read = _Logits((), checked_tokens(target, logits))
+    read = _Logits((), checked_tokens(numbers_of(pg, target), logits))
     with torch.no_grad():
         wanted = [values[name] if lens is None else lens(name, values[name]) for name in names]
         for number, found in enumerate(_logits_of(pg, runs, last, logits, wanted, values[last.name])):
@@ -183,6 +184,13 @@ def keys_of_logits(pg: PatchableGraph, logits: Component) -> tuple[Key, ...]:
     if target.frame.parent is not None or target.node.kind != "output":
         raise ExperimentError(f"the logits are at {logits.path!r}, which is not a part of the model's output")
     return target.dig
+
+
+def numbers_of(pg: PatchableGraph, target: Any) -> Any:
+    """Returns tokens as numbers, where they are given as texts."""
+    if isinstance(target, (list, tuple)):
+        return [numbers_of(pg, one) for one in target]
+    return pg.to_single_token(target) if isinstance(target, str) else target
 
 
 def checked_tokens(target: Tokens | None, logits: Component) -> Tokens | None:

@@ -15,7 +15,7 @@ import traitlets
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.grids import tick_text
-from graphpatch_notebook.experiments.methods.lens import STREAMS, Readouts, ReadStates
+from graphpatch_notebook.experiments.methods.lens import STREAMS, Readouts, ReadStates, numbers_of
 from graphpatch_notebook.notebook.display.tables import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs
 from graphpatch_notebook.notebook.messages import LensRequest
@@ -54,20 +54,13 @@ def lens_of(
     """Returns a new lens view of a graph: `show_lens`."""
     session, runs = session_for_view(graph, workspace)
     inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs).copy())
-    readouts = Readouts(graph, inputs, target=_target_of(graph, target), top=_TOP, row=row, stack=stack)
+    readouts = Readouts(graph, inputs, target=numbers_of(graph, target), top=_TOP, row=row, stack=stack)
     size = len(readouts.target)
     if tokens is not None and len(tokens) != size:
         raise ExperimentError(f"tokens has {len(tokens)} texts for {size} positions")
     positions = _texts_of_inputs(graph, inputs, row, runs.tokenizer, size) if tokens is None else tokens
     streams = [*dict.fromkeys([stream] if isinstance(stream, str) else stream)]
     return LensView(graph, session, workspace, readouts, streams, target is not None, runs.tokenizer, positions)
-
-
-def _target_of(graph: PatchableGraph, target: Any) -> Any:
-    """Returns the target with numbers instead of texts."""
-    if target is None or isinstance(target, int):
-        return target
-    return graph.to_single_token(target) if isinstance(target, str) else [_target_of(graph, one) for one in target]
 
 
 def _texts_of_inputs(graph: PatchableGraph, inputs: Inputs, row: int, tokenizer: Any, size: int) -> list[str] | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import ExperimentError, GraphPatchWarning, PatchableGraph, ReplacePatch
+from graphpatch_notebook import ExperimentError, GraphError, GraphPatchWarning, PatchableGraph, ReplacePatch
 from graphpatch_notebook.experiments import direct_logit_attribution, logit_lens
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.lens import Readouts
@@ -231,7 +231,6 @@ def test_experts_are_not_divided_into_neurons() -> None:
     [
         {"target": 60},
         {"target": 1.5},
-        {"target": " Mary"},
         {"target": [1, 2]},
         {"target": torch.tensor([1, 2, 3])},
         {"target": 1, "by": "token"},
@@ -244,6 +243,13 @@ def test_wrong_arguments(options: dict[str, Any]) -> None:
     pg, ids = captured_model("gpt2")
     with pytest.raises(ExperimentError):
         direct_logit_attribution(pg, ids, **options)
+
+
+def test_tokens_as_texts_need_a_tokenizer() -> None:
+    pg, ids = captured_model("gpt2")
+    for readout in (direct_logit_attribution, logit_lens):
+        with pytest.raises(GraphError, match="tokenizer"):
+            readout(pg, ids, target=" Mary")
 
 
 @pytest.mark.parametrize("by", ["layer", "head", "neuron"])
