@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -17,6 +18,7 @@ from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments.circuits.circuit import READABLE, written_svg
 from graphpatch_notebook.experiments.circuits.graph_picture import lay_out_graph
 from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.warning_places import warn_each_time
 
 Kind: TypeAlias = Literal["feature", "error", "embed", "logit"]
 Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
@@ -294,6 +296,8 @@ graph = AttributionGraph.from_json(r"""
         """Returns the graph in the JSON of `to_json`, of Neuronpedia, or of circuit-tracer.
 
         Those of other tools do not say what a feature is called here: its name is that of a transcoder at `mlp_out`.
+        They may call an error of a layer and a feature of the first one the same, so that it is not known which of the
+        two an edge comes from: a warning says so, and its weight is in `left_out`.
 
         Raises:
             ExperimentError: The text is not such a graph.
@@ -301,17 +305,27 @@ graph = AttributionGraph.from_json(r"""
         try:
             given = json.loads(text)
             metadata, nodes = given["metadata"], given["nodes"]
-            numbers = {str(node["node_id"]): number for number, node in enumerate(nodes)}
+            ids = [str(node["node_id"]) for node in nodes]
+            kinds = [node["feature_type"] for node in nodes]
+            order = sorted(range(len(nodes)), key=lambda number: kinds[number] != _TYPES["error"])
+            numbers = {ids[number]: number for number in order}  # nothing leads to an error
             weights = np.zeros((len(nodes), len(nodes)), dtype=np.float32)
+            left_out = np.array([node.get("left_out", 0.0) for node in nodes], dtype=np.float32)
+            unclear = {own for own, count in Counter(ids).items() if count > 1}
             for link in given["links"]:
-                weights[numbers[link["target"]], numbers[link["source"]]] = link["weight"]
+                if link["source"] in unclear:
+                    left_out[numbers[link["target"]]] += link["weight"]
+                else:
+                    weights[numbers[link["target"]], numbers[link["source"]]] = link["weight"]
+            if unclear:
+                warn_each_time(f"several nodes are called {sorted(unclear)}: their edges are left out", "experiment")
             supernodes = given.get("qParams", {}).get("supernodes", [])
             groups = {str(name): tuple(numbers[each] for each in own if each in numbers) for name, *own in supernodes}
             return cls(
                 tuple(map(_read_node, nodes)),
                 weights,
                 np.array([node.get("constant", 0.0) for node in nodes], dtype=np.float32),
-                np.array([node.get("left_out", 0.0) for node in nodes], dtype=np.float32),
+                left_out,
                 float(metadata.get("completeness", math.nan)),
                 tuple(map(str, metadata["prompt_tokens"])),
                 dict(metadata.get("skipped", {})),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning, UnknownPathError
 from graphpatch_notebook.experiments import AttributionGraph, attribute_score, attribution_graph, steer
 
 KINDS = ("dense", "grouped", "parallel", "post-norm")
@@ -426,6 +426,17 @@ def test_json_is_that_of_neuronpedia() -> None:
     assert [(node.name, node.position, node.kind) for node in other.nodes] == [
         (node.name, node.position, node.kind) for node in small.nodes
     ]
+    first = next(node for node in document["nodes"] if node["feature_type"] == "mlp reconstruction error")
+    twin = next(node for node in document["nodes"] if node["feature_type"] == "cross layer transcoder")
+    for link in document["links"]:
+        for end in ("source", "target"):
+            link[end] = twin["node_id"] if link[end] == first["node_id"] else link[end]
+    first["node_id"] = twin["node_id"]
+    with pytest.warns(GraphPatchWarning, match=twin["node_id"]):
+        unclear = AttributionGraph.from_json(json.dumps(document))
+    numbers = [n for n, node in enumerate(document["nodes"]) if node["node_id"] == twin["node_id"]]
+    assert not unclear.weights[:, numbers].any()
+    np.testing.assert_allclose(unclear.weights.sum(1) + unclear.left_out, other.weights.sum(1), rtol=1e-5, atol=1e-7)
     with pytest.raises(ExperimentError, match="Neuronpedia"):
         AttributionGraph.from_json("{}")
 
