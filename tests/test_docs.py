@@ -65,7 +65,7 @@ def test_there_are_messages_in_the_page_on_troubleshooting() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
 def test_commands_exist(page: Path) -> None:
     settings = (ROOT / "pyproject.toml").read_text("utf8")
-    for command in set(re.findall(r"hatch run (?:\w+:)?([\w-]+)", page.read_text("utf8"))):
+    for command in set(re.findall(r"hatch run (?:[\w-]+:)?([\w-]+)", page.read_text("utf8"))):
         assert re.search(rf"^{command} = ", settings, re.MULTILINE), command
 
 
