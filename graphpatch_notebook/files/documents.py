@@ -59,7 +59,7 @@ from graphpatch_notebook.values import (
     take,
 )
 
-SCHEMA = 4
+SCHEMA = 5
 """The version of documents. Increased whenever an older reader would misread a newer document, or the reverse."""
 
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]

@@ -184,7 +184,7 @@ def test_names_that_are_not_allowed(valid: Path, name: str, keys: Any) -> None:
 
 
 def test_other_versions(valid: Path) -> None:
-    with pytest.raises(GraphError, match="version 1 .*reads 4"):
+    with pytest.raises(GraphError, match="version 1 .*reads 5"):
         PatchableGraph.load(rewritten(valid, set_at("schema", value=1)))
 
 

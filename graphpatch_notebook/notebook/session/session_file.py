@@ -2,7 +2,7 @@
 
     {
       "schema": "graphpatch-session",
-      "version": 1,
+      "version": 2,
       "origin": {"graph": "pg", "model": "model", "arguments": "ids"},
       "patches": [
         {"path": "h_0.mlp.output", "kind": "zero", "slice": ":, -1"},
@@ -54,7 +54,7 @@ class _Entry(PatchFields, frozen=True, omit_defaults=True):
 
 class _SessionFile(Message):
     schema: Literal["graphpatch-session"]
-    version: Literal[1]
+    version: Literal[2]
     patches: Annotated[list[_Entry], msgspec.Meta(max_length=10_000)]
     origin: Origin = Origin()
     meanings: Meanings = msgspec.field(default_factory=dict)
@@ -69,7 +69,7 @@ def dumps(session: Session) -> str:
     entries = [_Entry(**fields_of(patch), enabled=patch.is_enabled) for patch in session.chosen.patches]
     nodes = session.graph.nodes
     used = targets_of(nodes, (entry.path for entry in entries))
-    content = _SessionFile("graphpatch-session", 1, entries, session.origin, meanings(nodes, used))
+    content = _SessionFile("graphpatch-session", 2, entries, session.origin, meanings(nodes, used))
     return msgspec.json.format(msgspec.json.encode(content), indent=2).decode() + "\n"
 
 

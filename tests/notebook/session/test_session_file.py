@@ -56,7 +56,7 @@ def anew() -> Session:
 TEXT = """\
 {
   "schema": "graphpatch-session",
-  "version": 1,
+  "version": 2,
   "patches": [
     {
       "path": "up.linear",
@@ -102,7 +102,7 @@ def test_loading_is_one_edit(session: Session, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["print(1)\n", "{}", '{"schema": "other"}', "", TEXT.replace('version": 1', 'version": 2')]
+    "text", ["print(1)\n", "{}", '{"schema": "other"}', "", TEXT.replace('version": 2', 'version": 1')]
 )
 def test_no_other_file_is_overwritten(session: Session, tmp_path: Path, text: str) -> None:
     file = tmp_path / "work.py"
@@ -136,7 +136,8 @@ BAD = {
     "a list": ("[]", ""),
     "another schema": (document(schema="x"), "schema"),
     "deep nesting": ("[" * 100_000 + "]" * 100_000, ""),
-    "a newer version": (document(version=2), "version"),
+    "an older version": (document(version=1), "version"),
+    "a newer version": (document(version=3), "version"),
     "no patches": (document(patches=None), "patches"),
     "many patches": (document(patches=[{"path": "x", "kind": "zero"}] * 10_001), "patches"),
     "an unknown field": (document(patchs=[]), "patchs"),
