@@ -72,6 +72,15 @@ def outputs(pg, patch_map):
         return pg(x)
 
 
+def test_paths_in_the_graph_keep_the_names_that_they_were_asked_by(pg):
+    """A name of a component is the text of what it means, and leads to the same value again."""
+    named, plain = pg.graph["layers[1].mlp_out"], pg.graph["layers_1.mlp.output"]
+    assert str(named) == "layers[1].mlp_out"
+    assert str(plain) == "layers_1.mlp.output"
+    assert pg.graph[str(named)] == named
+    torch.testing.assert_close(outputs(pg, {named: ZeroPatch()}), outputs(pg, {plain: ZeroPatch()}), rtol=0, atol=0)
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_a_slice_in_the_name_and_one_of_the_patch_are_taken_one_after_the_other(pg, data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,31 @@ def test_every_value_is_shown_under_its_path() -> None:
     assert order[0] == "x"
     assert order[-1] == "output"
     assert order.index("h_0.hidden") < order.index("h_1.linear.weight")
+
+
+class Listed(nn.Module):
+    """Calls a module that it does not register: files give it a name of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = [Layers().eval()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.listed[0](x) * 2
+
+
+def test_values_inside_of_modules_without_a_path_are_shown_of_loaded_graphs(tmp_path: Path) -> None:
+    pg = PatchableGraph(Listed().eval(), X)
+    pg.save(tmp_path / "graph.safetensors")
+    shown: list[dict[str, Any]] = [{}, {}]
+    for graph, values in zip((pg, PatchableGraph.load(tmp_path / "graph.safetensors")), shown, strict=True):
+        assert torch.equal(graph.interpreter(on_node=values.__setitem__).run(X), pg(X))
+    probes = {path: ProbePatch() for path in pg.nodes if "|" not in path and path.count(".") > 1}
+    with pg.patch(probes):
+        pg(X)
+    for path, probe in probes.items():
+        assert bit_equal(shown[0][path], probe.activation) is None, path
+        assert bit_equal(shown[1][path], probe.activation) is None, path
 
 
 def test_neither_generated_code_nor_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
