@@ -27,7 +27,7 @@ from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VAL
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.patching.sharding import is_distributed
 from graphpatch_notebook.paths import nearest
-from graphpatch_notebook.values import ContainerSpec, TensorSpec, take
+from graphpatch_notebook.values import ContainerSpec, take
 
 WeightIndex: TypeAlias = "int | slice"
 
@@ -197,17 +197,17 @@ class Bias:
     def _added(self, term: tuple[Value, Tensor]) -> Tensor:
         """Returns what an operation adds to each output: what it returns if the rest of what it reads is zero."""
         (value, numbers), flow = term, self.map.flow
+        added = [each for each in flow.reads(value.node) if flow.is_held(each) and each != self.map.weight]
+        held = {each: held_tensor(flow, each) for each in added}
+        like = next(iter(held.values()), torch.empty(0))  # the model may have been converted since the capture
 
         def read(each: Value) -> Tensor:
-            if flow.is_held(each) and each != self.map.weight:
-                return held_tensor(flow, each)
-            assert isinstance(each.spec, TensorSpec)
-            return torch.zeros(each.shape, dtype=each.dtype, device=each.spec.device)
+            return held[each] if each in held else like.new_zeros(each.shape)
 
         made: Tensor = flow.rerun(value.node, read)
         entries, numbers = made.expand(value.shape).reshape(-1), numbers.reshape(-1).to(made.device)
         found = entries.new_zeros(self.size).index_copy(0, numbers, entries)
-        if not torch.equal(found[numbers], entries):
+        if not (found.is_meta or torch.equal(found[numbers], entries)):
             raise GraphError(f"{flow.path(value)} does not add the same in all rows and positions")
         return found
 

@@ -231,6 +231,7 @@ class Recording(Mapping[str, Any]):
         captured = self._captured()
         if captured is None:
             raise UnknownPathError("the graph is gone, and its weights with it: keep the PatchableGraph")
+        captured.check_weights()
         results: dict[str, Tensor] = {}
         for target in self._found(self._long_name("z", "*")):
             layer, axes = parse_name(target.text).layers, () if target.component is None else target.component.axes
