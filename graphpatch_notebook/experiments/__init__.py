@@ -13,6 +13,8 @@
   attention is made, and `steer`, whether a change has the effect that a graph predicts.
 - `record_to`, `ActivationStore`, `mean_values`, `average`, `ridge_probes`: values and results over datasets that do not
   fit into memory; `probes`: what linear probes read off stored values, and along which direction.
+- `feature_pages`, `show_feature`: what activates latents, neurons and directions most on a dataset, and which logits
+  these write to.
 - `direction`, `project_out`: the direction between two kinds of examples, and the model without it.
 - `DAS`, `BoundlessDAS`, `LoReFT`, `LowRankSteering`, `L0Mask`: interventions with parameters, which `fit` trains and
   `intervene` applies; `Intervention`, the base class of your own.
@@ -42,6 +44,7 @@ from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.edges import attribute_edges
 from graphpatch_notebook.experiments.circuits.runs import circuit, circuit_patches, faithfulness
 from graphpatch_notebook.experiments.datasets.batches import average, mean_values
+from graphpatch_notebook.experiments.datasets.feature_pages import FeaturePage, feature_pages, show_feature
 from graphpatch_notebook.experiments.datasets.probes import Probe, Probes, probes
 from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
@@ -92,6 +95,7 @@ __all__ = [
     "BoundlessDAS",
     "Circuit",
     "Edge",
+    "FeaturePage",
     "Generated",
     "GraphNode",
     "Intervention",
@@ -121,6 +125,7 @@ __all__ = [
     "direct_logit_attribution",
     "direction",
     "faithfulness",
+    "feature_pages",
     "fit",
     "head_scores",
     "intervene",
@@ -140,6 +145,7 @@ __all__ = [
     "save_result",
     "show_attention",
     "show_circuit",
+    "show_feature",
     "show_generation",
     "show_heatmap",
     "show_lens",

@@ -1,0 +1,539 @@
+"""Feature pages: what activates a feature most on a dataset, how its activations are distributed, what it writes.
+
+One pass over the dataset serves all features. Each batch becomes a summary (`_Summary`), and summaries are added: the
+result does not depend on how the dataset is cut into batches, and memory not on its size.
+
+The histogram has bins of a width that is a power of two. Where a batch has larger activations than fit, bins are joined
+two by two, which is exact: so the range does not have to be known before.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.capture.records import spliced_calls
+from graphpatch_notebook.errors import ExperimentError, GraphError
+from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
+from graphpatch_notebook.experiments.datasets.batches import RowReader, numbered
+from graphpatch_notebook.experiments.datasets.feature_html import page_html
+from graphpatch_notebook.experiments.engine import map_batches
+from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.methods.arguments import check_graph
+from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.interrupts import whole_file
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.patching import SaeSplice
+from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.paths import format_path
+
+_LOG_HALF = 6
+_HALF = 2**_LOG_HALF
+"""Half of the bins are for negative activations."""
+_AT_ONCE = 2**24
+
+
+@dataclass(frozen=True, eq=False)
+class FeaturePage:
+    """What is known of a feature from a dataset. Notebooks show it as a page, and `save_html` writes one.
+
+    Attributes:
+        name: The name of the feature.
+        examples: The numbers in the dataset of the examples that activate it most, the strongest first. Of equal ones,
+            the first of the dataset comes first.
+        peaks: The largest activation in each of these.
+        activations: The activations in each of these, one for each position that is no padding.
+        tokens: The tokens of each of these; `None` for models that do not take tokens.
+        inputs: The first tensor of the input of each of these, for models that do not take tokens; else empty.
+        positions: How many positions there are in the dataset, without padding.
+        density: At which share of these the activation is positive.
+        counts: How many activations are in each bin of the histogram.
+        edges: The edges of the bins, one more than there are: from each one to right before the next one.
+        promoted: The tokens whose logits it raises most, as pairs of token and effect.
+        suppressed: Those whose logits it lowers most.
+        unknown: Why its effects on logits are not known; empty if they are.
+    """
+
+    name: str
+    examples: np.ndarray[Any, Any]
+    peaks: np.ndarray[Any, Any]
+    activations: Sequence[np.ndarray[Any, Any]]
+    tokens: Sequence[np.ndarray[Any, Any]] | None
+    inputs: Sequence[Tensor]
+    positions: int
+    density: float
+    counts: np.ndarray[Any, Any]
+    edges: np.ndarray[Any, Any]
+    promoted: Sequence[tuple[int, float]] = ()
+    suppressed: Sequence[tuple[int, float]] = ()
+    unknown: str = ""
+    tokenizer: Any = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        peak = f", up to {self.peaks[0]:.4g}" if len(self.peaks) else ""
+        return f"<FeaturePage of {self.name}: active at {self.density:.2%} of {self.positions:,} positions{peak}>"
+
+    def _repr_html_(self) -> str:
+        return page_html(self)
+
+    def save_html(self, file: str | os.PathLike[str]) -> None:
+        """Saves the page as one file of HTML, without scripts.
+
+        Args:
+            file: The file to write; it replaces a file of that name.
+        """
+        title, page = html.escape(self.name), page_html(self)
+        with whole_file(Path(file)) as written:
+            written.write_text(f"<!DOCTYPE html><meta charset='utf-8'><title>{title}</title>\n{page}\n", "utf8")
+
+
+@runs_where_the_model_is
+def feature_pages(
+    pg: PatchableGraph,
+    names: Any,
+    dataset: Examples,
+    *,
+    top: int = 20,
+    logits: int = 10,
+    positions: PositionSelection | None = None,
+    batch_size: int | None = None,
+    executor: Any = None,
+    recipe: Any = None,
+) -> dict[str, FeaturePage]:
+    """Returns a page for each feature: the examples that activate it most, a histogram, and the logits it writes to.
+
+    The dataset is read once for all features, and memory does not depend on its size. Padding, where the
+    `attention_mask` is 0, does not count.
+
+    A feature is a number at each position: a latent, a neuron, a channel of any value, or a direction. What it adds to
+    the logits goes through the final norm and the unembedding only. The norm divides by the scale of each state: here
+    by 1, so that effects of one feature compare with each other, and with those of other features. Constant factors that
+    some models multiply what they write or their logits by (Granite, Cohere) are left out, too.
+
+    Args:
+        pg: The graph.
+        names: Names or patterns of features, one or several: `"layers[5].resid_post.sae.latents[17]"`,
+            `"layers[*].mlp.post[..., 5]"`. A name of several numbers, such as `"layers[1].mlp.post"`, means each of
+            them. Or a dict of directions: a path and a vector by the name to give it.
+        dataset: An iterable of batches, or the inputs of all examples, with `batch_size`: as of `record_to`.
+        top: How many examples a page has.
+        logits: How many tokens it has whose logits are raised, and lowered, most.
+        positions: The positions that count: an index, indices or a slice; `None` for all. `slice(1, None)` leaves out
+            the first token, which activates some features most in every text. Pages show all tokens.
+        batch_size: How many examples run at once, if `dataset` has the inputs of all examples.
+        executor: Runs batches elsewhere, as for `pg.sweep`.
+        recipe: As for `pg.sweep`.
+
+    Returns:
+        The pages by the names of the features.
+
+    Raises:
+        UnknownPathError: A path does not exist, or a pattern matches nothing; nothing ran.
+        ExperimentError: A direction has another size than the value; the dataset is empty; an activation is infinite
+            or not a number; or it is not known which dimension of a value holds the batch.
+
+    Example:
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> ids = torch.arange(60).reshape(12, 5) % 20
+        >>> pages = feature_pages(PatchableGraph(model, ids[:1]), "layers[1].mlp.post", ids, top=3, batch_size=4)
+        >>> page = pages["layers[1].mlp.post[..., 5]"]
+        >>> len(pages), len(page.examples), page.positions, page.counts.sum(), len(page.promoted)
+        (32, 3, 60, np.int64(60), 10)
+
+    Source:
+        Bricken et al., Towards Monosemanticity (2023), for the pages.
+    """
+    check_graph(pg)
+    if top < 1:
+        raise ExperimentError(f"top must be at least 1, not {top}")
+    features = _features(pg, names)
+    bases = list(dict.fromkeys(each.base for each in features))
+    read = _Read(RowReader(pg, bases, None), RowReader(pg, bases, positions), features, top)
+    if positions is not None and (without := read.reader.without_positions):
+        raise ExperimentError(f"{without[0]!r} does not have the positions of the inputs: leave positions= out")
+    with torch.no_grad():
+        effects = _effects(pg, features, logits)
+    batches = numbered(batches_of(pg, dataset, batch_size))
+    results = map_batches(pg, read, batches, executor=executor, recipe=recipe)
+    found = next(iter(results), None)
+    if found is None:
+        raise ExperimentError("the dataset has no examples")
+    found = functools.reduce(_Summary.plus, results, found)
+    if not found.count:
+        raise ExperimentError("the dataset has no examples at these positions")
+    pages = [found.page(number, each.name, effects[each.name], pg.tokenizer) for number, each in enumerate(features)]
+    return {page.name: page for page in pages}
+
+
+def show_feature(pg: PatchableGraph, name: Any, dataset: Examples, **options: Any) -> FeaturePage:
+    """Returns the page of one feature: for several, `feature_pages` reads the dataset only once.
+
+    Args:
+        pg: The graph.
+        name: The name, or a dict of one direction, as for `feature_pages`.
+        dataset: The dataset, as for `feature_pages`.
+        **options: As for `feature_pages`.
+
+    Raises:
+        ExperimentError: The name means several features; or as for `feature_pages`.
+
+    Example:
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> ids = torch.arange(60).reshape(12, 5) % 20
+        >>> pg, vector = PatchableGraph(model, ids[:1]), torch.ones(8)
+        >>> page = show_feature(pg, {"sum": ("layers[1].resid_post", vector)}, ids, batch_size=4)
+        >>> page.save_html(getfixture("tmp_path") / "sum.html")
+    """
+    features = _features(pg, name)
+    if len(features) > 1:
+        raise ExperimentError(f"{name!r} means {len(features)} features: give one, or use feature_pages")
+    return feature_pages(pg, name, dataset, **options)[features[0].name]
+
+
+# -- which numbers features are ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Feature:
+    """A number at each position: a column of a value with flat channels, or the product with a direction."""
+
+    name: str
+    base: str
+    sizes: tuple[int, ...]  # of the channels, before they are flat
+    column: int = -1
+    direction: Tensor | None = None
+
+
+def _features(pg: PatchableGraph, names: Any) -> list[_Feature]:
+    model, found = captured(pg), list[_Feature]()
+    known: _Known = {}
+    if isinstance(names, Mapping):
+        for name, (path, vector) in names.items():
+            for target in model.targets_of(str(path)):
+                base, sizes, _ = _channels(pg, target, known)
+                direction = torch.as_tensor(vector).detach().flatten()
+                if len(direction) != math.prod(sizes):
+                    raise ExperimentError(f"{name!r} has {len(direction)} numbers, and {base!r} {sizes} at a position")
+                found.append(_Feature(str(name), base, sizes, direction=direction))
+    else:
+        for text in [names] if isinstance(names, str) or not isinstance(names, Iterable) else names:
+            for target in model.targets_of(str(text)):
+                base, sizes, columns = _channels(pg, target, known)
+                for column in columns:
+                    name = target.text if len(columns) == 1 else _name(base, np.unravel_index(column, sizes))
+                    found.append(_Feature(name, base, sizes, column))
+    if not found:
+        raise ExperimentError("there are no features: give a name, such as 'layers[1].mlp.post[..., 5]'")
+    return list({each.name: each for each in found}.values())
+
+
+def _name(base: str, numbers: Any) -> str:
+    texts = ", ".join(map(str, map(int, numbers)))
+    return f"{base}[{texts}]" if base.endswith(".latents") else f"{base}[..., {texts}]"
+
+
+def _channels(pg: PatchableGraph, target: Target, known: _Known) -> tuple[str, tuple[int, ...], list[int]]:
+    """Returns the whole value that a target is a part of, the sizes of its channels, and which of these it is."""
+    component, base = target.component, target.text
+    key = (target.path, () if component is None else component.axes, "" if target.index else base)
+    if key not in known:
+        if component is not None and target.index:
+            whole = (each for each in pg.components.values() if each.path == component.path and not each.index)
+            base = next(each.name for each in whole if each.axes == component.axes)
+        shape = component.shape if component is not None else getattr(target.whole, "shape", ())
+        places = {*RowReader(pg, base, None).by_path[base], _unread_positions(pg, base)}
+        dims = [dim for dim in range(len(shape)) if dim not in places]
+        known[key] = base, dims, np.arange(math.prod(shape[dim] for dim in dims)).reshape([shape[dim] for dim in dims])
+    base, dims, numbers = known[key]
+    index = tuple(target.index[dim] if dim < len(target.index) else slice(None) for dim in dims)
+    return base, numbers.shape, np.atleast_1d(numbers[index]).flatten().tolist()
+
+
+_Known: TypeAlias = "dict[Any, tuple[str, list[int], np.ndarray[Any, Any]]]"
+
+
+def _unread_positions(pg: PatchableGraph, base: str) -> int | None:
+    """Returns the dimension of positions that are not those of the inputs, such as patches of an image."""
+    axes = pg.components[base].axes if base in pg.components else ()
+    return axes.index("position") if "position" in axes else None
+
+
+# -- one pass ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Reads a batch. It can be pickled."""
+
+    reader: RowReader
+    counted: RowReader
+    features: Sequence[_Feature]
+    top: int
+
+    def __call__(self, pg: PatchableGraph, batch: tuple[int, Inputs]) -> _Summary:
+        first, inputs = batch
+        rows, counted = (each.rows(pg, inputs, first) for each in (self.reader, self.counted))
+        fresh = inputs.fresh()
+        with torch.no_grad():
+            recording = pg.record(list(self.reader.by_path), *fresh.args, **fresh.kwargs)
+        wholes = {path: self._by_position(pg, path, recording, rows.kept.shape) for path in self.reader.by_path}
+        if len({whole.shape[:2] for whole in wholes.values()}) > 1:
+            raise ExperimentError(f"{', '.join(wholes)} have different positions: ask for them one after the other")
+        values = torch.cat([self._values(path, whole) for path, whole in wholes.items()], -1)
+        order = {name: number for number, name in enumerate(self._names())}
+        values = values[..., [order[each.name] for each in self.features]]
+        everywhere = torch.ones(values.shape[:2], dtype=torch.bool)  # of positions that are not those of the inputs
+        at_inputs = not self.reader.without_positions
+        kept, used = ((each.kept if at_inputs else everywhere).to(values.device) for each in (rows, counted))
+        shown = [row[is_kept] for row, is_kept in zip(rows.ids, rows.kept, strict=True)]
+        if bool((rows.ids < 0).any()):
+            wanted = (each for each in inputs.tensors() if each.is_floating_point() and len(each) == len(values))
+            shown = list(next(wanted, torch.zeros(len(values), 0)))
+        return _Summary.of(values, kept, used, first, shown, self.top)
+
+    def _by_position(self, pg: PatchableGraph, path: str, recording: Any, shape: torch.Size) -> Tensor:
+        """Returns a value of shape (examples, positions, channels)."""
+        if path not in recording:
+            raise ExperimentError(f"the model did not compute {path!r} on a batch of the dataset")
+        value: Tensor = recording[path].detach()
+        row_dim, position_dim = self.reader.by_path[path]
+        if position_dim is not None:
+            return self.reader.by_position(path, value, shape).flatten(2)
+        value, dim = value.movedim(row_dim, 0), _unread_positions(pg, path)
+        return value.flatten(1)[:, None] if dim is None else value.movedim(dim + (dim < row_dim), 1).flatten(2)
+
+    def _of(self, path: str) -> tuple[list[_Feature], list[_Feature]]:
+        own = [each for each in self.features if each.base == path]
+        return [each for each in own if each.direction is None], [each for each in own if each.direction is not None]
+
+    def _names(self) -> list[str]:
+        return [each.name for path in self.reader.by_path for kind in self._of(path) for each in kind]
+
+    def _values(self, path: str, whole: Tensor) -> Tensor:
+        columns, directed = self._of(path)
+        size = math.prod((columns or directed)[0].sizes)
+        if whole.shape[-1] != size:
+            raise ExperimentError(f"{path!r} has {whole.shape[-1]} numbers at a position of a batch, and {size} before")
+        whole = whole if whole.dtype == torch.float64 else whole.float()
+        directions = [each.direction for each in directed if each.direction is not None]
+        products = [whole @ torch.stack(directions, -1).to(whole)] if directions else []
+        return torch.cat([whole[..., [each.column for each in columns]], *products], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Summary:
+    """What pages need of some examples.
+
+    Attributes:
+        peaks: The largest activations, one for each example, of shape (features, top); -inf where there are fewer.
+        examples: The numbers of the examples.
+        activations: All activations of these, (features, top, positions); NaN at padding.
+        count: How many positions there are.
+        active: At how many of them each feature is positive.
+        exponents: The width of the bins of each feature is 2 to the power of this.
+        bins: How many activations are in each bin, (features, 2 * _HALF). The lower edge of the one in the middle is 0.
+        inputs: The tokens of the examples among the top, or rows of another input, by the numbers of the examples.
+        top: How many examples there are at most.
+    """
+
+    peaks: Tensor
+    examples: Tensor
+    activations: Tensor
+    count: int
+    active: Tensor
+    exponents: Tensor
+    bins: Tensor
+    inputs: Mapping[int, Tensor]
+    top: int
+
+    @classmethod
+    def of(
+        cls, values: Tensor, kept: Tensor, counted: Tensor, first: int, inputs: Sequence[Tensor], top: int
+    ) -> _Summary:
+        """Returns the summary of a batch of activations, (examples, positions, features)."""
+        flat, number = values[counted], torch.arange(values.shape[-1], device=values.device)
+        if not flat.isfinite().all():
+            raise ExperimentError("an activation is infinite or not a number on a batch of the dataset")
+        best = values.masked_fill(~counted[..., None], -torch.inf).amax(1).mT.sort(descending=True, stable=True)
+        chosen = best.indices[:, :top]
+        activations = values.masked_fill(~kept[..., None], torch.nan)[chosen, :, number[:, None]]
+        largest = flat.abs().amax(0) if len(flat) else flat.new_zeros(len(number))
+        exponents = (largest.frexp().exponent.long() - _LOG_HALF).clamp(min=-100)
+        exponents = exponents.where(largest > 0, -100)
+        bins = []
+        for some in number.split(max(1, _AT_ONCE // max(1, len(flat)))):
+            at = (flat[:, some] * 2.0 ** -exponents[some].double()).floor().long() + _HALF
+            at += 2 * _HALF * torch.arange(len(some), device=at.device)
+            bins.append(at.flatten().bincount(minlength=2 * _HALF * len(some)).view(len(some), -1))
+        parts = best.values[:, :top], chosen + first, activations, (flat > 0).sum(0), exponents, torch.cat(bins)
+        peaks, examples, activations, active, exponents, whole = (each.cpu() for each in parts)
+        used = {at: inputs[at - first].cpu().clone() for at in examples.unique().tolist()}
+        return cls(peaks, examples, activations, len(flat), active, exponents, whole, used, top)
+
+    def plus(self, later: _Summary) -> _Summary:
+        """Returns the summary of these examples and later ones."""
+        both = (self, later)
+        peaks, examples = (torch.cat([getattr(each, name) for each in both], 1) for name in ("peaks", "examples"))
+        length = max(each.activations.shape[-1] for each in both)
+        padded = [
+            torch.nn.functional.pad(each.activations, (0, length - each.activations.shape[-1]), value=torch.nan)
+            for each in both
+        ]
+        order = peaks.sort(descending=True, stable=True).indices[:, : self.top]
+        examples, exponents = examples.gather(1, order), self.exponents.maximum(later.exponents)
+        inputs = {**self.inputs, **later.inputs}
+        return _Summary(
+            peaks.gather(1, order),
+            examples,
+            torch.cat(padded, 1)[torch.arange(len(order))[:, None], order],
+            self.count + later.count,
+            self.active + later.active,
+            exponents,
+            self._with_exponents(exponents) + later._with_exponents(exponents),
+            {at: inputs[at] for at in examples.unique().tolist()},
+            self.top,
+        )
+
+    def _with_exponents(self, exponents: Tensor) -> Tensor:
+        """Returns the numbers in wider bins."""
+        shifts = (exponents - self.exponents).clamp(max=2 * _LOG_HALF)[:, None]
+        return torch.zeros_like(self.bins).scatter_add(1, (torch.arange(-_HALF, _HALF) >> shifts) + _HALF, self.bins)
+
+    def page(self, number: int, name: str, effects: _Effects, tokenizer: Any) -> FeaturePage:
+        """Returns the page of a feature."""
+        chosen = self.peaks[number] > -torch.inf
+        examples = self.examples[number][chosen]
+        inputs = [self.inputs[at] for at in examples.tolist()]
+        has_tokens = not any(each.is_floating_point() for each in inputs)
+        used = self.bins[number].nonzero().flatten()
+        first, last = int(used.min()), int(used.max()) + 1
+        edges = np.arange(first - _HALF, last - _HALF + 1) * 2.0 ** int(self.exponents[number])
+        return FeaturePage(
+            name,
+            examples.numpy(),
+            self.peaks[number][chosen].numpy(),
+            [row[~np.isnan(row)] for row in self.activations[number][chosen].numpy()],
+            [each.numpy() for each in inputs] if has_tokens else None,
+            () if has_tokens else inputs,
+            self.count,
+            int(self.active[number]) / self.count,
+            self.bins[number][first:last].numpy(),
+            edges,
+            *effects,
+            tokenizer=tokenizer,
+        )
+
+
+# -- what features write -----------------------------------------------------------------------------------------------
+
+_Effects: TypeAlias = "tuple[list[tuple[int, float]], list[tuple[int, float]], str]"
+
+
+def _effects(pg: PatchableGraph, features: Sequence[_Feature], count: int) -> dict[str, _Effects]:
+    """Returns the tokens whose logits each feature raises, and lowers, most, or why these are not known."""
+    found: dict[str, _Effects] = {}
+    for base in dict.fromkeys(each.base for each in features):
+        own = [each for each in features if each.base == base]
+        size = math.prod(own[0].sizes)
+        try:
+            write, stack = _writer(pg, base)
+            unembedding = _after_norm(pg, stack, pg.weights[stack].W_U.double())
+        except (GraphError, ExperimentError) as error:
+            found |= {each.name: ([], [], str(error)) for each in own}
+            continue
+        most, at_once = min(count, unembedding.shape[1]), max(1, _AT_ONCE // max(size, unembedding.shape[1]))
+        for first in range(0, len(own), at_once):
+            some = own[first : first + at_once]
+            rows = torch.zeros(len(some), size, dtype=torch.float64, device=unembedding.device)
+            for row, each in zip(rows, some, strict=True):
+                if each.direction is None:
+                    row[each.column] = 1.0
+                else:
+                    row.copy_(each.direction)
+            try:
+                logits = write(rows).to(unembedding) @ unembedding
+            except Exception as error:  # of an SAE's `decode`, of whatever kind
+                found |= {each.name: ([], [], f"{type(error).__name__}: {error}") for each in some}
+                continue
+            ends = [logits.topk(most, largest=is_largest) for is_largest in (True, False)]
+            for number, each in enumerate(some):
+                up, down = (
+                    [*zip(end.indices[number].tolist(), end.values[number].tolist(), strict=True)] for end in ends
+                )
+                found[each.name] = up, down, ""
+    return found
+
+
+def _writer(pg: PatchableGraph, base: str) -> tuple[Callable[[Tensor], Tensor], str]:
+    """Returns what maps activations (rows, channels) to what they write into the stream, and the name of that stack.
+
+    Raises:
+        ExperimentError: It is not known.
+    """
+    path = pg.components[base].path if base in pg.components else base
+    call = next(
+        (each for each in spliced_calls(pg.nodes.root) if f"{format_path(each.frame.path)}.latents" == path), None
+    )
+    place = path if call is None else call.target
+    name = next((each.name for each in pg.components.values() if each.path == place and not each.index), place)
+    found = _NAME.fullmatch(name)
+    stack, layer, part = found.groups() if found is not None else ("", "0", "")
+    stack, is_stream = stack.rstrip("."), part.startswith("resid_") or part.endswith("_out")
+    if call is not None and is_stream and isinstance(call.frame.module, SaeSplice):
+        return functools.partial(_decoded, call.frame.module), stack
+    if call is None and is_stream:
+        return torch.clone, stack
+    evidence, written = pg.components.evidence, f"{name.rpartition('.')[0]}_out"
+    if call is None and part in ("mlp.post", "attn.z") and evidence.values.get(written) not in evidence.trails.norms:
+        weights = pg.weights[stack]
+        matrix = weights.W_out[int(layer)] if part == "mlp.post" else weights.W_O[int(layer)].flatten(0, -2)
+        return lambda rows: rows @ matrix.to(rows), stack
+    raise ExperimentError(f"what {base!r} adds to the residual stream is not known")
+
+
+_NAME = re.compile(r"(.*?)layers\[(\d+)\]\.(.+)")
+
+
+def _decoded(splice: SaeSplice, rows: Tensor) -> Tensor:
+    """Returns what latents add to the reconstruction."""
+    latents = splice.as_read(rows)
+    none = splice.sae.decode(torch.zeros_like(latents))
+    found, twice = (splice.sae.decode(factor * latents) - none for factor in (1, 2))
+    if not torch.allclose(2 * found, twice, rtol=1e-3, atol=1e-4 * float(found.abs().max())):
+        raise ExperimentError("latents are not decoded by a linear map")
+    return found  # type: ignore[no-any-return]
+
+
+def _after_norm(pg: PatchableGraph, stack: str, unembedding: Tensor) -> Tensor:
+    """Returns the unembedding after the final norm, for states whose scale is 1."""
+    evidence = pg.components.evidence
+    norm = next((each.norm for each in evidence.stacks if each.name == stack), None)
+    if norm is None:
+        return unembedding
+    module = evidence.trails.norms[norm].frame.module
+    size, like = len(unembedding), next(module.parameters(), unembedding)
+    state = torch.ones(size, dtype=like.dtype, device=like.device)
+    state[1::2] = -1
+    with torch.enable_grad():
+        states = (state - state.mean()).expand(size, -1).clone().requires_grad_()
+        with DerivativeRules("held").applied():
+            normed = module(states)
+        jacobian = torch.autograd.grad(normed, states, torch.eye(size).to(states))[0]
+    return jacobian.double().mT @ unembedding
