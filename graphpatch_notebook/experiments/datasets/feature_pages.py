@@ -120,8 +120,8 @@ def feature_pages(
 
     A feature is a number at each position: a latent, a neuron, a channel of any value, or a direction. What it adds to
     the logits goes through the final norm and the unembedding only. The norm divides by the scale of each state: here
-    by 1, so that effects of one feature compare with each other, and with those of other features. Constant factors that
-    some models multiply what they write or their logits by (Granite, Cohere) are left out, too.
+    by 1, so that effects of one feature compare with each other, and with those of other features. Constant factors by
+    which some models multiply what they write, or their logits (Granite, Cohere), are left out, too.
 
     Args:
         pg: The graph.
