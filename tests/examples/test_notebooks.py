@@ -42,6 +42,7 @@ NAMES = {
     "05_browser": ("without_head", "scores"),
     "09_by_clicks": ("said",),
     "08_circuits": ("proved", "proved_names"),
+    "10_attribution_graph": ("effects", "before", "after", "said"),
     "06_causal_tracing": ("trace", "trace_lost", "without", "edges", "shares", "correlations"),
 }
 HEADS = [str((layer, head)) for layer in range(2) for head in range(4)]
@@ -280,3 +281,16 @@ def test_cells_with_components_run_unchanged_on_other_families(family: str, monk
 def test_the_patch_of_the_clicks_is_that_of_the_head() -> None:
     found = run("09_by_clicks")[1]["said"]
     assert found["clean"] == "jumps" != found["zeroed"]
+
+
+def test_attribution_graph_predicts_what_is_held_and_attention_explains_the_rest() -> None:
+    found = run("10_attribution_graph")[1]
+    effects = found["effects"]
+    for token in ("John", "Mary"):
+        for factor in (0, 2):
+            row = f"say a name x {factor}"
+            assert effects[f"{token} predicted"][row] == pytest.approx(effects[f"{token} frozen"][row], abs=1e-3)
+    assert effects["John free"]["Mary again x 0"] < effects["John predicted"]["Mary again x 0"] < 0
+    assert effects["Mary predicted"]["Mary again x 0"] < 0 < effects["Mary free"]["Mary again x 0"]
+    assert found["after"] < 0.5 < found["before"]
+    assert found["said"] == "Mary"
