@@ -194,7 +194,8 @@ class Generated:
     """A number of the texts that the model generates. With it, experiments generate in place of a single forward.
 
     For `pg.sweep`, `ablate` and others that run the model once for each cell, which then generates once, without
-    sharing work. Patches act in each step, or in some with `steps=`. Not for those that need gradients.
+    sharing work. Patches act in each step, or in some with `steps=` or `positions=`. Not for experiments that need
+    gradients, or replace parts of values at positions of the prompt (`causal_trace`).
 
     Args:
         function: Maps the list of the new texts, one for each row, to a number or a dict of numbers. Without a

@@ -321,3 +321,13 @@ def test_biases_are_what_the_model_adds_to_products_with_weights(name: str) -> N
     else:
         with pytest.raises(GraphError, match="b_U was not found"):
             weights.b_U  # noqa: B018
+
+
+def test_biases_of_models_that_were_converted_and_of_those_without_weights() -> None:
+    pg, _ = captured_model("gpt2")
+    pg._module.double()
+    assert torch.equal(pg.weights.b_O[1], pg._module.transformer.h[1].attn.c_proj.bias)
+    assert pg.weights.b_Q[1, 2].dtype == torch.float64
+    browsed = PatchableGraph.from_config(pg._module.config, input_ids=torch.arange(5)[None])
+    assert (browsed.weights.b_Q.shape, browsed.weights.b_out.shape) == ((2, 4, 8), (2, 32))
+    assert browsed.weights.b_in[0].is_meta

@@ -15,6 +15,7 @@ from graphpatch_notebook import AddPatch, ExperimentError, PatchableGraph, Probe
 from graphpatch_notebook.experiments import (
     AnswerLogProbability,
     Generated,
+    Noise,
     ablate,
     attribute,
     attribute_edges,
@@ -171,7 +172,16 @@ def test_generated_ids_of_decoders_and_encoders() -> None:
 
 
 def test_what_does_not_generate_is_refused(pg: PatchableGraph) -> None:
-    metric = Generated(len, max_new_tokens=2)
+    metric, name = Generated(len, max_new_tokens=2), "layers[0].resid_post"
+    other = PROMPTS[0].replace("Mary", "Tom")
+    noise = Noise("layers[0].resid_pre", samples=2)
+    for run in (
+        lambda: ablate(pg, name, PROMPTS[0], metric=metric, positions=0, progress=False),
+        lambda: causal_trace(pg, PROMPTS[0], other, name, None, metric, progress=False),
+        lambda: causal_trace(pg, PROMPTS[0], noise, name, False, metric, progress=False),
+    ):
+        with pytest.raises(ExperimentError, match="positions"):
+            run()
     with pytest.raises(ExperimentError, match="does not generate"):
         attribute(pg, metric, PROMPTS[0], PROMPTS[0].replace("Mary", "Tom"))
     with pytest.raises(ExperimentError, match="generate"):

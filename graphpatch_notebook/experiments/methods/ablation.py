@@ -22,6 +22,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     are_of_encoder,
     check_ablation,
     check_ends,
+    check_generated,
     check_graph,
     check_is_used,
     check_metric,
@@ -123,6 +124,7 @@ def ablate(
             executor=executor, recipe=recipe,
         )  # fmt: skip
     check_metric(metric)
+    check_generated(metric, has_positions=positions is not None)
     names = several_paths(pg, paths)
     given = inputs_of(pg, inputs, input_kwargs)
     is_pooled = mean_over != "batch"

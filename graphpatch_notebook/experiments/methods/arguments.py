@@ -16,7 +16,7 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.metrics import AnswerLogProbability, Metric
+from graphpatch_notebook.experiments.metrics import AnswerLogProbability, Generated, Metric
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -322,6 +322,15 @@ def check_metric_position(pg: PatchableGraph, inputs: Inputs, metric: Any) -> No
     ids = inputs.kwargs.get("decoder_input_ids", next(inputs.tensors(), None))
     if isinstance(metric, AnswerLogProbability) and isinstance(ids, Tensor) and not ids.is_floating_point():
         metric.check_inputs(ids)
+
+
+def check_generated(metric: Any, *, has_positions: bool) -> None:
+    """Raises an `ExperimentError` if a metric generates where parts of values at positions are replaced."""
+    if has_positions and isinstance(metric, Generated):
+        raise ExperimentError(
+            "positions here are those of a single forward, and metric=Generated(...) runs the model token by token: "
+            "use pg.sweep, with positions= in the patches"
+        )
 
 
 @dataclass(frozen=True)

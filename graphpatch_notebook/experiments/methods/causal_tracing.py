@@ -23,6 +23,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     ValueParts,
     are_of_encoder,
     check_ends,
+    check_generated,
     check_graph,
     check_is_used,
     check_metric,
@@ -177,6 +178,7 @@ def causal_trace(
     dims = position_dims(pg, placed, position_dim)
     is_encoder = are_of_encoder(pg, dims)
     check_metric_position(pg, inputs, metric)
+    check_generated(metric, has_positions=bool(placed))
     run = record(pg, inputs, [*names, *noisy_paths], metric)
     run.warn_if_random()
     values = {name: run.values[name] for name in names}
