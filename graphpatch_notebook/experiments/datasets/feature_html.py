@@ -22,7 +22,7 @@ _BEFORE, _AFTER = 40, 15
 """How many tokens around the peak are shown."""
 _WIDTH, _HEIGHT = 320, 90
 _POSITIVE, _NEGATIVE = "217,95,2", "94,87,178"
-_TABLE = "border-collapse:collapse;font-family:monospace;font-size:12px;text-align:left"
+_TABLE = "border-collapse:collapse;color:inherit;font-family:monospace;font-size:12px;text-align:left"
 
 
 def page_html(page: FeaturePage) -> str:
@@ -101,18 +101,17 @@ def _example(page: FeaturePage, number: int, scale: float) -> str:
 def _tokens(page: FeaturePage, tokens: _Array, activations: _Array, peak: float, scale: float) -> str:
     """Returns the tokens around the peak, colored by the activation; without colors, if there is one for all."""
     texts = [_text(token_text(page.tokenizer, token)) for token in tokens.tolist()]
-    separator = " " if page.tokenizer is None else ""
     if len(activations) != len(texts):
-        return separator.join(texts)
+        return " ".join(texts)
     center = int(np.nanargmin(np.abs(activations - peak)))
     window = range(max(0, center - _BEFORE), min(len(texts), center + _AFTER))
     spans = [
-        f'<span style="white-space:pre-wrap;border-radius:2px;{_color(activations[at], scale)}" '
+        f'<span style="white-space:pre-wrap;border-radius:2px;padding:0 2px;{_color(activations[at], scale)}" '
         f'title="{activations[at]:.4g}">{texts[at]}</span>'
         for at in window
     ]
     before, after = ("…" if window.start else ""), ("…" if window.stop < len(texts) else "")
-    return before + separator.join(spans) + after
+    return before + "<wbr>".join(spans) + after
 
 
 def _strip(activations: _Array, scale: float) -> str:

@@ -14,7 +14,7 @@ import html
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,6 +28,7 @@ from graphpatch_notebook.errors import ExperimentError, GraphError
 from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
 from graphpatch_notebook.experiments.datasets.batches import RowReader, numbered
 from graphpatch_notebook.experiments.datasets.feature_html import page_html
+from graphpatch_notebook.experiments.datasets.store import ActivationStore
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -129,6 +130,7 @@ def feature_pages(
             `"layers[*].mlp.post[..., 5]"`. A name of several numbers, such as `"layers[1].mlp.post"`, means each of
             them. Or a dict of directions: a path and a vector by the name to give it.
         dataset: An iterable of batches, or the inputs of all examples, with `batch_size`: as of `record_to`.
+            Or an `ActivationStore` with these values: then the model does not run.
         top: How many examples a page has.
         logits: How many tokens it has whose logits are raised, and lowered, most.
         positions: The positions that count: an index, indices or a slice; `None` for all. `slice(1, None)` leaves out
@@ -168,8 +170,11 @@ def feature_pages(
         raise ExperimentError(f"{without[0]!r} does not have the positions of the inputs: leave positions= out")
     with torch.no_grad():
         effects = _effects(pg, features, logits)
-    batches = numbered(batches_of(pg, dataset, batch_size))
-    results = map_batches(pg, read, batches, executor=executor, recipe=recipe)
+    if isinstance(dataset, ActivationStore):
+        results = read.stored(pg, dataset, positions)
+    else:
+        batches = numbered(batches_of(pg, dataset, batch_size))
+        results = map_batches(pg, read, batches, executor=executor, recipe=recipe)
     found = next(iter(results), None)
     if found is None:
         raise ExperimentError("the dataset has no examples")
@@ -294,11 +299,7 @@ class _Read:
         with torch.no_grad():
             recording = pg.record(list(self.reader.by_path), *fresh.args, **fresh.kwargs)
         wholes = {path: self._by_position(pg, path, recording, rows.kept.shape) for path in self.reader.by_path}
-        if len({whole.shape[:2] for whole in wholes.values()}) > 1:
-            raise ExperimentError(f"{', '.join(wholes)} have different positions: ask for them one after the other")
-        values = torch.cat([self._values(path, whole) for path, whole in wholes.items()], -1)
-        order = {name: number for number, name in enumerate(self._names())}
-        values = values[..., [order[each.name] for each in self.features]]
+        values = self.values(wholes)
         everywhere = torch.ones(values.shape[:2], dtype=torch.bool)  # of positions that are not those of the inputs
         at_inputs = not self.reader.without_positions
         kept, used = ((each.kept if at_inputs else everywhere).to(values.device) for each in (rows, counted))
@@ -316,8 +317,45 @@ class _Read:
         row_dim, position_dim = self.reader.by_path[path]
         if position_dim is not None:
             return self.reader.by_position(path, value, shape).flatten(2)
-        value, dim = value.movedim(row_dim, 0), _unread_positions(pg, path)
-        return value.flatten(1)[:, None] if dim is None else value.movedim(dim + (dim < row_dim), 1).flatten(2)
+        return self.of_examples(pg, path, value.movedim(row_dim, 0))
+
+    def of_examples(self, pg: PatchableGraph, path: str, rows: Tensor) -> Tensor:
+        """Returns a value with a row for each example, of shape (examples, positions, channels)."""
+        dim, row_dim = _unread_positions(pg, path), self.reader.by_path[path][0]
+        return rows.flatten(1)[:, None] if dim is None else rows.movedim(dim + (dim < row_dim), 1).flatten(2)
+
+    def values(self, wholes: Mapping[str, Tensor]) -> Tensor:
+        """Returns the features, of shape (examples, positions, features), from the whole values."""
+        if len({whole.shape[:2] for whole in wholes.values()}) > 1:
+            raise ExperimentError(f"{', '.join(wholes)} have different positions: ask for them one after the other")
+        values = torch.cat([self._values(path, whole) for path, whole in wholes.items()], -1)
+        order = {name: number for number, name in enumerate(self._names())}
+        return values[..., [order[each.name] for each in self.features]]
+
+    def stored(self, pg: PatchableGraph, store: ActivationStore, positions: Any) -> Iterator[_Summary]:
+        """Yields the summaries of the files of a store. A file has all rows of an example."""
+        values, start = [store[path] for path in self.reader.by_path], 0
+        example, at_inputs = values[0].example, not self.reader.without_positions
+        chosen = np.ones(len(values[0]), bool) if positions is None else values[0].is_among(position=positions)
+        for chunks in zip(*(each.chunks() for each in values), strict=True):
+            rows, start = slice(start, start + len(chunks[0])), start + len(chunks[0])
+            by_path = dict(zip(self.reader.by_path, chunks, strict=True))
+            first = int(example[rows].min(initial=len(example)))
+            if not at_inputs:
+                found = self.values({path: self.of_examples(pg, path, chunk) for path, chunk in by_path.items()})
+                kept = torch.ones(found.shape[:2], dtype=torch.bool)
+                yield _Summary.of(found, kept, kept, first, [torch.zeros(0)] * len(found), self.top)
+            elif len(chunks[0]):
+                at = torch.from_numpy(example[rows]) - first, torch.from_numpy(store.position[rows])
+                shape = [int(each.max()) + 1 for each in at]
+                wholes = {path: chunk.new_zeros(*shape, *chunk.shape[1:]) for path, chunk in by_path.items()}
+                for path, chunk in by_path.items():
+                    wholes[path][at] = chunk
+                (kept, used), ids = torch.zeros(2, *shape, dtype=torch.bool), torch.full(shape, -1)
+                kept[at], used[at], ids[at] = True, torch.from_numpy(chosen[rows]), torch.from_numpy(store.token[rows])
+                shown = [row[row >= 0] if bool((row >= 0).any()) else torch.zeros(0) for row in ids]
+                found = self.values({path: whole.flatten(2) for path, whole in wholes.items()})
+                yield _Summary.of(found, kept, used, first, shown, self.top)
 
     def _of(self, path: str) -> tuple[list[_Feature], list[_Feature]]:
         own = [each for each in self.features if each.base == path]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageCl
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
-from graphpatch_notebook.experiments import FeaturePage, feature_pages, show_feature
+from graphpatch_notebook.experiments import FeaturePage, feature_pages, record_to, show_feature
 from graphpatch_notebook.experiments.datasets.feature_html import _png
 from tests.hooks import registered
 from tests.tiny_models import gpt2
@@ -202,7 +203,41 @@ def test_latents_of_a_vit(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text("utf8").count("data:image/png") == 3
 
 
-def test_directions_positions_and_workers() -> None:
+@pytest.mark.parametrize("shard_bytes", [1, 500, 2**28])
+@pytest.mark.parametrize("positions", [None, slice(1, None), -1])
+def test_pages_of_a_store_are_those_of_the_dataset(tmp_path: Path, shard_bytes: int, positions: Any) -> None:
+    model, inputs = llama(), examples()
+    inputs["attention_mask"][:, :2] = 1
+    pg = PatchableGraph(model, **{name: each[:2] for name, each in inputs.items()})
+    names = ["layers[0].mlp.post", "layers[1].mlp.post[..., 5]"]
+    store = record_to(pg, tmp_path, "layers[*].mlp.post", inputs, batch_size=4, shard_bytes=shard_bytes)
+    pages = feature_pages(pg, names, inputs, batch_size=3, top=4, positions=positions)
+    stored = feature_pages(pg, names, store, top=4, positions=positions)
+    assert list(stored) == list(pages)
+    for name, page in pages.items():
+        np.testing.assert_allclose(stored[name].peaks, page.peaks, rtol=1e-4)
+        assert stored[name].positions == page.positions
+        assert stored[name].promoted == page.promoted
+        for one, other in zip(stored[name].tokens or (), page.tokens or (), strict=True):
+            assert one.tolist() == other.tolist()
+        for one, other in zip(stored[name].activations, page.activations, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    with pytest.raises(KeyError, match="attn"):
+        feature_pages(pg, "layers[0].attn_out", store)
+
+
+def test_pages_of_a_store_of_images(tmp_path: Path) -> None:
+    model, images = vit(), torch.randn(COUNT, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    pg, name = PatchableGraph(model, images[:2]), "layers[1].mlp.post[..., 4]"
+    store = record_to(pg, tmp_path, "layers[1].mlp.post", images, batch_size=4, shard_bytes=1)
+    page, stored = show_feature(pg, name, images, batch_size=4), show_feature(pg, name, store)
+    assert stored.examples.tolist() == page.examples.tolist()
+    assert all(map(np.array_equal, stored.activations, page.activations))
+    assert stored.counts.tolist() == page.counts.tolist()
+    assert stored._repr_html_()
+
+
+def test_directions_and_positions() -> None:
     model, inputs = gpt2(width=WIDTH, vocabulary=30), examples()
     inputs["attention_mask"][:] = 1
     pg = PatchableGraph(model, **{name: each[:2] for name, each in inputs.items()})
@@ -220,6 +255,17 @@ def test_directions_positions_and_workers() -> None:
     assert pages["along"].promoted == [(token, -effect) for token, effect in pages["against"].suppressed]
     norm, matrix = model.transformer.ln_f.weight, model.lm_head.weight.mT
     check_logits(pages["along"], ((vector - vector.mean()) * norm @ matrix).detach())
+
+
+def test_batches_run_elsewhere_with_the_same_result() -> None:
+    model, inputs = gpt2(width=WIDTH, vocabulary=30), examples()
+    pg = PatchableGraph(model, **{name: each[:2] for name, each in inputs.items()})
+    here = feature_pages(pg, "layers[*].mlp.post[..., 5]", inputs, batch_size=3)
+    with ThreadPoolExecutor(2) as executor:
+        there = feature_pages(pg, "layers[*].mlp.post[..., 5]", inputs, batch_size=3, executor=executor)
+    for name, page in here.items():
+        assert there[name].examples.tolist() == page.examples.tolist()
+        assert there[name].counts.tolist() == page.counts.tolist()
 
 
 def test_what_cannot_be_is_an_error_before_anything_runs() -> None:
