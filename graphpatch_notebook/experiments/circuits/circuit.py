@@ -548,10 +548,11 @@ def _node(node: Mapping[str, Any]) -> str:
     x, y, width, middle = node["x"], node["y"], node["width"], 'text-anchor="middle"'
     name = escape(node["name"] + ("" if node["position"] is None else f" at {node['position']}"))
     label = _text(x, y + (0 if node["ports"] else 4), node["label"], middle)
+    fill = "#d8dce1" if node.get("is_error") else "#ffffff"
     ports = (_text(at, y + 14, port, f'{middle} font-size="10" fill="#57606a"') for port, at in node["ports"])
     return (
         f'<g class="node"><title>{name}</title><rect x="{x - width / 2:.1f}" y="{y - NODE_HEIGHT / 2:.1f}" '
-        f'width="{width:.1f}" height="{NODE_HEIGHT:g}" rx="6" fill="#ffffff" stroke="#57606a"/>{label}'
+        f'width="{width:.1f}" height="{NODE_HEIGHT:g}" rx="6" fill="{fill}" stroke="#57606a"/>{label}'
         f"{''.join(ports)}</g>"
     )
 

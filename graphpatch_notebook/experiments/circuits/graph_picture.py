@@ -38,7 +38,11 @@ def lay_out_graph(graph: AttributionGraph) -> dict[str, Any]:
         "width": round(max((node.x + node.width / 2 for node in drawn), default=0.0) + circuits.MARGIN, 1),
         "height": height + circuits.TOKENS,
         "bands": circuits.bands_of(tops),
-        "nodes": [circuits.drawn_node(node, tops[node.row]) for node in drawn],
+        "nodes": [
+            {**circuits.drawn_node(one, tops[one.row]), "is_error": node.kind == "error"}
+            for one, node in zip(drawn, graph.nodes, strict=True)
+        ],
+        "is_by_influence": True,
         "edges": [
             {
                 "sender": str(graph.nodes[source]),

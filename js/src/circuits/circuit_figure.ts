@@ -1,6 +1,7 @@
 /**
  * The picture of a circuit. The kernel computes the layout (`experiments/circuits/circuit.py`); this draws it, and handles
- * pointer and keyboard: a slider hides weak edges, hovering highlights a node with its neighbors, a click pins it.
+ * pointer and keyboard: a slider hides weak edges, hovering highlights a node with its neighbors, a click pins it, buttons
+ * and the wheel with Ctrl zoom.
  */
 import type { CircuitEdge, CircuitNode, CircuitPicture, CircuitTraits, Pinned } from "../kernel/protocol";
 import {
@@ -29,6 +30,9 @@ interface FigureOptions {
 
 /** The minimum width of the area around an edge that reacts to the pointer, in CSS pixels. */
 const MIN_HIT_WIDTH = 12;
+/** How much larger a click on a button makes the picture, and how small and large it gets. */
+const ZOOM_STEP = 1.25;
+const ZOOMS = [0.2, 3] as const;
 
 const isSame = (one: Pinned | null, other: Pinned) => one?.[0] === other[0] && one[1] === other[1];
 const endsOf = ({ from, to }: CircuitEdge) => [from, ...to];
@@ -40,6 +44,8 @@ export class CircuitFigure {
   private readonly edges: SVGPathElement[][];
   private readonly links: SVGPathElement[];
   private readonly picture: SVGSVGElement;
+  private readonly scroll = element("div.gp-circuit-scroll", { onwheel: (event: WheelEvent) => this.onWheel(event) });
+  private zoom = 1;
   private readonly readout = element("div.gp-caption.gp-readout");
   private readonly details = element("div.gp-line.gp-box.gp-circuit-pinned", { "aria-live": "polite" });
   private readonly shownText = element("span.gp-number");
@@ -69,11 +75,12 @@ export class CircuitFigure {
     });
     const copies = [this.copyButton("Copy as Python", circuit.python), this.copyButton("Copy as JSON", circuit.json)];
     const threshold = element("label.gp-line.gp-circuit-threshold", "Edges", this.slider, this.shownText);
+    this.scroll.append(this.picture);
     this.element = element(
       "section.gp-stack.gp-circuit",
       { role: "region", "aria-label": "Circuit" },
-      element("div.gp-line", threshold, element("div.gp-line", ...copies)),
-      element("div.gp-circuit-scroll", this.picture),
+      element("div.gp-line", threshold, this.zoomButtons(), element("div.gp-line", ...copies)),
+      this.scroll,
       this.legend(),
       this.readout,
       this.details,
@@ -138,14 +145,14 @@ export class CircuitFigure {
     ];
   }
 
-  private drawNode({ x, y, width, height, ports, label }: CircuitNode, number: number): SVGGElement {
+  private drawNode({ x, y, width, height, ports, label, is_error }: CircuitNode, number: number): SVGGElement {
     const focus = () => {
       this.active = number;
       this.hover(["node", number]);
     };
     const listeners = { ...this.pointerListeners(["node", number]), onfocus: focus, onblur: () => this.hover(null) };
     return svgElement(
-      "g.gp-circuit-node",
+      is_error === true ? "g.gp-circuit-node.gp-circuit-error" : "g.gp-circuit-node",
       { role: "button", tabindex: number === 0 ? 0 : -1, ...listeners },
       svgElement("rect", { x: x - width / 2, y: y - height / 2, width, height, rx: 6 }),
       svgElement("text", { x, y: y + (ports.length > 0 ? 0 : 4) }, label),
@@ -163,7 +170,7 @@ export class CircuitFigure {
 
   private legend(): HTMLElement {
     const { edges, links } = this.circuit;
-    const strongest = formatNumber(Math.abs(edges[0]?.score ?? 0), 3);
+    const strongest = formatNumber(Math.max(0, ...edges.map(({ score }) => Math.abs(score))), 3);
     const sample = (isThere: boolean, line: string, text: string) => {
       const picture = svgElement("path", {
         class: line,
@@ -187,6 +194,35 @@ export class CircuitFigure {
       ),
       sample(links.length > 0, "gp-circuit-link", "attention across positions"),
     );
+  }
+
+  private zoomButtons(): HTMLElement {
+    const button = (name: string, text: string, onclick: () => void) =>
+      buttonElement({ "aria-label": name, title: name, onclick }, text);
+    return element(
+      "div.gp-line.gp-tight",
+      button("Zoom out", "−", () => this.zoomTo(this.zoom / ZOOM_STEP)),
+      button("Zoom in", "+", () => this.zoomTo(this.zoom * ZOOM_STEP)),
+      button("Fit to width", "Fit", () => this.zoomTo(Math.min(1, this.scroll.clientWidth / this.circuit.width))),
+    );
+  }
+
+  /** Zooms; what is at a place in the window, by default its middle, stays there. */
+  private zoomTo(wanted: number, x = this.scroll.clientWidth / 2, y = this.scroll.clientHeight / 2): void {
+    const zoom = Math.min(ZOOMS[1], Math.max(ZOOMS[0], wanted));
+    const { scrollLeft, scrollTop } = this.scroll;
+    const factor = zoom / this.zoom;
+    this.zoom = zoom;
+    setAttribute(this.picture, "width", this.circuit.width * zoom);
+    setAttribute(this.picture, "height", this.circuit.height * zoom);
+    this.scroll.scrollTo((scrollLeft + x) * factor - x, (scrollTop + y) * factor - y);
+  }
+
+  private onWheel(event: WheelEvent): void {
+    if (!event.ctrlKey) return;
+    consume(event);
+    const { left, top } = this.scroll.getBoundingClientRect();
+    this.zoomTo(this.zoom * Math.exp(-event.deltaY / 400), event.clientX - left, event.clientY - top);
   }
 
   private copyButton(name: string, text: string): HTMLElement {
@@ -214,7 +250,8 @@ export class CircuitFigure {
     const least = edges[count - 1]?.score ?? 0;
     const all = edges.length;
     const text = count === all ? `all ${formatNumber(all)}` : `${formatNumber(count)} of ${formatNumber(all)}`;
-    this.shownText.textContent = `${text}, |score| ≥ ${formatNumber(Math.abs(least), 3)}`;
+    const limit = `|score| ≥ ${formatNumber(Math.abs(least), 3)}`;
+    this.shownText.textContent = `${text}, ${this.circuit.is_by_influence === true ? "most influence first" : limit}`;
     setAttribute(this.slider, "aria-valuetext", this.shownText.textContent);
     if (!seen.has(this.active)) this.setActive([...seen][0] ?? 0);
     if (this.pinned !== null && !this.isShown(this.pinned)) this.togglePin(null);

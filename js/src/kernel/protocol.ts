@@ -179,7 +179,8 @@ export interface CircuitPicture {
   height: number;
   bands: CircuitBand[];
   nodes: CircuitNode[]; // From the lowest row to the highest, each from the left.
-  edges: CircuitEdge[]; // The strongest first.
+  edges: CircuitEdge[]; // The strongest first: the largest |score|, or, in an attribution graph, the most influence.
+  is_by_influence?: boolean;
   columns: { label: string; x: number }[]; // The positions, of edges that have some: their token, and their center.
   /** Lines from where a component reads to the other positions at which it writes: these two nodes, and the line. */
   links: { ends: [number, number]; line: string }[];
@@ -206,6 +207,7 @@ export interface CircuitNode {
   ports: [name: string, x: number][]; // The inputs at which edges end, and where: `[["q", 112], ...]`.
   row: number; // The row in the skeleton; -1 without a tree, or if there is none.
   position: number | null; // In the sequence; `null`: all of them.
+  is_error?: boolean; // What no feature of an attribution graph explains.
 }
 
 export interface CircuitEdge {

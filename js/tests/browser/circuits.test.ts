@@ -92,6 +92,41 @@ test("the slider hides weak edges, and nodes without edges", async () => {
   expect(slider.getAttribute("aria-valuetext")).toBe("all 4, |score| ≥ 0.25");
 });
 
+test("an attribution graph is ordered by influence, with errors grey", async () => {
+  const { edges, nodes } = picture();
+  const reversed = { edges: [...edges].reverse(), first: 2, is_by_influence: true };
+  const { el, node, query } = await shown({
+    ...reversed,
+    nodes: nodes.map((one, n) => ({ ...one, is_error: n === 1 })),
+  });
+  expect(query("input[type=range]").getAttribute("aria-valuetext")).toBe("2 of 4, most influence first");
+  expect(query(".gp-circuit-legend").textContent).toContain("score +2");
+  const fills = ["embed", "head 0.0"].map((name) => getComputedStyle(node(name).querySelector("rect") as Element).fill);
+  expect(fills[0]).not.toBe(fills[1]);
+  expect(el.querySelectorAll(".gp-circuit-error")).toHaveLength(1);
+});
+
+test("a wide picture fits by a button, and is zoomed by buttons and by the wheel with Ctrl", async () => {
+  const { el, query } = await shown({ width: 4000 });
+  const svg = query<SVGSVGElement>("svg[role=group]");
+  const scroll = query<HTMLElement>(".gp-circuit-scroll");
+  const click = (name: string) => el.querySelector<HTMLElement>(`[aria-label="${name}"]`)?.click();
+  expect(scroll.scrollWidth).toBeGreaterThan(3900);
+  click("Fit to width");
+  expect(svg.getBoundingClientRect().width).toBeCloseTo(Math.max(scroll.clientWidth, 800), 0);
+  click("Zoom in");
+  expect(svg.getBoundingClientRect().width).toBeCloseTo(Math.max(scroll.clientWidth, 800) * 1.25, 0);
+  const wheel = (ctrlKey: boolean) =>
+    scroll.dispatchEvent(new WheelEvent("wheel", { deltaY: -400, ctrlKey, cancelable: true, bubbles: true }));
+  const before = svg.getBoundingClientRect().width;
+  expect(wheel(false)).toBe(true); // scrolls
+  expect(svg.getBoundingClientRect().width).toBe(before);
+  expect(wheel(true)).toBe(false);
+  expect(svg.getBoundingClientRect().width / before).toBeCloseTo(Math.E, 1);
+  await userEvent.keyboard("{Tab}");
+  expect(await accessibilityViolations(el)).toEqual([]);
+});
+
 test("pointing at a node shows its path, score and neighbors; a click pins, a second one unpins", async () => {
   const { model, el, node, query } = await shown();
   const target = el.querySelectorAll(".gp-circuit-target");

@@ -476,4 +476,8 @@ def test_pictures_have_layers_upwards_and_tokens_across() -> None:
             assert one.layer >= other.layer or here["y"] > there["y"]
     for edge in picture["edges"]:
         assert picture["nodes"][edge["from"]]["y"] > picture["nodes"][edge["to"][0]]["y"]
-    assert graph.to_svg(edges=30).count('class="edge"') == 30
+    assert [node["is_error"] for node in picture["nodes"]] == [node.kind == "error" for node in small.nodes]
+    assert picture["is_by_influence"]
+    svg = graph.to_svg(edges=30)
+    assert svg.count('class="edge"') == 30
+    assert svg.count('fill="#d8dce1"') == sum(node.kind == "error" for node in small.nodes) > 0
