@@ -164,12 +164,11 @@ def feature_pages(
     if top < 1:
         raise ExperimentError(f"top must be at least 1, not {top}")
     features = _features(pg, names)
-    bases = list(dict.fromkeys(each.base for each in features))
-    read = _Read(RowReader(pg, bases, None), RowReader(pg, bases, positions), features, top)
+    read = _Read(RowReader(pg, list(features), None), RowReader(pg, list(features), positions), features, top)
     if positions is not None and (without := read.reader.without_positions):
         raise ExperimentError(f"{without[0]!r} does not have the positions of the inputs: leave positions= out")
     with torch.no_grad():
-        effects = _effects(pg, features, logits)
+        effects = [effect for base, own in features.items() for effect in _effects(pg, base, own, logits)]
     if isinstance(dataset, ActivationStore):
         results = read.stored(pg, dataset, positions)
     else:
@@ -181,8 +180,8 @@ def feature_pages(
     found = functools.reduce(_Summary.plus, results, found)
     if not found.count:
         raise ExperimentError("the dataset has no examples at these positions")
-    pages = [found.page(number, each.name, effects[each.name], pg.tokenizer) for number, each in enumerate(features)]
-    return {page.name: page for page in pages}
+    every = enumerate(name for own in features.values() for name in own.names)
+    return {name: found.page(number, name, effects[number], pg.tokenizer) for number, name in every}
 
 
 def show_feature(pg: PatchableGraph, name: Any, dataset: Examples, **options: Any) -> FeaturePage:
@@ -206,56 +205,76 @@ def show_feature(pg: PatchableGraph, name: Any, dataset: Examples, **options: An
         >>> page = show_feature(pg, {"sum": ("layers[1].resid_post", vector)}, ids, batch_size=4)
         >>> page.save_html(getfixture("tmp_path") / "sum.html")
     """
-    features = _features(pg, name)
-    if len(features) > 1:
-        raise ExperimentError(f"{name!r} means {len(features)} features: give one, or use feature_pages")
-    return feature_pages(pg, name, dataset, **options)[features[0].name]
+    found = [each for own in _features(pg, name).values() for each in own.names]
+    if len(found) > 1:
+        raise ExperimentError(f"{name!r} means {len(found)} features: give one, or use feature_pages")
+    return feature_pages(pg, name, dataset, **options)[found[0]]
 
 
 # -- which numbers features are ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Feature:
-    """A number at each position: a column of a value with flat channels, or the product with a direction."""
+@dataclass(frozen=True, eq=False)
+class _Features:
+    """Features of one value: columns of it with flat channels, or products with directions.
 
-    name: str
-    base: str
-    sizes: tuple[int, ...]  # of the channels, before they are flat
-    column: int = -1
-    direction: Tensor | None = None
+    Attributes:
+        names: Their names.
+        which: The numbers of the columns, or the directions, (features, channels).
+        size: How many channels there are.
+    """
+
+    names: Sequence[str]
+    which: Tensor
+    size: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Returns their activations, (..., features), from the whole value, (..., channels)."""
+        if whole.shape[-1] != self.size:
+            raise ExperimentError(
+                f"the value of {self.names[0]!r} has {whole.shape[-1]} numbers at a position of a batch, and "
+                f"{self.size} in the example"
+            )
+        whole = whole if whole.dtype == torch.float64 else whole.float()
+        return whole[..., self.which] if self.which.ndim == 1 else whole @ self.which.to(whole).mT
+
+    def rows(self, part: slice) -> Tensor:
+        """Returns channels that have just one of them, for some of them: (features, channels)."""
+        chosen = self.which[part]
+        return (torch.nn.functional.one_hot(chosen, self.size) if chosen.ndim == 1 else chosen).double()
 
 
-def _features(pg: PatchableGraph, names: Any) -> list[_Feature]:
-    model, found = captured(pg), list[_Feature]()
+def _features(pg: PatchableGraph, names: Any) -> dict[str, _Features]:
+    """Returns features, by the name of the value that they are a part of."""
+    model = captured(pg)
     known: _Known = {}
+    found: dict[str, dict[str, Any]] = {}
+    sizes: dict[str, int] = {}
     if isinstance(names, Mapping):
+        make: Callable[[Any], Tensor] = torch.stack
         for name, (path, vector) in names.items():
-            for target in model.targets_of(str(path)):
-                base, sizes, _ = _channels(pg, target, known)
-                direction = torch.as_tensor(vector).detach().flatten()
-                if len(direction) != math.prod(sizes):
-                    raise ExperimentError(f"{name!r} has {len(direction)} numbers, and {base!r} {sizes} at a position")
-                found.append(_Feature(str(name), base, sizes, direction=direction))
+            targets = model.targets_of(str(path))
+            base, sizes[base], _ = _channels(pg, targets[0], known)
+            direction = torch.as_tensor(vector).detach().flatten().cpu().double()
+            if len(targets) > 1 or len(direction) != sizes[base]:
+                raise ExperimentError(
+                    f"{name!r} has {len(direction)} numbers, and {str(path)!r} means {len(targets)} values with "
+                    f"{sizes[base]} numbers at a position: give one path, and a vector of this size"
+                )
+            found.setdefault(base, {})[str(name)] = direction
     else:
+        make = torch.tensor
         for text in [names] if isinstance(names, str) or not isinstance(names, Iterable) else names:
             for target in model.targets_of(str(text)):
-                base, sizes, columns = _channels(pg, target, known)
-                for column in columns:
-                    name = target.text if len(columns) == 1 else _name(base, np.unravel_index(column, sizes))
-                    found.append(_Feature(name, base, sizes, column))
+                base, sizes[base], columns = _channels(pg, target, known)
+                found.setdefault(base, {}).update(columns)
     if not found:
         raise ExperimentError("there are no features: give a name, such as 'layers[1].mlp.post[..., 5]'")
-    return list({each.name: each for each in found}.values())
+    return {base: _Features([*own], make([*own.values()]), sizes[base]) for base, own in found.items()}
 
 
-def _name(base: str, numbers: Any) -> str:
-    texts = ", ".join(map(str, map(int, numbers)))
-    return f"{base}[{texts}]" if base.endswith(".latents") else f"{base}[..., {texts}]"
-
-
-def _channels(pg: PatchableGraph, target: Target, known: _Known) -> tuple[str, tuple[int, ...], list[int]]:
-    """Returns the whole value that a target is a part of, the sizes of its channels, and which of these it is."""
+def _channels(pg: PatchableGraph, target: Target, known: _Known) -> tuple[str, int, dict[str, int]]:
+    """Returns the whole value that a target is a part of, its number of channels, and those of the part by name."""
     component, base = target.component, target.text
     key = (target.path, () if component is None else component.axes, "" if target.index else base)
     if key not in known:
@@ -267,8 +286,12 @@ def _channels(pg: PatchableGraph, target: Target, known: _Known) -> tuple[str, t
         dims = [dim for dim in range(len(shape)) if dim not in places]
         known[key] = base, dims, np.arange(math.prod(shape[dim] for dim in dims)).reshape([shape[dim] for dim in dims])
     base, dims, numbers = known[key]
-    index = tuple(target.index[dim] if dim < len(target.index) else slice(None) for dim in dims)
-    return base, numbers.shape, np.atleast_1d(numbers[index]).flatten().tolist()
+    part = numbers[tuple(target.index[dim] if dim < len(target.index) else slice(None) for dim in dims)]
+    if part.size == 1:
+        return base, numbers.size, {target.text: int(part.item())}
+    form = "{}[{}]" if base.endswith(".latents") else "{}[..., {}]"
+    places_of = ((column, np.unravel_index(column, numbers.shape)) for column in part.flatten().tolist())
+    return base, numbers.size, {form.format(base, ", ".join(map(str, map(int, at)))): n for n, at in places_of}
 
 
 _Known: TypeAlias = "dict[Any, tuple[str, list[int], np.ndarray[Any, Any]]]"
@@ -289,7 +312,7 @@ class _Read:
 
     reader: RowReader
     counted: RowReader
-    features: Sequence[_Feature]
+    features: Mapping[str, _Features]
     top: int
 
     def __call__(self, pg: PatchableGraph, batch: tuple[int, Inputs]) -> _Summary:
@@ -328,9 +351,7 @@ class _Read:
         """Returns the features, of shape (examples, positions, features), from the whole values."""
         if len({whole.shape[:2] for whole in wholes.values()}) > 1:
             raise ExperimentError(f"{', '.join(wholes)} have different positions: ask for them one after the other")
-        values = torch.cat([self._values(path, whole) for path, whole in wholes.items()], -1)
-        order = {name: number for number, name in enumerate(self._names())}
-        return values[..., [order[each.name] for each in self.features]]
+        return torch.cat([self.features[path].of(whole) for path, whole in wholes.items()], -1)
 
     def stored(self, pg: PatchableGraph, store: ActivationStore, positions: Any) -> Iterator[_Summary]:
         """Yields the summaries of the files of a store. A file has all rows of an example."""
@@ -356,23 +377,6 @@ class _Read:
                 shown = [row[row >= 0] if bool((row >= 0).any()) else torch.zeros(0) for row in ids]
                 found = self.values({path: whole.flatten(2) for path, whole in wholes.items()})
                 yield _Summary.of(found, kept, used, first, shown, self.top)
-
-    def _of(self, path: str) -> tuple[list[_Feature], list[_Feature]]:
-        own = [each for each in self.features if each.base == path]
-        return [each for each in own if each.direction is None], [each for each in own if each.direction is not None]
-
-    def _names(self) -> list[str]:
-        return [each.name for path in self.reader.by_path for kind in self._of(path) for each in kind]
-
-    def _values(self, path: str, whole: Tensor) -> Tensor:
-        columns, directed = self._of(path)
-        size = math.prod((columns or directed)[0].sizes)
-        if whole.shape[-1] != size:
-            raise ExperimentError(f"{path!r} has {whole.shape[-1]} numbers at a position of a batch, and {size} before")
-        whole = whole if whole.dtype == torch.float64 else whole.float()
-        directions = [each.direction for each in directed if each.direction is not None]
-        products = [whole @ torch.stack(directions, -1).to(whole)] if directions else []
-        return torch.cat([whole[..., [each.column for each in columns]], *products], -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -484,38 +488,21 @@ class _Summary:
 _Effects: TypeAlias = "tuple[list[tuple[int, float]], list[tuple[int, float]], str]"
 
 
-def _effects(pg: PatchableGraph, features: Sequence[_Feature], count: int) -> dict[str, _Effects]:
+def _effects(pg: PatchableGraph, base: str, features: _Features, count: int) -> list[_Effects]:
     """Returns the tokens whose logits each feature raises, and lowers, most, or why these are not known."""
-    found: dict[str, _Effects] = {}
-    for base in dict.fromkeys(each.base for each in features):
-        own = [each for each in features if each.base == base]
-        size = math.prod(own[0].sizes)
-        try:
-            write, stack = _writer(pg, base)
-            unembedding = _after_norm(pg, stack, pg.weights[stack].W_U.double())
-        except (GraphError, ExperimentError) as error:
-            found |= {each.name: ([], [], str(error)) for each in own}
-            continue
-        most, at_once = min(count, unembedding.shape[1]), max(1, _AT_ONCE // max(size, unembedding.shape[1]))
-        for first in range(0, len(own), at_once):
-            some = own[first : first + at_once]
-            rows = torch.zeros(len(some), size, dtype=torch.float64, device=unembedding.device)
-            for row, each in zip(rows, some, strict=True):
-                if each.direction is None:
-                    row[each.column] = 1.0
-                else:
-                    row.copy_(each.direction)
-            try:
-                logits = write(rows).to(unembedding) @ unembedding
-            except Exception as error:  # of an SAE's `decode`, of whatever kind
-                found |= {each.name: ([], [], f"{type(error).__name__}: {error}") for each in some}
-                continue
-            ends = [logits.topk(most, largest=is_largest) for is_largest in (True, False)]
-            for number, each in enumerate(some):
-                up, down = (
-                    [*zip(end.indices[number].tolist(), end.values[number].tolist(), strict=True)] for end in ends
-                )
-                found[each.name] = up, down, ""
+    found: list[_Effects] = []
+    try:
+        write, stack = _writer(pg, base)
+        unembedding = _after_norm(pg, stack, pg.weights[stack].W_U.double())
+        at_once = max(1, _AT_ONCE // max(features.size, unembedding.shape[1]))
+        for first in range(0, len(features.names), at_once):
+            rows = features.rows(slice(first, first + at_once)).to(unembedding)
+            logits = write(rows).to(unembedding) @ unembedding
+            ends = [logits.topk(min(count, logits.shape[1]), largest=is_largest) for is_largest in (True, False)]
+            for most, at_most, least, at_least in zip(*(each.tolist() for end in ends for each in end), strict=True):
+                found.append(([*zip(at_most, most, strict=True)], [*zip(at_least, least, strict=True)], ""))
+    except (GraphError, ExperimentError) as error:
+        return [([], [], str(error))] * len(features.names)
     return found
 
 
@@ -552,8 +539,11 @@ _NAME = re.compile(r"(.*?)layers\[(\d+)\]\.(.+)")
 def _decoded(splice: SaeSplice, rows: Tensor) -> Tensor:
     """Returns what latents add to the reconstruction."""
     latents = splice.as_read(rows)
-    none = splice.sae.decode(torch.zeros_like(latents))
-    found, twice = (splice.sae.decode(factor * latents) - none for factor in (1, 2))
+    try:
+        none, found, twice = (splice.sae.decode(factor * latents) for factor in (0, 1, 2))
+    except Exception as error:  # of whatever kind: it may need what `encode` notes
+        raise ExperimentError(f"decode of latents alone raises {type(error).__name__}: {error}") from error
+    found, twice = found - none, twice - none
     if not torch.allclose(2 * found, twice, rtol=1e-3, atol=1e-4 * float(found.abs().max())):
         raise ExperimentError("latents are not decoded by a linear map")
     return found  # type: ignore[no-any-return]
@@ -574,4 +564,4 @@ def _after_norm(pg: PatchableGraph, stack: str, unembedding: Tensor) -> Tensor:
         with DerivativeRules("held").applied():
             normed = module(states)
         jacobian = torch.autograd.grad(normed, states, torch.eye(size).to(states))[0]
-    return jacobian.double().mT @ unembedding
+    return jacobian.mT.to(unembedding) @ unembedding

@@ -275,6 +275,8 @@ def test_what_cannot_be_is_an_error_before_anything_runs() -> None:
         feature_pages(pg, "layers[9].mlp.post[..., 5]", inputs, batch_size=2)
     with pytest.raises(ExperimentError, match=r"layers\[0\].mlp_out.*8"):
         feature_pages(pg, {"a": ("layers[0].mlp_out", torch.ones(3))}, inputs, batch_size=2)
+    with pytest.raises(ExperimentError, match=r"layers\[\*\].mlp_out.*2"):
+        feature_pages(pg, {"a": ("layers[*].mlp_out", torch.ones(WIDTH))}, inputs, batch_size=2)
     with pytest.raises(ExperimentError, match="32"):
         show_feature(pg, "layers[0].mlp.post", inputs, batch_size=2)
     with pytest.raises(ExperimentError):
