@@ -187,6 +187,8 @@ def test_what_a_recording_holds(gpt2: PatchableGraph) -> None:
     gpt2.zero_grad()
     some = gpt2.record("transformer.h_*.output", TOKENS, positions=[1, 3], dtype=torch.float64)
     assert torch.equal(some["transformer.h_2.output"], layer[:, [1, 3]].double())
+    elsewhere = gpt2.record("transformer.h_2.output", TOKENS, device="meta")["transformer.h_2.output"]
+    assert (elsewhere.device.type, elsewhere.shape) == ("meta", layer.shape)
     with pytest.raises(UnknownPathError, match="was not recorded; nearest: "):
         some["transformer.h_3.output"]
 
