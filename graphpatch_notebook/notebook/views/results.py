@@ -13,10 +13,11 @@ import base64
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 import traitlets
+from msgspec import Meta
 
 from graphpatch_notebook.components import Components
 from graphpatch_notebook.components.names import is_component_name, parse_name
@@ -384,6 +385,8 @@ class CircuitView(DisplayedWidget):
         selected: What is pinned: the name of a component, such as `"layers[1].attn.heads[2].z"`, or the sender and
             receiver of an edge, as a tuple; `None` if nothing is. In circuits with positions, a tuple that ends with
             the position. Use `observe` to react to clicks.
+        groups: The groups of an attribution graph, those that were made in the view, too (select nodes with Shift and
+            clicks): `graph.grouped(**view.groups)`.
 
     Example:
         >>> from graphpatch_notebook.experiments import Circuit, Edge, show_circuit
@@ -398,33 +401,54 @@ class CircuitView(DisplayedWidget):
     circuit = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
     model_id = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
     pinned: Any = traitlets.List(default_value=None, allow_none=True).tag(sync=True)
+    groups: Any = traitlets.Dict().tag(sync=True)
     selected: Any = traitlets.Any(default_value=None, read_only=True)
 
-    FRONT_END: ClassVar[Mapping[str, Any]] = {"pinned": tuple[str, Natural] | None}
+    FRONT_END: ClassVar[Mapping[str, Any]] = {
+        "pinned": tuple[str, Natural] | None,
+        "groups": dict[str, Annotated[list[Natural], Meta(min_length=1)]],
+    }
 
     def __init__(self, circuit: Circuit | AttributionGraph) -> None:
         self._circuit = circuit
-        state = picture_of(circuit)
-        self.set_trait("circuit", state)
+        if isinstance(circuit, AttributionGraph):
+            self.groups = {name: list(members) for name, members in circuit.groups.items()}
+        self._draw()
         self.set_trait("model_id", self._own_id)
+        super().__init__()
+
+    def _draw(self) -> None:
+        state = picture_of(self._circuit)
+        self.set_trait("circuit", state)
         self._names: dict[Any, Any] = {
             **{("node", number): _key(node, "name") for number, node in enumerate(state["nodes"])},
             **{("edge", number): _key(edge, "sender", "receiver") for number, edge in enumerate(state["edges"])},
         }
-        super().__init__()
 
     # -- what is pinned ------------------------------------------------------------------------------------------------
 
     def _check(self, name: str, value: Any) -> None:
         super()._check(name, value)
-        if value is not None and tuple(value) not in self._names:
+        if name == "pinned" and value is not None and tuple(value) not in self._names:
             raise traitlets.TraitError(f"{value!r} is not in the picture")
+        if name == "groups" and value:
+            count = len(self._circuit.nodes) if isinstance(self._circuit, AttributionGraph) else 0
+            members = [member for own in value.values() for member in own]
+            if max(members) >= count or len({*members}) < len(members):
+                raise traitlets.TraitError("groups are numbers of nodes of an attribution graph, each in one group")
 
-    _checked_pinned = traitlets.validate("pinned")(DisplayedWidget.checked)
+    _checked_pinned = traitlets.validate("pinned", "groups")(DisplayedWidget.checked)
 
     @traitlets.observe("pinned")
     def _follow_pinned(self, change: Any) -> None:
         self.set_trait("selected", self._names.get(tuple(change["new"] or ())))
+
+    @traitlets.observe("groups")
+    def _follow_groups(self, change: Any) -> None:
+        if isinstance(self._circuit, AttributionGraph):
+            self._circuit = replace(self._circuit, groups={name: tuple(own) for name, own in change["new"].items()})
+            self.pinned = None  # its number is that of another node
+            self._draw()
 
     # -- display -------------------------------------------------------------------------------------------------------
 
@@ -449,6 +473,10 @@ def picture_of(
     """Returns the `CircuitPicture` of the front end."""
     picture = circuit.strongest(_MOST_EDGES).picture()
     rows = [row_of(node["name"]) for node in picture["nodes"]]
+    if isinstance(circuit, AttributionGraph):
+        own = {(node.name, node.position): [number] for number, node in enumerate(circuit.nodes)}
+        for node in picture["nodes"]:
+            node["members"] = own.get((node["name"], node["position"])) or list(circuit.groups[node["name"]])
     return {
         **picture,
         "nodes": [

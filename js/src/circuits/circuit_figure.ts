@@ -26,6 +26,8 @@ interface FigureOptions {
   onPin(pinned: Pinned | null): void;
   /** Buttons for a pinned node. */
   actions: ((node: CircuitNode) => HTMLElement[]) | null;
+  /** Makes nodes a group with a name; without one, they leave their groups. `null`: there are no groups. */
+  onGroup: ((name: string, members: number[]) => void) | null;
 }
 
 /** The minimum width of the area around an edge that reacts to the pointer, in CSS pixels. */
@@ -52,6 +54,9 @@ export class CircuitFigure {
   private readonly slider: HTMLInputElement;
   private count: number;
   private pinned: Pinned | null = null;
+  /** The nodes that are selected for a group. */
+  private readonly chosen = new Set<number>();
+  private readonly grouping = element("div.gp-line.gp-box.gp-circuit-grouping", { hidden: true });
   private hovered: Pinned | null = null;
   /** The node in the tab order. */
   private active = 0;
@@ -83,6 +88,7 @@ export class CircuitFigure {
       this.scroll,
       this.legend(),
       this.readout,
+      this.grouping,
       this.details,
       element("p.gp-note", circuit.summary),
     );
@@ -164,7 +170,9 @@ export class CircuitFigure {
     return {
       onpointerenter: () => this.hover(what),
       onpointerleave: () => this.hover(null),
-      onclick: () => this.togglePin(what),
+      onclick: ({ shiftKey }: MouseEvent) => {
+        if (!(shiftKey && this.toggleChosen(what))) this.togglePin(what);
+      },
     };
   }
 
@@ -278,6 +286,42 @@ export class CircuitFigure {
     this.options.onPin(this.pinned);
   }
 
+  /** Selects a node for a group, or no longer. Returns whether that is possible. */
+  private toggleChosen([kind, number]: Pinned): boolean {
+    if (this.options.onGroup === null || kind === "edge") return false;
+    if (!this.chosen.delete(number)) this.chosen.add(number);
+    this.showChosen();
+    return true;
+  }
+
+  private showChosen(): void {
+    const { chosen, grouping } = this;
+    for (const [number, group] of this.nodes.entries())
+      toggleClasses(group, { "gp-circuit-chosen": chosen.has(number) });
+    grouping.hidden = chosen.size === 0;
+    if (grouping.hidden) return;
+    const parts = [...chosen].map((number) => this.circuit.nodes[number]?.members ?? []);
+    const group = (name: string) => this.options.onGroup?.(name, parts.flat());
+    const input = element("input.gp-field", { "aria-label": "Name of the group", placeholder: "name", size: 16 });
+    const submit = () => {
+      if (input.value.trim() === "") input.focus();
+      else group(input.value.trim());
+    };
+    input.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter") return;
+      consume(event);
+      submit();
+    });
+    const clear = () => {
+      chosen.clear();
+      this.showChosen();
+    };
+    const ungroup = parts.some(({ length }) => length > 1) && buttonElement({ onclick: () => group("") }, "Ungroup");
+    const buttons = [buttonElement({ onclick: submit }, "Group"), ungroup, buttonElement({ onclick: clear }, "Clear")];
+    const selected = element("span", { role: "status" }, `${formatCount(chosen.size, "node")} selected`);
+    replaceChildren(grouping, selected, input, ...buttons);
+  }
+
   private highlight(): void {
     const focus = this.hovered ?? this.pinned;
     const near = new Set<number>(focus?.[0] === "node" ? [focus[1]] : []);
@@ -301,7 +345,8 @@ export class CircuitFigure {
     const node = what?.[0] === "node" ? this.circuit.nodes[what[1]] : undefined;
     const edge = what?.[0] === "edge" ? this.circuit.edges[what[1]] : undefined;
     if (node !== undefined) return [element("code", node.name), placeText(node.position)];
-    if (edge === undefined) return ["Point at a node or an edge; a click pins it."];
+    const more = this.options.onGroup === null ? "" : " Shift and a click select nodes for a group.";
+    if (edge === undefined) return [`Point at a node or an edge; a click pins it.${more}`];
     const ends = [element("code", edge.sender), " → ", element("code", edge.receiver)];
     return [...ends, `${placeText(edge.position)}: `, element("strong.gp-number", withSign(edge.score))];
   }
@@ -342,7 +387,8 @@ export class CircuitFigure {
     if (next !== undefined) {
       this.setActive(next);
       this.nodes[next]?.focus();
-    } else this.togglePin(isChoice(event) ? ["node", this.active] : null);
+    } else if (!(isChoice(event) && event.shiftKey && this.toggleChosen(["node", this.active])))
+      this.togglePin(isChoice(event) ? ["node", this.active] : null);
   }
 
   private setActive(number: number): void {
@@ -397,17 +443,34 @@ function withSign(score: number): string {
 // -- The picture of a circuit, alone, as `show_circuit` shows it, or above the tree of its model -------------------------
 
 export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: () => void) => void): HTMLElement {
-  const figure = new CircuitFigure(model.get("circuit"), {
-    onPin: (pinned) => {
-      model.set("pinned", pinned);
-      saveChanges(model);
-    },
-    actions: null,
-  });
+  const page = element("div");
+  let figure: CircuitFigure;
+  const group = (name: string, members: number[]) => {
+    const others = Object.entries(model.get("groups") ?? {}).map(([other, own]): [string, number[]] => {
+      return [other, own.filter((member) => !members.includes(member))];
+    });
+    const kept = Object.fromEntries(others.filter(([other, own]) => own.length > 0 && other !== name));
+    model.set("groups", name === "" ? kept : { ...kept, [name]: members });
+    saveChanges(model);
+  };
   const follow = () => figure.pin(model.get("pinned"));
+  const show = () => {
+    const circuit = model.get("circuit");
+    figure = new CircuitFigure(circuit, {
+      onPin: (pinned) => {
+        model.set("pinned", pinned);
+        saveChanges(model);
+      },
+      actions: null,
+      onGroup: circuit.nodes.some(({ members }) => members !== undefined) ? group : null,
+    });
+    replaceChildren(page, figure.element);
+    follow();
+  };
+  listen({ model, onRemove }, "change:circuit", show);
   listen({ model, onRemove }, "change:pinned", follow);
-  follow();
-  return figure.element;
+  show();
+  return page;
 }
 
 /** The picture above the tree. A pinned node selects its row in the tree, and can be patched. */
@@ -438,6 +501,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
         if (node.position !== null) view.selection.set([itemOf(node.name, { position: node.position })]);
       },
       actions,
+      onGroup: null,
     });
     panel.append(figure.element);
     mark();

@@ -169,6 +169,8 @@ interface GenerationLine {
 export interface CircuitTraits {
   circuit: CircuitPicture;
   pinned: Pinned | null; // What is pinned: a node or an edge, by its number; set by the front end.
+  /** The supernodes of an attribution graph, with the numbers of their nodes there; set by the front end. */
+  groups?: Record<string, number[]>;
   model_id: string;
 }
 export type Pinned = [kind: "node" | "edge", number: number];
@@ -207,6 +209,7 @@ export interface CircuitNode {
   ports: [name: string, x: number][]; // The inputs at which edges end, and where: `[["q", 112], ...]`.
   row: number; // The row in the skeleton; -1 without a tree, or if there is none.
   position: number | null; // In the sequence; `null`: all of them.
+  members?: number[]; // The nodes of an attribution graph that it stands for, by their numbers there.
   is_error?: boolean; // What no feature of an attribution graph explains.
 }
 

@@ -106,6 +106,27 @@ test("an attribution graph is ordered by influence, with errors grey", async () 
   expect(el.querySelectorAll(".gp-circuit-error")).toHaveLength(1);
 });
 
+test("nodes selected with Shift become a group with a name, and leave it again", async () => {
+  const members = [[4], [7, 8], [9]];
+  const nodes = picture().nodes.map((one, n) => ({ ...one, ports: [], members: members[n] ?? [] }));
+  const { el, model, node, query } = await shown({ nodes });
+  model.set("groups", { old: [7, 8], other: [9, 2] });
+  await userEvent.click(node("embed"), { modifiers: ["Shift"] });
+  node("logits").focus();
+  await userEvent.keyboard("{Shift>}{Enter}{/Shift}");
+  expect(model.get("pinned")).toBeNull();
+  expect(query(".gp-circuit-grouping").textContent).toContain("2 nodes selected");
+  expect(el.querySelectorAll(".gp-circuit-chosen")).toHaveLength(2);
+  expect(await accessibilityViolations(el)).toEqual([]);
+  await userEvent.type(query<HTMLInputElement>('[aria-label="Name of the group"]'), "ends{Enter}");
+  expect(model.get("groups")).toEqual({ old: [7, 8], other: [2], ends: [4, 9] });
+  model.set("circuit", picture({ nodes })); // as the kernel answers
+  expect(query<HTMLElement>(".gp-circuit-grouping").hidden).toBe(true);
+  await userEvent.click(node("head 0.0"), { modifiers: ["Shift"] });
+  [...el.querySelectorAll("button")].find((one) => one.textContent === "Ungroup")?.click();
+  expect(model.get("groups")).toEqual({ other: [2], ends: [4, 9] });
+});
+
 test("a wide picture fits by a button, and is zoomed by buttons and by the wheel with Ctrl", async () => {
   const { el, query } = await shown({ width: 4000 });
   const svg = query<SVGSVGElement>("svg[role=group]");

@@ -7,12 +7,14 @@ from typing import Any
 
 import comm
 import ipywidgets
+import numpy as np
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.experiments import Circuit, Edge, show_circuit
+from graphpatch_notebook.experiments import AttributionGraph, Circuit, Edge, show_circuit
+from graphpatch_notebook.experiments.circuits.attribution_graph import GraphNode
 from tests.notebook.browser.test_widget import Line
 
 pytestmark = pytest.mark.hosts
@@ -60,6 +62,30 @@ def test_what_is_pinned_is_checked_and_selected() -> None:
     assert seen == [f"{HEAD}.z", ("@embed", f"{HEAD}.v"), None]
     view.set_state({"circuit": {}})
     assert view.circuit["summary"]
+
+
+def test_groups_that_the_front_end_makes_are_nodes() -> None:
+    nodes = (
+        *(GraphNode(f"layers[0].mlp.post[..., {n}]", n, "feature", 0, 1.0, f"0.{n}", 1.0) for n in range(3)),
+        GraphNode("@logits[5]", 2, "logit", 1, 0.5, "five"),
+    )
+    weights = np.zeros((4, 4), dtype=np.float32)
+    weights[3, :3] = [1.0, -2.0, 0.5]
+    zeros = np.zeros(4, dtype=np.float32)
+    graph = AttributionGraph(nodes, weights, zeros, zeros, 0.0).grouped(first=[0])
+    view: Any = show_circuit(graph)
+    assert view.groups == {"first": [0]}
+    view.set_state({"pinned": ["node", 1]})
+    for groups in ({"a": [0], "b": [0]}, {"a": [4]}, {"a": []}, {"a": [-1]}, [1]):
+        view.set_state({"groups": groups})
+        assert view.groups == {"first": [0]}
+    view.set_state({"groups": {"first": [0, 2], "second": [1]}})
+    drawn = {node["name"]: node["members"] for node in view.circuit["nodes"]}
+    assert drawn == {"first": [0, 2], "second": [1], "@logits[5]": [3]}
+    assert sorted(edge["score"] for edge in view.circuit["edges"]) == [-2.0, 1.5]
+    assert view.pinned is None
+    assert graph.grouped(**view.groups).groups == {"first": (0, 2), "second": (1,)}
+    assert show_circuit(CIRCUIT).groups == {}
 
 
 def test_a_browser_shows_a_circuit_whose_nodes_are_rows() -> None:
