@@ -66,6 +66,16 @@ class FeaturePage:
         promoted: The tokens whose logits it raises most, as pairs of token and effect.
         suppressed: Those whose logits it lowers most.
         unknown: Why its effects on logits are not known; empty if they are.
+        tokenizer: What gives the texts of tokens; `None` for numbers.
+
+    Example:
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> ids = torch.arange(60).reshape(12, 5) % 20
+        >>> page = show_feature(PatchableGraph(model, ids[:1]), "layers[1].mlp.post[..., 5]", ids, batch_size=4)
+        >>> page.tokens[0].shape, page.activations[0].shape, len(page.edges) - len(page.counts)
+        ((5,), (5,), 1)
     """
 
     name: str
@@ -95,6 +105,12 @@ class FeaturePage:
 
         Args:
             file: The file to write; it replaces a file of that name.
+
+        Example:
+            >>> import numpy as np
+            >>> one = np.ones(1)
+            >>> page = FeaturePage("a", one, one, [one], [one.astype(int)], (), 1, 1.0, one, np.array([1.0, 2.0]))
+            >>> page.save_html(getfixture("tmp_path") / "a.html")
         """
         title, page = html.escape(self.name), page_html(self)
         with whole_file(Path(file)) as written:

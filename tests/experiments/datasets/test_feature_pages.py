@@ -13,7 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
@@ -297,6 +304,23 @@ def test_logits_that_are_not_known_are_said_so() -> None:
         assert page.promoted == page.suppressed == []
         assert page.unknown
         assert re.search("Logits: ", page._repr_html_())
+
+
+def test_a_norm_between_neurons_and_the_stream() -> None:
+    """What neurons of a Gemma 2 write depends on the scale of a norm; what the MLP writes does not."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        hidden_size=WIDTH, intermediate_size=10, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=4, vocab_size=30,
+    )  # fmt: skip
+    model, inputs = Gemma2ForCausalLM(config).eval(), examples()
+    nn.init.normal_(model.model.norm.weight)
+    pg = PatchableGraph(model, **{name: each[:2] for name, each in inputs.items()})
+    neuron = show_feature(pg, "layers[0].mlp.post[..., 5]", inputs, batch_size=4)
+    assert "layers[0].mlp.post" in neuron.unknown
+    channel = show_feature(pg, "layers[0].mlp_out[..., 5]", inputs, batch_size=4, logits=4)
+    effects = (1 + model.model.norm.weight.detach())[5] * model.lm_head.weight.detach()[:, 5]
+    check_logits(channel, effects)
 
 
 def test_texts_in_pages_are_escaped() -> None:
