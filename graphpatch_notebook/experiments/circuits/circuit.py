@@ -568,4 +568,6 @@ def _text(x: float, y: float, text: str, style: str) -> str:
 
 def summary_of(circuit: Any, shown: int) -> str:
     """Returns a description of a circuit in one line, and how many edges are shown if these are not all."""
+    if getattr(circuit, "groups", None):
+        circuit = circuit.merged()  # as it is drawn
     return str(circuit.summary) + (f", the strongest {shown} are shown" if shown < circuit.edge_count else "")

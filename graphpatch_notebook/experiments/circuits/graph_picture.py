@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.experiments.circuits import circuit as circuits
@@ -13,6 +14,29 @@ if TYPE_CHECKING:
 
 def _row_of(node: GraphNode) -> LayoutRow:
     return ("", node.layer if node.kind in ("feature", "error") else None, node.kind)
+
+
+_BOW, _BOW_MORE = 12.0, 7.0
+"""How far from a column's nodes an edge passes, and how much further for each row more."""
+
+
+def _line(
+    source: PictureNode, target: PictureNode, tops: Mapping[LayoutRow, float], column: Sequence[PictureNode]
+) -> tuple[str, float]:
+    """Returns the line of an edge, and how far right it gets: around the nodes between, if both are in one column.
+
+    Straight, it would be hidden behind these, and behind other edges.
+    """
+    reach = max(node.width for node in column) / 2
+    passed = len({node.row for node in column if tops[source.row] > tops[node.row] > tops[target.row]})
+    if not passed or abs(source.x - target.x) > reach:
+        return circuits.curve([source, target], tops), 0.0
+    out = reach + _BOW + _BOW_MORE * passed
+    start, end = tops[source.row] - circuits.NODE_HEIGHT / 2, tops[target.row] + circuits.NODE_HEIGHT / 2
+    third = (start - end) / 3
+    aside = (source.x + target.x) / 2 + out * 4 / 3  # a curve gets to 3/4 of where its two middle points are
+    line = f"M{source.x:.1f} {start:.1f}C{aside:.1f} {start - third:.1f} {aside:.1f} {end + third:.1f} "
+    return f"{line}{target.x:.1f} {end:.1f}", (source.x + target.x) / 2 + out
 
 
 def lay_out_graph(graph: AttributionGraph) -> dict[str, Any]:
@@ -34,8 +58,11 @@ def lay_out_graph(graph: AttributionGraph) -> dict[str, Any]:
     tops, height = circuits.tops_of(list(rows))
     tokens = [graph.tokens[at] if at < len(graph.tokens) else str(at) for at in positions]
     largest = max((abs(float(graph.weights[pair])) for pair in pairs), default=1.0)
+    at = {position: [node for node in drawn if node.position == position] for position in positions}
+    lines = [_line(drawn[source], drawn[target], tops, at[graph.nodes[source].position]) for target, source in pairs]
+    ends = [node.x + node.width / 2 for node in drawn] + [end for _, end in lines]
     return {
-        "width": round(max((node.x + node.width / 2 for node in drawn), default=0.0) + circuits.MARGIN, 1),
+        "width": round(max(ends, default=0.0) + circuits.MARGIN, 1),
         "height": height + circuits.TOKENS,
         "bands": circuits.bands_of(tops),
         "nodes": [
@@ -52,9 +79,9 @@ def lay_out_graph(graph: AttributionGraph) -> dict[str, Any]:
                 "from": source,
                 "to": [target],
                 "thickness": circuits.thickness(float(graph.weights[target, source]), largest),
-                "line": circuits.curve([drawn[source], drawn[target]], tops),
+                "line": line,
             }
-            for target, source in pairs
+            for (target, source), (line, _) in zip(pairs, lines, strict=True)
         ],
         "columns": [{"label": token, "x": x} for token, x in zip(tokens, centers, strict=True)],
         "links": [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -474,7 +475,11 @@ def test_pictures_have_layers_upwards_and_tokens_across() -> None:
             here, there = (where[each.name + str(each.position)] for each in (one, other))
             assert one.position >= other.position or here["x"] < there["x"]
             assert one.layer >= other.layer or here["y"] > there["y"]
+    lines = [edge["line"] for edge in picture["edges"]]
+    assert len(set(lines)) == len(lines)
     for edge in picture["edges"]:
+        along = re.findall(r"-?[\d.]+", edge["line"])
+        assert max(map(float, along[::2])) * 3 / 4 < picture["width"]
         assert picture["nodes"][edge["from"]]["y"] > picture["nodes"][edge["to"][0]]["y"]
     assert [node["is_error"] for node in picture["nodes"]] == [node.kind == "error" for node in small.nodes]
     assert picture["is_by_influence"]
