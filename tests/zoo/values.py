@@ -254,7 +254,9 @@ def snapshot(module: nn.Module) -> Snapshot:
 
 
 def _class_record(owner: type) -> _Record:
-    return _Record(owner, tuple((repr(name), _Record(value)) for name, value in vars(owner).items()))
+    # `copyreg` notes the slots of each class of which an instance is copied, as it is to run on the meta device.
+    kept = {name: value for name, value in vars(owner).items() if name != "__slotnames__"}
+    return _Record(owner, tuple((repr(name), _Record(value)) for name, value in kept.items()))
 
 
 def _record(value: Any, open_ids: frozenset[int]) -> _Record:
