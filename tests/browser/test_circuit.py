@@ -61,3 +61,42 @@ def test_a_circuit_is_seen_pinned_and_patched(
     notebook.use_theme("dark")
     take_picture("dark")
     notebook.use_theme("light")
+
+
+GRAPH = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.experiments import attribution_graph, show_circuit
+
+torch.manual_seed(0)
+config = GPT2Config(vocab_size=20, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+model = GPT2LMHeadModel(config).eval()
+pg = PatchableGraph(model, torch.arange(4)[None])
+graph = attribution_graph(pg, torch.arange(4)[None], target=3).pruned(0.6, 0.8)
+"""
+
+
+def test_an_attribution_graph_is_grouped_by_clicks(
+    notebook: NotebookPage,
+    write: Callable[..., str],
+    take_picture: Callable[[str], Path],
+) -> None:
+    notebook.open(write(GRAPH, "view = show_circuit(graph)\nview"))
+    notebook.run(0)
+    notebook.run(1)
+    circuit = notebook.cell(1).get_by_role("region", name="Circuit")
+    expect(circuit).to_contain_text("most influence first")
+    circuit.get_by_role("button", name="Fit to width").click()
+    nodes = circuit.locator(".gp-circuit-node:not(.gp-circuit-hidden)")
+    count = nodes.count()
+    for number in (0, 1):
+        nodes.nth(number).click(modifiers=["Shift"])
+    take_picture("selected")
+    circuit.get_by_role("textbox", name="Name of the group").fill("both of them")
+    circuit.get_by_role("button", name="Group", exact=True).click()
+    expect(circuit.get_by_role("button", name="both of them at")).to_be_visible()
+    expect(nodes).to_have_count(count - 1)
+    take_picture("grouped")
+    assert notebook.value("sorted(map(len, view.groups.values()))") == [2]
+    assert notebook.value("graph.grouped(**view.groups).groups == {k: tuple(v) for k, v in view.groups.items()}")

@@ -244,7 +244,8 @@ export class CircuitFigure {
   private showStrongest(count: number): void {
     this.count = count;
     const { edges, links, nodes } = this.circuit;
-    const seen = new Set(edges.slice(0, count).flatMap(endsOf));
+    // All nodes in one group have no edge, but can leave it.
+    const seen = new Set(edges.length === 0 ? nodes.keys() : edges.slice(0, count).flatMap(endsOf));
     for (const number of edges.keys()) this.toggleEdge(number, { "gp-circuit-hidden": number >= count });
     for (const [number, { label, name, position }] of nodes.entries()) {
       const { into, out } = this.edgesOf(number);
