@@ -313,7 +313,7 @@ class ComponentWeights:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FactoredMatrix:
     """The product of two matrices of low rank, `left @ right`, which is not computed, such as `W_OV[layer, head]`.
 
@@ -323,6 +323,8 @@ class FactoredMatrix:
 
     Example:
         >>> matrix = FactoredMatrix(torch.eye(3)[:, :1], torch.tensor([[1.0, 2.0, 2.0]]))
+        >>> matrix
+        <FactoredMatrix of shape (3, 3), rank 1>
         >>> tuple(matrix.product.shape), float(matrix.norm()), matrix.singular_values.shape
         ((3, 3), 3.0, torch.Size([1]))
 
@@ -332,6 +334,9 @@ class FactoredMatrix:
 
     left: Tensor
     right: Tensor
+
+    def __repr__(self) -> str:
+        return f"<FactoredMatrix of shape ({len(self.left)}, {self.right.shape[1]}), rank {len(self.right)}>"
 
     @property
     def product(self) -> Tensor:
