@@ -37,6 +37,10 @@ class GraphNode:
         value: The activation of a feature, or the probability of a logit.
         label: What pictures show.
         gain: By what share of itself a feature's activation grows, if one is added to what is linear in the stream.
+
+    Example:
+        >>> print(GraphNode("@embed", 4, "embed", -1, label="John"))
+        John at 4
     """
 
     name: str
@@ -66,6 +70,17 @@ class AttributionGraph:
         tokens: The text of each position.
         skipped: Why parts of the model are not explained by features, by their names.
         groups: Names for nodes that belong together, with the numbers of these.
+
+    Example:
+        >>> token = GraphNode("@embed", 0, "embed", -1, label="the")
+        >>> logit = GraphNode("@logits[5]", 0, "logit", 2, 0.9, "cat")
+        >>> weights = np.array([[0.0, 0.0], [2.0, 0.0]], dtype=np.float32)
+        >>> graph = AttributionGraph((token, logit), weights, np.zeros(2), np.zeros(2), completeness=0.0, tokens=("the",))
+        >>> graph
+        <AttributionGraph of 0 features, 0 errors, 1 embed, 1 logit; 1 edges, complete to 0.0e+00>
+        the at 0 -> cat at 0: +2
+        >>> graph.number("cat"), graph.predicted({0: 0.5})
+        (1, array([ 0., -1.], dtype=float32))
     """
 
     nodes: tuple[GraphNode, ...]
