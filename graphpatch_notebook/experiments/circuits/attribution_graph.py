@@ -75,9 +75,9 @@ class AttributionGraph:
         >>> token = GraphNode("@embed", 0, "embed", -1, label="the")
         >>> logit = GraphNode("@logits[5]", 0, "logit", 2, 0.9, "cat")
         >>> weights = np.array([[0.0, 0.0], [2.0, 0.0]], dtype=np.float32)
-        >>> graph = AttributionGraph((token, logit), weights, np.zeros(2), np.zeros(2), completeness=0.0, tokens=("the",))
+        >>> graph = AttributionGraph((token, logit), weights, np.zeros(2), np.zeros(2), completeness=0.0)
         >>> graph
-        <AttributionGraph of 0 features, 0 errors, 1 embed, 1 logit; 1 edges, complete to 0.0e+00>
+        <AttributionGraph of 0 features, 0 errors, 1 embed, 1 logit; 1 edge, complete to 0.0e+00>
         the at 0 -> cat at 0: +2
         >>> graph.number("cat"), graph.predicted({0: 0.5})
         (1, array([ 0., -1.], dtype=float32))
@@ -104,7 +104,8 @@ class AttributionGraph:
         """What it has, in one line."""
         counts = {kind: sum(node.kind == kind for node in self.nodes) for kind in _TYPES}
         shown = ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
-        return f"{shown}; {self.edge_count:,} edges, complete to {self.completeness:.1e}"
+        edges = f"{self.edge_count:,} edge{'s' * (self.edge_count != 1)}"
+        return f"{shown}; {edges}, complete to {self.completeness:.1e}"
 
     @property
     def edge_count(self) -> int:
@@ -205,8 +206,15 @@ class AttributionGraph:
         return change.astype(np.float32)
 
     def grouped(self, **groups: Sequence[int]) -> AttributionGraph:
-        """Returns the graph with names for nodes that belong together, in addition to those that it has."""
+        """Returns the graph with names for nodes that belong together, by their numbers, beside those that it has.
+
+        Raises:
+            ExperimentError: A group is empty, or has a node that the graph does not have, or that another group has.
+        """
         own = {name: tuple(map(int, members)) for name, members in groups.items()}
+        every = [number for members in {**self.groups, **own}.values() for number in members]
+        if not all(own.values()) or len({*every}) < len(every) or not {*every} <= {*range(len(self.nodes))}:
+            raise ExperimentError(f"groups have nodes from 0 to {len(self.nodes) - 1}, each in one group, not {own}")
         return dataclasses.replace(self, groups={**self.groups, **own})
 
     def merged(self) -> AttributionGraph:

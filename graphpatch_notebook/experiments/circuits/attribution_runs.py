@@ -388,7 +388,7 @@ def steer(
 
     Args:
         pg: The graph of the model, as for `attribution_graph`.
-        graph: The attribution graph.
+        graph: The attribution graph; pruned, it predicts with the edges that it has left.
         *inputs: The prompt of the graph.
         factors: By the numbers of features, errors or embeddings (`graph.number`), what they are multiplied by.
         frozen: Whether attention patterns, denominators and errors stay as they were, as in the graph. Then prediction

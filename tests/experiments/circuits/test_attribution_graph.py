@@ -201,7 +201,7 @@ def test_each_edge_is_a_change_of_the_frozen_model(kind: str) -> None:
                 expected.append(float(effect[1][0, -1, own] - effect[1][0, -1].mean()))
             else:
                 expected.append(
-                    float(effect[0][target.layer][0, target.position] @ saes[target.layer].encoder.weight[own])
+                    float(effect[0][target.layer][0, target.position] @ saes[target.layer].encoder.weight[own].detach())
                 )
         np.testing.assert_allclose(graph.weights[row], expected, rtol=1e-5, atol=1e-6)
         total = graph.weights[row].sum(dtype=float) + graph.constants[row] + graph.left_out[row]
@@ -454,6 +454,9 @@ def test_groups_are_one_node_whose_edges_are_sums() -> None:
     assert merged.weights[-1, number] == pytest.approx(graph.weights[-1, members].sum(), rel=1e-5)
     assert merged.weights[number].sum() == pytest.approx(graph.weights[members].sum(), rel=1e-5)
     assert graph.number(graph.nodes[4].name, graph.nodes[4].position) == 4
+    for groups in ({"none": []}, {"far": [len(graph.nodes)]}, {"one": members, "other": members[:1]}):
+        with pytest.raises(ExperimentError, match=str(len(graph.nodes) - 1)):
+            graph.grouped(**groups)
     with pytest.raises(UnknownPathError, match="four"):
         graph.number("four")
     with pytest.raises(UnknownPathError, match="@embed"):
