@@ -62,7 +62,8 @@ class AttributionGraph:
     Attributes:
         nodes: Features, errors, embeddings and logits, in this order.
         weights: What each node adds to each other one, (to, from), in the units of what it adds to: a logit less the
-            mean of all, or the activation of a feature.
+            mean of all, the activation of a latent or of a gated neuron, or what the nonlinearity of another neuron
+            reads.
         constants: What biases add to each node.
         left_out: What features add that are no nodes, since there are too many.
         completeness: The largest difference between a node and the sum of all that is added to it, relative to the sum
@@ -188,6 +189,19 @@ class AttributionGraph:
             raise UnknownPathError(f"no node {name!r}{where}; nearest: {close}")
         return found[0]
 
+    def checked(self, factors: Mapping[int, float]) -> Mapping[int, float]:
+        """Returns factors by the numbers of nodes, if they are of features, errors or embeddings.
+
+        Raises:
+            ExperimentError: They are not.
+        """
+        for number in factors:
+            if type(number) is not int or not 0 <= number < len(self.nodes):
+                raise ExperimentError(f"nodes have numbers from 0 to {len(self.nodes) - 1}, not {number!r}")
+            if self.nodes[number].kind == "logit":
+                raise ExperimentError(f"{self.nodes[number]} is a logit: give factors of features, errors, embeddings")
+        return factors
+
     def predicted(self, factors: Mapping[int, float]) -> Array:
         """Returns the change of each node if some are multiplied by factors, in the units of `weights`.
 
@@ -196,8 +210,11 @@ class AttributionGraph:
 
         Args:
             factors: By the numbers of features, errors or embeddings.
+
+        Raises:
+            ExperimentError: There are factors of others.
         """
-        change = np.zeros(len(self.nodes))
+        factors, change = self.checked(factors), np.zeros(len(self.nodes))
         shares = np.array([factors.get(number, 1.0) - 1.0 for number in range(len(self.nodes))])
         for number in sorted(range(len(self.nodes)), key=lambda number: self.nodes[number].layer):
             if self.nodes[number].kind in ("feature", "logit"):

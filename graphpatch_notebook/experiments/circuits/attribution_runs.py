@@ -61,7 +61,8 @@ def attribution_graph(
         target: The token whose logit is explained, or several: numbers or texts. By default, the most probable ones:
             those that have 95% of the probability, at most ten. What is explained is the logit less the mean of all.
         replacements: Transcoders to splice in, as `pg.splice` takes them.
-        position: The position of the logits.
+        position: The position of the logits. Where the model returns those of some positions alone, derivatives say
+            which ones these are; of a single one, -1 is the last position that it reads.
         stack: The stack of layers, if the model has several.
         max_nodes: How many features are nodes at most: those with the largest influence on the logits.
         max_bytes: The memory limit for derivatives and edges. Weights do not change.
@@ -105,7 +106,8 @@ class _Graph:
         self._end = component(pg, "@logits").name
         self._logits = pg.weights[stack].unembedding if pg.weights[stack].changes_logits else self._end
         self._layers = pg.components.layers[stack]
-        self.run = FrozenRun(pg, inputs, plan, (self._logits, self._end))
+        self._last = component(pg, f"{plan.start.partition('layers[')[0]}layers[{self._layers - 1}].resid_post").name
+        self.run = FrozenRun(pg, inputs, plan, (self._logits, self._end, self._last))
         first = pg.components[plan.start]
         batch = first.axes.index("batch") if "batch" in first.axes else None
         if batch is None or self.run.values[plan.start].shape[batch] != 1:
@@ -115,12 +117,34 @@ class _Graph:
         for each in plan.features:
             each.activate(self.run)
         self._output = rows_of(self.run.values[self._logits])
-        self._position = range(self._length)[position]
-        self._row = self._position - (self._length - len(self._output))
+        self._row, self._position = self._place(position)
         counts = [len(each.values) for each in plan.features]
         self._owner = np.repeat(np.arange(len(counts)), counts)
         self._within = np.concatenate([np.arange(0), *map(np.arange, counts)])
         self._errors = {path: self._error(path) for path in plan.errors}
+
+    def _place(self, position: Any) -> tuple[int, int]:
+        """Returns the row of the logits at a position, and this position: derivatives say which one a row reads.
+
+        Raises:
+            ExperimentError: There is no such position, or the model returns no logits of it.
+        """
+        length, count, end = self._length, len(self._output), self.run.values[self._last]
+        if type(position) is not int or not -length <= position < length:
+            raise ExperimentError(f"position must be one of {length}, not {position!r}")
+        rows = torch.tensor([position % length] if count == length else list(range(count)))
+        ones = self._output.new_ones(len(rows), self._output.shape[-1]).cumsum(-1)
+        found = self.run.derivatives(self._logits, ones, rows, [end])
+        reads = [] if found[0] is None else [row.any(-1).nonzero().flatten().tolist() for row in found[0]]
+        if count == 1 and position == -1 and reads and reads[0]:
+            return 0, max(reads[0])
+        for row, read in zip(rows.tolist(), reads, strict=False):
+            if read == [position % length]:
+                return row, position % length
+        raise ExperimentError(
+            f"the model returns no logits of position {position} alone: its {count} rows of logits read the positions "
+            f"{reads[0] if len(reads) == 1 else reads}"
+        )
 
     def _error(self, path: str) -> Tensor:
         """Returns what no feature explains of a value, (positions, channels)."""
@@ -132,7 +156,9 @@ class _Graph:
 
     def contributions(self, path: str, directions: Tensor, at: Tensor) -> Array:
         """Returns what all features, errors and embeddings add to functions of a value, (functions, sources)."""
-        derivatives = self.run.derivatives(path, directions, at)
+        leaves = self.run.leaves
+        every = zip(leaves, self.run.derivatives(path, directions, at, list(leaves.values())), strict=True)
+        derivatives = {name: each for name, each in every if each is not None}
         found = [each.contributions(derivatives) for each in self._plan.features]
         given = self._errors | {self._plan.start: rows_of(self.run.leaves[self._plan.start])}
         for name, rows in given.items():
@@ -329,7 +355,7 @@ def attribute_score(
         it, by side: their sum with a row of the array is the score.
 
     Raises:
-        ExperimentError: As for `attribution_graph`, or the scores of the layer are not known.
+        ExperimentError: As for `attribution_graph`, or the scores of the layer are not known, or the key is masked.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -354,16 +380,31 @@ def attribute_score(
         plan.read.append(scores.name)
         graph = _Graph(pg, given, plan, -1, 0, 2**29)
         value = graph.run.values[scores.name]
-        at = {"batch": 0, "head": head, "query": query, "key": key}
+        sizes, at = dict(zip(map(str, scores.axes), value.shape, strict=True)), {"batch": 0}
+        for name, number in {"head": head, "query": query, "key": key}.items():
+            size = sizes.get(name, 0)
+            if type(number) is not int or not -size <= number < size:
+                raise ExperimentError(f"{name} must be one of {size} in {scores.name!r}, not {number!r}")
+            at[name] = number % size
+        key = at["key"]
         row = int(np.ravel_multi_index([at[str(axis)] for axis in scores.axes[:-1]], value.shape[:-1]))
+        score = float(rows_of(value)[row, key])
+        if score <= torch.finfo(value.dtype).min / 2:
+            raise ExperimentError(f"the key at {key} is masked for the query at {at['query']}: there is no score")
         direction = torch.nn.functional.one_hot(torch.tensor([key]), value.shape[-1]).to(value.dtype)
         found.append(graph.contributions(scores.name, direction, torch.tensor([row]))[0])
-        score = float(rows_of(value)[row, key])
         constants.append(score - float(found[-1].sum(dtype=np.float64)))
     nodes = graph.sources()
     labels = _labels(nodes)
     attrs = {"score": score, "constant": constants, **given.attrs(pg)}
     return xarray.DataArray(np.stack(found), {"side": ["query", "key"], **labels}, ["side", "node"], attrs=attrs)  # type: ignore[no-any-return]
+
+
+def _scaled(value: Tensor, *, at: int, factor: float, has_channels: bool) -> Tensor:
+    """Returns a value of one prompt with a factor at a position."""
+    factors = value.new_ones(value.shape[:-1] if has_channels else value.shape)
+    factors.view(-1)[at] = factor
+    return value * (factors[..., None] if has_channels else factors)
 
 
 def _labels(nodes: Sequence[GraphNode]) -> dict[str, Any]:
@@ -392,13 +433,17 @@ def steer(
         *inputs: The prompt of the graph.
         factors: By the numbers of features, errors or embeddings (`graph.number`), what they are multiplied by.
         frozen: Whether attention patterns, denominators and errors stay as they were, as in the graph. Then prediction
-            and run agree, unless other features become active. Else the whole model answers.
+            and run agree, as long as the same features are active; of neurons, for small changes only, since their
+            nonlinearity is no line. Else the whole model answers.
         replacements: Transcoders, as for `attribution_graph`.
         **input_kwargs: Inputs of the model, by keyword.
 
     Returns:
         An array with the dimensions `run` (`"predicted"`, `"actual"`) and `node` (features and logits, with the
         coordinates `label`, `path` and `position`), in the units of the graph's weights; without the changed nodes.
+
+    Raises:
+        ExperimentError: There are factors of logits or of unknown nodes, or the prompt has another length.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -416,20 +461,23 @@ def steer(
     stack = layer_stack(next((node.name for node in graph.nodes if node.kind == "feature"), "layers[0]"))
     plan = linearized(pg, stack)
     patches: dict[Any, list[Patch[Any]]] = {}
-    for number, factor in factors.items():
+    for number, factor in graph.checked(factors).items():
         node = graph.nodes[number]
-        if node.kind == "logit":
-            raise ExperimentError(f"{node} is a logit: give factors of features, errors or embeddings")
-        name = plan.start if node.kind == "embed" else node.name
-        scaled = CustomPatch(custom_op=partial(torch.mul, factor), positions=node.position)
-        patches.setdefault(name, []).append(scaled)
+        name, has_channels = (plan.start, True) if node.kind == "embed" else (node.name, node.kind == "error")
+        scaled = partial(_scaled, at=node.position, factor=factor, has_channels=has_channels)
+        patches.setdefault(name, []).append(CustomPatch(custom_op=scaled))
     logits = pg.weights[stack].unembedding if pg.weights[stack].changes_logits else component(pg, "@logits").name
     bases = {each.name: each for each in plan.features}
     read = {name: each.read if each.item != "[{}]" else name for name, each in bases.items()}
     held = [*plan.constants, *(name for _, name in plan.errors.values() if name.endswith(".error"))] if frozen else []
     denominators = FrozenDenominators()
     with denominators if frozen else nullcontext():
-        clean = record(pg, given, [*read.values(), logits, *held]).values
+        clean = record(pg, given, [*read.values(), logits, plan.start, *held]).values
+    lengths = len(rows_of(clean[plan.start])), len(rows_of(clean[logits]))
+    if lengths[0] != graph.length or lengths[1] not in (1, graph.length):
+        raise ExperimentError(
+            f"the graph is of {graph.length} positions, and these inputs give {lengths[0]}, with logits of {lengths[1]}"
+        )
     for name in held:
         patches.setdefault(name, []).insert(0, ReplacePatch(value=clean[name]))
     with denominators.again() if frozen else nullcontext(), pg.patch(patches):
@@ -440,7 +488,7 @@ def steer(
             continue
         path = logits if node.kind == "logit" else read[node.name[: node.name.rindex("[")]]
         change = rows_of(changed[path]) - rows_of(clean[path])
-        row = change[node.position - (graph.length - len(change))]
+        row = change[node.position if len(change) > 1 else 0]
         own = int(node.name[node.name.rindex("[") :].strip("[], .").rpartition(" ")[2])
         actual.append(float(row[own] - (row.mean() if node.kind == "logit" else 0.0)))
         shown.append(number)

@@ -7,7 +7,7 @@ maps, which hold for values of any size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -87,14 +87,14 @@ class FrozenRun:
         self._paths, leaves = dict.fromkeys(every), {*plan.leaves}
 
         def note(path: str, value: Tensor) -> Tensor:
-            self.values[path] = value
+            self.values[path] = value = value.clone()  # the model may write into its own
             if path in plan.constants:
-                self._constants[path] = value.detach().clone()
-                return value.detach()
+                self._constants[path] = value.detach()
+                return value.detach().clone()
             if path in plan.slim:
                 return value.detach() + plan.slim[path](self.values)
             if path not in leaves:
-                return value
+                return value.clone()
             rest = self._rest(path, self.values)
             self.leaves[path] = (value - rest).detach().requires_grad_()
             result: Tensor = (self.leaves[path] + rest).to(value.dtype)
@@ -119,9 +119,9 @@ class FrozenRun:
         found: dict[str, Tensor] = {}
 
         def note(path: str, value: Tensor) -> Tensor:
-            found[path] = value
+            found[path] = value.clone()
             if path in self._constants:
-                return self._constants[path]
+                return self._constants[path].clone()
             return (
                 (leaves[path].expand_as(value) + self._rest(path, found)).to(value.dtype) if path in leaves else value
             )
@@ -130,23 +130,23 @@ class FrozenRun:
             self._run(note)
         return found
 
-    def derivatives(self, path: str, directions: Tensor, at: Tensor) -> dict[str, Tensor]:
-        """Returns the derivatives of linear functions of a value by all leaves, each (functions, positions, channels).
+    def derivatives(self, path: str, directions: Tensor, at: Tensor, by: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns the derivatives of linear functions of a value, each (functions, positions, channels).
 
         Args:
             path: The path of the value, whose rows are the positions.
             directions: The coefficients of each function, (functions, channels).
             at: The position of each function.
+            by: By what: values of the run that come before; `None` is returned for others.
         """
         value = self.values[path]
         given = directions.new_zeros(len(at), value.numel() // value.shape[-1], value.shape[-1])
         given[torch.arange(len(at)), at] = directions
-        found = torch.autograd.grad(
-            value, [*self.leaves.values()], given.view(-1, *value.shape).to(value.dtype),
+        found: Any = torch.autograd.grad(
+            value, by, given.view(-1, *value.shape).to(value.dtype),
             retain_graph=True, allow_unused=True, is_grads_batched=True,
         )  # fmt: skip
-        pairs: Any = zip(self.leaves, found, strict=True)
-        return {name: each.reshape(len(at), -1, each.shape[-1]) for name, each in pairs if each is not None}
+        return [None if each is None else each.reshape(len(at), -1, each.shape[-1]) for each in found]
 
 
 def rows_of(value: Tensor) -> Tensor:

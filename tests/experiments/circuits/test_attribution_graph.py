@@ -231,7 +231,7 @@ def test_neurons_stand_for_mlps_without_transcoders(kind: str) -> None:
             changed, logits = frozen.change(layer=node.layer, write=write)
         for target in targets:
             number = int(graph.nodes[target].name.rpartition(" ")[2][:-1])
-            expected = float(changed[2][0, graph.nodes[target].position] @ model.blocks[2].up.weight[number])
+            expected = float(changed[2][0, graph.nodes[target].position] @ model.blocks[2].up.weight[number].detach())
             assert graph.weights[target, source] == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert graph.weights[-1, source] == pytest.approx(
             float(logits[0, -1, 3] - logits[0, -1].mean()), rel=1e-4, abs=1e-6
@@ -489,3 +489,77 @@ def test_pictures_have_layers_upwards_and_tokens_across() -> None:
     svg = graph.to_svg(edges=30)
     assert svg.count('class="edge"') == 30
     assert svg.count('fill="#d8dce1"') == sum(node.kind == "error" for node in small.nodes) > 0
+
+
+class Some(nn.Module):
+    """A model that returns the logits of some positions."""
+
+    def __init__(self, model: Model, positions: Any) -> None:
+        super().__init__()
+        self.model, self.positions = model, positions
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.model.embed(ids)
+        for block in self.model.blocks:
+            x = block(x)
+        return self.model.head(self.model.norm(x[:, self.positions]))
+
+
+def test_derivatives_say_which_position_a_row_of_logits_is_of() -> None:
+    model, pg, ids = made("dense")
+    rows = {at: attribution_graph(pg, ids, target=3, position=at).weights[-1] for at in range(LENGTH)}
+    some = PatchableGraph(Some(model, [3, 1]).double().eval(), ids)
+    for at in (1, 3, 1 - LENGTH):
+        graph = attribution_graph(some, ids, target=3, position=at)
+        assert graph.nodes[-1].position == at % LENGTH
+        np.testing.assert_allclose(graph.weights[-1], rows[at % LENGTH], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ExperimentError, match="position -1"):
+        attribution_graph(some, ids, target=3)
+    one = attribution_graph(PatchableGraph(Some(model, 1).double().eval(), ids), ids, target=3)
+    assert one.nodes[-1].position == 1
+    np.testing.assert_allclose(one.weights[-1], rows[1], rtol=1e-5, atol=1e-7)
+    for wrong in (LENGTH, -LENGTH - 1, None, 1.0):
+        with pytest.raises(ExperimentError, match="position"):
+            attribution_graph(pg, ids, target=3, position=wrong)  # type: ignore[arg-type]
+
+
+class PositionsFirst(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.model.embed(ids).transpose(0, 1)
+        for block in self.model.blocks:
+            x = x + block.attend(*self.read(block, x)).transpose(0, 1)
+            x = x + block.mlp(block.ln2(x))
+        return self.model.head(self.model.norm(x)).transpose(0, 1)
+
+    def read(self, block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+        read = block.ln1(x).transpose(0, 1)
+        return read, block.scores(read).softmax(-1)
+
+
+def test_models_with_positions_first() -> None:
+    model, pg, ids = made("dense")
+    other = PatchableGraph(PositionsFirst(model).double().eval(), ids)
+    assert torch.allclose(other(ids), model(ids))
+    one, same = (attribution_graph(each, ids, target=3) for each in (pg, other))
+    assert [(node.name, node.position) for node in one.nodes] == [(node.name, node.position) for node in same.nodes]
+    np.testing.assert_allclose(one.weights, same.weights, rtol=1e-5, atol=1e-7)
+
+
+def test_factors_and_indices_that_are_not_there() -> None:
+    _, pg, ids = made("dense")
+    graph = attribution_graph(pg, ids, target=3)
+    for factors in ({-3: 0.0}, {len(graph.nodes): 0.0}, {True: 0.0}):
+        with pytest.raises(ExperimentError, match=str(len(graph.nodes) - 1)):
+            steer(pg, graph, ids, factors=factors)
+    with pytest.raises(ExperimentError, match=f"{LENGTH}.*{LENGTH - 1}"):
+        steer(pg, graph, ids[:, :-1], factors={0: 0.0})
+    whole = attribute_score(pg, ids, layer=1, head=3, query=4, key=1)
+    again = attribute_score(pg, ids, layer=1, head=-1, query=-1, key=1 - LENGTH)
+    np.testing.assert_array_equal(whole.values, again.values)
+    for wrong in ({"head": HEADS}, {"query": LENGTH}, {"key": -LENGTH - 1}, {"query": 1, "key": 3}):
+        with pytest.raises(ExperimentError, match="|".join(wrong)):
+            attribute_score(pg, ids, **{"layer": 1, "head": 0, "query": 4, "key": 1, **wrong})  # type: ignore[arg-type]
