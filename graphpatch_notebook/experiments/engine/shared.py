@@ -170,7 +170,7 @@ class RunsFrom:
         self.inputs = next(
             each
             for each in trimmed_inputs(captured(pg).root, inputs, [target])
-            if each.kwargs.get(_LOGITS) == inputs.kwargs.get(_LOGITS)
+            if each.kwargs.get(_LOGITS) is inputs.kwargs.get(_LOGITS)  # it may be a tensor
         )
         try:
             check_may_share(pg)

@@ -195,9 +195,11 @@ def numbers_of(pg: PatchableGraph, target: Any) -> Any:
 
 def checked_tokens(target: Tokens | None, logits: Component) -> Tokens | None:
     """Checks that tokens are in the vocabulary."""
-    size = logits.shape[logits.axes.index("vocab")]
     if target is None:
         return None
+    if "vocab" not in logits.axes:
+        raise ExperimentError(f"of the dimensions {logits.shape} of the logits, it is not known which is the vocabulary")
+    size = logits.shape[logits.axes.index("vocab")]
     if isinstance(target, Tensor) and target.ndim and logits.axes[0] != "batch":
         raise ExperimentError(
             f"tokens for each row need logits with the batch first, not {', '.join(map(str, logits.axes))}"

@@ -304,3 +304,25 @@ def test_logits_may_have_another_order_than_the_stream_and_a_bias_and_a_scale(ro
         np.testing.assert_allclose(parts["attn"][0], written @ model.unembed.weight[3] * model.scale, atol=1e-4)
         bias = model.norm.bias @ model.unembed.weight[3] * model.scale + model.bias[3]
         np.testing.assert_allclose(parts["bias"], bias.expand(rows), atol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [3, torch.tensor([0, 2])])
+def test_logits_of_some_positions(kept: Any) -> None:
+    """Which dimension is the vocabulary is not known where all positions but some are left out: an error, by name."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=23, hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    model, ids = LlamaForCausalLM(config).eval(), torch.tensor([[3, 7, 9, 4, 5]])
+    options: dict[str, Any] = {"use_cache": False, "logits_to_keep": kept}
+    pg = PatchableGraph(model, ids, **options)
+    if pg.components["@logits"].axes[-1] != "vocab":
+        with pytest.raises(ExperimentError, match="23"):
+            logit_lens(pg, ids, target=3, **options)
+    else:
+        lens, wanted = logit_lens(pg, ids, target=3, **options), model(ids, **options).logits[0, :, 3]
+        assert torch.allclose(torch.from_numpy(lens.values[-1, 0]).float(), wanted, atol=1e-5)
+    with pytest.raises(ExperimentError):
+        direct_logit_attribution(pg, ids, target=3, **options)
