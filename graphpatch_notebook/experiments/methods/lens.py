@@ -198,7 +198,9 @@ def checked_tokens(target: Tokens | None, logits: Component) -> Tokens | None:
     if target is None:
         return None
     if "vocab" not in logits.axes:
-        raise ExperimentError(f"of the dimensions {logits.shape} of the logits, it is not known which is the vocabulary")
+        raise ExperimentError(
+            f"of the dimensions {logits.shape} of the logits, it is not known which is the vocabulary"
+        )
     size = logits.shape[logits.axes.index("vocab")]
     if isinstance(target, Tensor) and target.ndim and logits.axes[0] != "batch":
         raise ExperimentError(
