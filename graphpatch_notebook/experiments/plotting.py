@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
+    from graphpatch_notebook.experiments.datasets.feature_pages import FeaturePage
     from graphpatch_notebook.notebook.session.workspace import Workspace
     from graphpatch_notebook.notebook.views.attention import AttentionView
     from graphpatch_notebook.notebook.views.generation import GenerationView
@@ -231,7 +232,7 @@ def show_attention(
     return attention_of(pg, *_for_view(inputs, input_kwargs), tokens=tokens, layers=layers)
 
 
-def show_circuit(circuit: Circuit | AttributionGraph) -> CircuitView:
+def show_circuit(circuit: Circuit | AttributionGraph, pages: Mapping[str, FeaturePage] | None = None) -> CircuitView:
     """Returns an interactive picture of a circuit for the notebook.
 
     Layers go upwards. A slider leaves out the weak edges; pointing at a node or an edge shows its name, its score and
@@ -239,7 +240,9 @@ def show_circuit(circuit: Circuit | AttributionGraph) -> CircuitView:
     browser of the model: `pg.browse(circuit=circuit)`. Without a kernel, notebooks show the picture of `to_svg`.
 
     Args:
-        circuit: The circuit.
+        circuit: The circuit, or attribution graph.
+        pages: Pages of features, as `feature_pages` returns them, which are shown below a picture in which their node
+            is pinned.
 
     Example:
         >>> from graphpatch_notebook.experiments import Circuit, Edge
@@ -251,7 +254,7 @@ def show_circuit(circuit: Circuit | AttributionGraph) -> CircuitView:
     """
     from graphpatch_notebook.notebook.views.results import CircuitView
 
-    return CircuitView(circuit)
+    return CircuitView(circuit, pages)
 
 
 def show_lens(

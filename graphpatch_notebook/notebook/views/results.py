@@ -36,6 +36,8 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 if TYPE_CHECKING:
     from xarray import DataArray
 
+    from graphpatch_notebook.experiments.datasets.feature_pages import FeaturePage
+
 
 class ResultHeatmap(DisplayedWidget):
     """An interactive heatmap of a result, which `show_heatmap` returns.
@@ -380,6 +382,7 @@ class CircuitView(DisplayedWidget):
 
     Args:
         circuit: The circuit.
+        pages: Pages of features by their names, which their nodes open when they are pinned.
 
     Attributes:
         selected: What is pinned: the name of a component, such as `"layers[1].attn.heads[2].z"`, or the sender and
@@ -409,8 +412,8 @@ class CircuitView(DisplayedWidget):
         "groups": dict[str, Annotated[list[Natural], Meta(min_length=1)]],
     }
 
-    def __init__(self, circuit: Circuit | AttributionGraph) -> None:
-        self._circuit = circuit
+    def __init__(self, circuit: Circuit | AttributionGraph, pages: Mapping[str, FeaturePage] | None = None) -> None:
+        self._circuit, self._pages = circuit, pages or {}
         if isinstance(circuit, AttributionGraph):
             self.groups = {name: list(members) for name, members in circuit.groups.items()}
         self._draw()
@@ -419,6 +422,9 @@ class CircuitView(DisplayedWidget):
 
     def _draw(self) -> None:
         state = picture_of(self._circuit)
+        for node in state["nodes"]:
+            if node["name"] in self._pages:
+                node["page"] = self._pages[node["name"]]._repr_html_()
         self.set_trait("circuit", state)
         self._names: dict[Any, Any] = {
             **{("node", number): _key(node, "name") for number, node in enumerate(state["nodes"])},

@@ -377,6 +377,7 @@ export class CircuitFigure {
       element("div.gp-line.gp-circuit-actions", heading, ...actions),
       isNode && edgeTable("Reads from", into, ({ sender, receiver }) => `${sender} → ${inputOf(receiver)}`),
       isNode && edgeTable("Passes on to", out, ({ receiver }) => receiver),
+      node?.page !== undefined && pageElement(node.page),
     );
   }
 
@@ -421,6 +422,13 @@ export class CircuitFigure {
 /** ` at 5`, for a node or edge at a position. */
 function placeText(position: number | null): string {
   return position === null ? "" : ` at ${position}`;
+}
+
+/** The page of a feature; its text is escaped where it is made, and it has no scripts. */
+function pageElement(page: string): HTMLElement {
+  const found = element("div.gp-circuit-page");
+  found.append(...new DOMParser().parseFromString(page, "text/html").body.childNodes);
+  return found;
 }
 
 function edgeTable(title: string, edges: CircuitEdge[], text: (edge: CircuitEdge) => string): HTMLElement | null {

@@ -211,6 +211,7 @@ export interface CircuitNode {
   position: number | null; // In the sequence; `null`: all of them.
   members?: number[]; // The nodes of an attribution graph that it stands for, by their numbers there.
   is_error?: boolean; // What no feature of an attribution graph explains.
+  page?: string; // The page of a feature, as HTML.
 }
 
 export interface CircuitEdge {

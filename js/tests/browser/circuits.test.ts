@@ -127,6 +127,18 @@ test("nodes selected with Shift become a group with a name, and leave it again",
   expect(model.get("groups")).toEqual({ other: [2], ends: [4, 9] });
 });
 
+test("a pinned node shows the page of its feature, of which nothing runs", async () => {
+  const page = '<div class="page"><p>the <b>cat</b></p><script>window.ran = 1</script></div>';
+  const nodes = picture().nodes.map((one, number) => (number === 0 ? { ...one, page } : one));
+  const { el, node, query } = await shown({ nodes });
+  expect(el.querySelector(".gp-circuit-page")).toBeNull();
+  await userEvent.click(node(nodes[0]?.label ?? ""));
+  expect(query(".gp-circuit-page p").textContent).toBe("the cat");
+  expect("ran" in window).toBe(false);
+  await userEvent.click(node(nodes[1]?.label ?? ""));
+  expect(el.querySelector(".gp-circuit-page")).toBeNull();
+});
+
 test("a wide picture fits by a button, and is zoomed by buttons and by the wheel with Ctrl", async () => {
   const { el, query } = await shown({ width: 4000 });
   const svg = query<SVGSVGElement>("svg[role=group]");

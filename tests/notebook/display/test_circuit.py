@@ -13,7 +13,7 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.experiments import AttributionGraph, Circuit, Edge, show_circuit
+from graphpatch_notebook.experiments import AttributionGraph, Circuit, Edge, feature_pages, show_circuit
 from graphpatch_notebook.experiments.circuits.attribution_graph import GraphNode
 from tests.notebook.browser.test_widget import Line
 
@@ -86,6 +86,20 @@ def test_groups_that_the_front_end_makes_are_nodes() -> None:
     assert view.pinned is None
     assert graph.grouped(**view.groups).groups == {"first": (0, 2), "second": (1,)}
     assert show_circuit(CIRCUIT).groups == {}
+
+
+def test_nodes_have_the_pages_of_their_features() -> None:
+    pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 3)), torch.ones(1, 2))
+    name = "upwards"
+    pages = feature_pages(pg, {name: ("sub_0.output", torch.ones(3))}, torch.randn(6, 2), batch_size=2)
+    nodes = (GraphNode(name, 0, "feature", 0, 1.0, "0.1"), GraphNode("@logits[5]", 0, "logit", 1, 0.9, "cat"))
+    weights = np.array([[0, 0], [1, 0]], dtype=np.float32)
+    graph = AttributionGraph(nodes, weights, np.zeros(2), np.zeros(2), 0.0)
+    view: Any = show_circuit(graph, pages)
+    shown = {node["name"]: node.get("page") for node in view.circuit["nodes"]}
+    assert shown == {name: pages[name]._repr_html_(), "@logits[5]": None}
+    view.groups = {"both": [0]}
+    assert all("page" not in node for node in view.circuit["nodes"])
 
 
 def test_a_browser_shows_a_circuit_whose_nodes_are_rows() -> None:
