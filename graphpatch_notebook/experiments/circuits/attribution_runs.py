@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.circuits.attribution_graph import Array, AttributionGraph, GraphNode
-from graphpatch_notebook.experiments.circuits.features import Features, Linearized, layer_stack, linearized
+from graphpatch_notebook.experiments.circuits.features import Features, Linearized, linearized
 from graphpatch_notebook.experiments.circuits.frozen import FrozenDenominators, FrozenRun, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of, record
 from graphpatch_notebook.experiments.methods.arguments import check_graph
@@ -102,11 +103,12 @@ class _Graph:
         self, pg: PatchableGraph, inputs: Inputs, plan: Linearized, position: int, max_nodes: int, max_bytes: int
     ) -> None:
         self._pg, self._plan, self._most, self._bytes = pg, plan, max_nodes, max_bytes
-        stack = layer_stack(plan.start)
+        stack = parse_name(plan.start).stack
         self._end = component(pg, "@logits").name
         self._logits = pg.weights[stack].unembedding if pg.weights[stack].changes_logits else self._end
         self._layers = pg.components.layers[stack]
-        self._last = component(pg, f"{plan.start.partition('layers[')[0]}layers[{self._layers - 1}].resid_post").name
+        prefix = f"{stack}." if stack else ""
+        self._last = component(pg, f"{prefix}layers[{self._layers - 1}].resid_post").name
         self.run = FrozenRun(pg, inputs, plan, (self._logits, self._end, self._last))
         first = pg.components[plan.start]
         batch = first.axes.index("batch") if "batch" in first.axes else None
@@ -458,7 +460,7 @@ def steer(
     xarray = extra("xarray", "an array of changes")
     given = inputs_of(pg, inputs, input_kwargs)
     pg = pg if replacements is None else pg.splice(replacements)
-    stack = layer_stack(next((node.name for node in graph.nodes if node.kind == "feature"), "layers[0]"))
+    stack = parse_name(next((node.name for node in graph.nodes if node.kind == "feature"), "layers[0]")).stack
     plan = linearized(pg, stack)
     patches: dict[Any, list[Patch[Any]]] = {}
     for number, factor in graph.checked(factors).items():

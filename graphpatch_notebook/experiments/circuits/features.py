@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.records import CallNode, spliced_calls
 from graphpatch_notebook.components import projection
+from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.components.stacks import Layer
 from graphpatch_notebook.components.weights import NoWeightError
 from graphpatch_notebook.errors import ExperimentError, GraphError, UnknownPathError
@@ -202,7 +203,8 @@ def _component_at(pg: PatchableGraph, path: str) -> str:
 
 
 def _layer_of(name: str) -> int:
-    return int(name.partition("layers[")[2].partition("]")[0])
+    number: Any = parse_name(name).layers
+    return int(number)
 
 
 def _transcoders(pg: PatchableGraph, calls: list[CallNode]) -> Iterator[Features]:
@@ -293,15 +295,13 @@ def _slim(pg: PatchableGraph, found: Linearized, name: str) -> None:
     These have no derivative, where patterns are frozen: a third of the work is left.
     """
     made, flow, component = projection(pg.nodes.root, name), pg.components.evidence.trails.flow, pg.components[name]
-    axes = ("batch", "key", "head", "channel")
-    if made.channels == made.heads.numel() or sorted(map(str, component.axes)) != sorted(axes):
+    if made.channels == made.heads.numel() or component.axes != ("batch", "position", "head", "channel"):
         return
     given, weight = flow.path(made.map.given), made.weight()[:, index_of(made.heads.reshape(-1))].detach()
 
     def zero(values: Mapping[str, Tensor]) -> Tensor:
         read = values[given]
-        part = ((read - read.detach()) @ weight).reshape(1, -1, *made.heads.shape)
-        return part.permute([axes.index(str(axis)) for axis in component.axes])
+        return ((read - read.detach()) @ weight).reshape(1, -1, *made.heads.shape)
 
     found.slim[component.name] = zero
     found.read.append(given)
@@ -310,15 +310,10 @@ def _slim(pg: PatchableGraph, found: Linearized, name: str) -> None:
 def _neurons(pg: PatchableGraph, found: Linearized, number: int, start: str) -> Features:
     """Returns the neurons of an MLP: linear in what its nonlinearity reads, or in what a frozen gate multiplies."""
     pre, post = (pg.components[f"{start}.{part}"].name for part in ("pre", "post"))
-    weights = pg.weights[layer_stack(start)]
+    weights = pg.weights[parse_name(start).stack]
     try:
         weights.W_gate[number]
     except GraphError:
         return Neurons(post, number, pre, torch.relu, {})
     found.constants.append(pre)
     return Neurons(post, number, post, torch.relu, {})
-
-
-def layer_stack(name: str) -> str:
-    """Returns the stack that the name of a component begins with."""
-    return name.partition("layers[")[0].rstrip(".")

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning, UnknownPathError
 from graphpatch_notebook.experiments import AttributionGraph, attribute_score, attribution_graph, steer
+from graphpatch_notebook.experiments.circuits import features
+from graphpatch_notebook.experiments.circuits.features import linearized
+from tests.tiny_models import gpt2
 
 KINDS = ("dense", "grouped", "parallel", "post-norm")
 WIDTH, HEADS, TOKENS, LENGTH, FEATURES = 16, 4, 20, 5, 24
@@ -563,3 +566,15 @@ def test_factors_and_indices_that_are_not_there() -> None:
     for wrong in ({"head": HEADS}, {"query": LENGTH}, {"key": -LENGTH - 1}, {"query": 1, "key": 3}):
         with pytest.raises(ExperimentError, match="|".join(wrong)):
             attribute_score(pg, ids, **{"layer": 1, "head": 0, "query": 4, "key": 1, **wrong})  # type: ignore[arg-type]
+
+
+def test_values_of_fused_projections_have_a_map_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys have no derivative, and are not computed with: the numbers are those of the whole map."""
+    pg = PatchableGraph(gpt2(layers=2).double(), ids := torch.arange(LENGTH)[None])
+    plan = linearized(pg, "")
+    assert [*plan.slim] == ["layers[0].attn.v", "layers[1].attn.v"]
+    graph = attribution_graph(pg, ids, target=3)
+    monkeypatch.setattr(features, "_slim", lambda *_: None)
+    assert not linearized(pg, "").slim
+    whole = attribution_graph(pg, ids, target=3)
+    np.testing.assert_allclose(graph.weights, whole.weights, rtol=1e-5, atol=1e-8)
