@@ -102,12 +102,16 @@ export class CircuitFigure {
     this.showPinned();
   }
 
-  /** Marks the node of the row that is selected in the tree and those with patches; makes those faint that a filter leaves out. */
-  mark(selected: number, patched: ReadonlySet<string>, isFaint: (name: string) => boolean): void {
+  /** Marks the nodes that are selected in the tree and those with patches; makes those faint that a filter leaves out. */
+  mark(
+    isSelected: (node: CircuitNode) => boolean,
+    patched: ReadonlySet<string>,
+    isFaint: (name: string) => boolean,
+  ): void {
     const { edges, nodes } = this.circuit;
-    for (const [number, { name, row }] of nodes.entries()) {
-      const isInTree = row >= 0 && row === selected;
-      const marks = { "gp-in-tree": isInTree, "gp-patched-node": patched.has(name), "gp-faint": isFaint(name) };
+    for (const [number, node] of nodes.entries()) {
+      const { name } = node;
+      const marks = { "gp-in-tree": isSelected(node), "gp-patched-node": patched.has(name), "gp-faint": isFaint(name) };
       toggleClasses(this.nodes[number], marks);
     }
     for (const [number, { sender, receiver }] of edges.entries()) {
@@ -494,7 +498,12 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
   };
   const mark = () => {
     const patched = view.model.get("session").patches.map(({ path }) => path);
-    figure?.mark(state.activeRow, new Set(patched), (name) => !view.filter.keeps(itemOf(name)));
+    const selected = new Set(view.selection.items.map(({ name }) => name));
+    // Heads are parts of one row: one that is selected is meant alone.
+    const rows = view.model.get("circuit")?.nodes.filter(({ name }) => selected.has(name)) ?? [];
+    const isSelected = ({ name, row }: CircuitNode) =>
+      row >= 0 && row === state.activeRow && (selected.has(name) || rows.every((other) => other.row !== row));
+    figure?.mark(isSelected, new Set(patched), (name) => !view.filter.keeps(itemOf(name)));
   };
   const show = () => {
     const circuit = view.model.get("circuit") ?? null;
@@ -507,7 +516,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
         const node = pinned?.[0] === "node" ? circuit.nodes[pinned[1]] : undefined;
         if (node === undefined || node.row < 0) return;
         view.reveal(node.row);
-        if (node.position !== null) view.selection.set([itemOf(node.name, { position: node.position })]);
+        view.selection.set([itemOf(node.name, { position: node.position })]);
       },
       actions,
       onGroup: null,
@@ -518,6 +527,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
   listen(view, "change:circuit", show);
   listen(view, "change:session", mark);
   view.onRemove(state.onChange(mark));
+  view.onRemove(view.selection.onChange(mark));
   view.onRemove(view.filter.onChange(mark));
   show();
   return { element: panel };

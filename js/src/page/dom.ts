@@ -30,6 +30,16 @@ export function iconButton(picture: keyof typeof ICONS, name: string, more: Attr
   return buttonElement({ class: "gp-button gp-quiet", "aria-label": name, title: name, ...more }, icon(picture));
 }
 
+/** The last letters of a name, which are seen where there is no room for all of it. */
+const TAIL = 8;
+
+/** An element whose text loses its middle where there is no room: paths and names differ at their ends. */
+export function cutElement(tag: "span" | `span.${string}`, attributes: Attributes, text: string): HTMLElement {
+  if (text.length < 2 * TAIL) return element(tag, attributes, element("span.gp-cut", text));
+  const [start, end] = [text.slice(0, -TAIL), text.slice(-TAIL)];
+  return element(tag, attributes, element("span.gp-cut", start), element("span.gp-tail", end));
+}
+
 /** A field for Python or a number. */
 export function textField(label: string, more: Attributes = {}): HTMLInputElement {
   return element("input.gp-field.gp-mono", { type: "text", "aria-label": label, spellcheck: "false", ...more });

@@ -26,8 +26,11 @@ export class Dialog implements Part {
   readonly element: HTMLElement;
   isOpen = false;
   private readonly isPopover = typeof HTMLElement.prototype.showPopover === "function";
-  /** The anchor's position in the view: scrolling replaces the elements of rows, so the element itself cannot be used. */
+  private anchor: Element | null = null;
+  /** The anchor's last position in the view, for when its row is out of sight. */
   private anchorBox = { top: 0, bottom: 0, left: 0 };
+  /** Where the user has moved it, as what the pointer adds to its place; `null`: it is beside its anchor. */
+  private moved: { left: number; top: number } | null = null;
   private side: "below" | "above" = "below";
   private opener: Element | null = null;
   private listening = new AbortController();
@@ -51,7 +54,11 @@ export class Dialog implements Part {
   /** Shows it beside `anchor`, with `name` as its accessible name. */
   open(anchor: Element, name: string): void {
     this.element.setAttribute("aria-label", name);
-    this.measure(anchor);
+    this.anchor = anchor;
+    this.moved = null;
+    Object.assign(this.element.style, { width: "", height: "" });
+    this.measure();
+    this.chooseSide();
     if (!this.isOpen) {
       this.opener = focusedElement(this.view.root);
       this.isOpen = true;
@@ -67,7 +74,8 @@ export class Dialog implements Part {
     const hadFocus = this.element.contains(focusedElement(this.element));
     const close = iconButton("close", "Close", { title: "Close (Esc)", onclick: () => this.options.onEscape() });
     const heading = element("div.gp-floating-title.gp-mono", title);
-    this.element.replaceChildren(element("div.gp-floating-header", heading, ...buttons, close), body);
+    const drag = { onpointerdown: (event: PointerEvent) => this.drag(event) };
+    this.element.replaceChildren(element("div.gp-floating-header", drag, heading, ...buttons, close), body);
     if (hadFocus) this.element.focus({ preventScroll: true });
   }
 
@@ -128,25 +136,66 @@ export class Dialog implements Part {
     this.options.onEscape();
   }
 
-  private measure(anchor: Element): void {
+  /** Measures where the anchor is now: rows move when others open, and scroll. */
+  private measure(): void {
+    const { anchor, view } = this;
+    const row = anchor?.closest("[role=treeitem]");
+    // Scrolling replaces the elements of rows.
+    const found = anchor?.isConnected || !row?.id ? anchor : view.root.querySelector(`#${CSS.escape(row.id)}`);
+    if (!found?.isConnected) return;
+    const root = view.root.getBoundingClientRect();
+    const box = found.getBoundingClientRect();
+    const tree =
+      found.closest("[role=tree]")?.getBoundingClientRect() ?? document.documentElement.getBoundingClientRect();
+    this.anchorBox = {
+      top: clamp(box.top, tree.top, tree.bottom) - root.top,
+      bottom: clamp(box.bottom, tree.top, tree.bottom) - root.top,
+      left: box.left - root.left,
+    };
+  }
+
+  private chooseSide(): void {
     const root = this.view.root.getBoundingClientRect();
-    const box = anchor.isConnected ? anchor.getBoundingClientRect() : root;
+    const box = { top: root.top + this.anchorBox.top, bottom: root.top + this.anchorBox.bottom };
     const below = document.documentElement.clientHeight - MARGIN - GAP - box.bottom;
     const isBelow = below >= this.options.height || below >= box.top - GAP - MARGIN;
     this.side = isBelow ? "below" : "above";
-    this.anchorBox = { top: box.top - root.top, bottom: box.bottom - root.top, left: box.left - root.left };
+  }
+
+  /** Moves it with the pointer. */
+  private drag(event: PointerEvent): void {
+    if (!this.isPopover || event.button !== 0 || (event.target as Element).closest("button")) return;
+    const { left, top } = this.element.getBoundingClientRect();
+    const header = event.currentTarget as Element;
+    const [x, y] = [event.clientX, event.clientY];
+    const move = (to: PointerEvent) => {
+      this.moved = { left: left + to.clientX - x, top: top + to.clientY - y };
+      this.position();
+    };
+    header.setPointerCapture(event.pointerId);
+    header.addEventListener("pointermove", move as EventListener);
+    header.addEventListener("lostpointercapture", () =>
+      header.removeEventListener("pointermove", move as EventListener),
+    );
   }
 
   /** Places it below or above its anchor, inside the viewport. */
   private position(): void {
     if (!this.isOpen || !this.isPopover || !this.element.isConnected) return;
-    const root = this.view.root.getBoundingClientRect();
     const { style } = this.element;
     const width = document.documentElement.clientWidth;
     const height = document.documentElement.clientHeight;
+    style.maxWidth = `${width - 2 * MARGIN}px`;
+    // The handle in its corner sets its size.
+    if (this.moved !== null || style.height !== "") {
+      style.maxHeight = `${height - 2 * MARGIN}px`;
+      this.place(this.moved ?? this.element.getBoundingClientRect());
+      return;
+    }
+    this.measure();
+    const root = this.view.root.getBoundingClientRect();
     const top = clamp(root.top + this.anchorBox.top, 0, height);
     const bottom = clamp(root.top + this.anchorBox.bottom, 0, height);
-    style.maxWidth = `${width - 2 * MARGIN}px`;
     style.maxHeight = "";
     const wanted = Math.min(this.element.scrollHeight + 2, height - 2 * MARGIN);
     const below = height - MARGIN - bottom - GAP;
@@ -161,11 +210,16 @@ export class Dialog implements Part {
     if (room < Math.min(wanted, MIN_HEIGHT)) room = Math.min(wanted, height - 2 * MARGIN);
     const limit = Math.min(room, this.maxHeight(height));
     style.maxHeight = `${Math.round(limit)}px`;
+    const y = isBelow ? bottom + GAP : top - GAP - this.element.getBoundingClientRect().height;
+    this.place({ left: root.left + this.anchorBox.left, top: y });
+  }
+
+  /** Places it there, or as near as it is inside the viewport. */
+  private place({ left, top }: { left: number; top: number }): void {
     const size = this.element.getBoundingClientRect();
-    const y = isBelow ? bottom + GAP : top - GAP - size.height;
-    style.top = `${Math.round(clamp(y, MARGIN, Math.max(MARGIN, height - MARGIN - size.height)))}px`;
-    const x = root.left + this.anchorBox.left;
-    style.left = `${Math.round(clamp(x, MARGIN, Math.max(MARGIN, width - MARGIN - size.width)))}px`;
+    const { clientWidth, clientHeight } = document.documentElement;
+    this.element.style.left = `${Math.round(clamp(left, MARGIN, Math.max(MARGIN, clientWidth - MARGIN - size.width)))}px`;
+    this.element.style.top = `${Math.round(clamp(top, MARGIN, Math.max(MARGIN, clientHeight - MARGIN - size.height)))}px`;
   }
 
   private maxHeight(height: number): number {

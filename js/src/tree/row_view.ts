@@ -1,7 +1,7 @@
 /** One line of the tree as an element: made once, filled again whenever something about it changes. */
 
 import { type Component, FLAG, type PatchState, type Spec } from "../kernel/protocol";
-import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
+import { buttonElement, cutElement, element, replaceChildren, setAttribute } from "../page/dom";
 import { formatCount, visible } from "../page/text";
 import { CLOSED, type Folded, LEAF, PLUMBING } from "./rows";
 import { scoreText, textOfBest } from "./scores";
@@ -51,11 +51,11 @@ export class RowView {
     this.path = skeleton.path(id < 0 ? ~id : id);
     const { name, op, label, kind, isPatchable, countBadge: mark, note } = this.content;
     const path = folded ? name : visible(this.path);
-    this.op = element("span.gp-op.gp-cut.gp-muted", { title: note ?? op }, mark ?? op);
+    this.op = cutElement("span.gp-op.gp-middle.gp-muted", { title: note ?? op }, mark ?? op);
     this.element = element(
       "div",
       { id: rowId(prefix, id), role: "treeitem", class: "gp-row", "data-id": id, "data-kind": kind },
-      element("span.gp-name.gp-cut", { title: path }, name),
+      cutElement("span.gp-name.gp-middle", { title: path }, name),
       " ",
       this.op,
       " ",
@@ -135,7 +135,7 @@ export class RowView {
     const type = this.componentType();
     return [
       element("span.gp-component-type", { "data-type": type, title }, type),
-      element("span.gp-component.gp-cut.gp-muted", { title }, this.componentText()),
+      cutElement("span.gp-component.gp-middle.gp-muted", { title }, this.componentText()),
     ];
   }
 

@@ -3,11 +3,13 @@ import { userEvent } from "vitest/browser";
 import { makeCircuitPanel } from "../../src/circuits/circuit_figure";
 import type { CircuitPicture, CircuitTraits } from "../../src/kernel/protocol";
 import { TreeState } from "../../src/tree/tree_state";
+import { itemOf } from "../../src/views/selection";
 import { accessibilityViolations } from "../accessibility";
 import { FakeModel, patch } from "../fixtures";
 import { Rig } from "../panel_rig";
 import { rendered, setTheme, undos } from "../rendered";
 
+const OTHER_HEAD = "layers[0].attn.heads[1].z";
 const HOSTILE = "<img src=x onerror=window.wasRun=1>";
 
 /** embed -> head 0.0 (q and v) -> logits, and past it -> logits. */
@@ -239,6 +241,13 @@ test("with a tree, a pinned node is the selected row, and can be patched by its 
   expect(node().classList).toContain("gp-patched-node");
   state.reveal(row);
   expect(node().classList).toContain("gp-in-tree");
+  // Another head of the same row is a neighbor, which is not meant.
+  const nodes = circuit.nodes.map((one) => (one.name === "@logits" ? { ...one, name: OTHER_HEAD, row } : one));
+  rig.model.set("circuit", { ...circuit, nodes });
+  const other = () => parts(panel.element).node("logits");
+  expect([node(), other()].map(({ classList }) => classList.contains("gp-in-tree"))).toEqual([true, false]);
+  rig.view.selection.set([itemOf("layers[0].attn.z")]);
+  expect([node(), other()].map(({ classList }) => classList.contains("gp-in-tree"))).toEqual([true, true]);
   rig.model.set("circuit", null);
   expect(panel.element.hidden).toBe(true);
 });

@@ -116,6 +116,43 @@ describe("a dialog", () => {
     window.scrollTo(0, 0);
   });
 
+  it("follows its anchor when what is above it grows", async () => {
+    await showPopup();
+    const before = box(popup.element).top - box(anchor).bottom;
+    const notice = document.createElement("p");
+    notice.style.cssText = "height: 70px; margin: 0";
+    rig.view.root.prepend(notice);
+    await frame();
+    expect(box(anchor).top).toBeGreaterThan(70);
+    expect(box(popup.element).top - box(anchor).bottom).toBeCloseTo(before, 0);
+  });
+
+  it("is moved by its header and resized by its corner, and stays so until it opens again", async () => {
+    await showPopup();
+    const before = box(popup.element);
+    const header = popup.element.querySelector(".gp-floating-header") as HTMLElement;
+    header.setPointerCapture = () => undefined; // there is no true pointer
+    const point = (type: string, x: number, y: number) =>
+      header.dispatchEvent(new PointerEvent(type, { clientX: x, clientY: y, bubbles: true }));
+    const from = [before.left + 20, before.top + 10] as const;
+    point("pointerdown", ...from);
+    point("pointermove", from[0] + 90, from[1] + 50);
+    point("lostpointercapture", from[0] + 90, from[1] + 50);
+    point("pointermove", 0, 0);
+    window.dispatchEvent(new Event("scroll"));
+    expect(box(popup.element).left - before.left).toBeCloseTo(90, 0);
+    expect(box(popup.element).top - before.top).toBeCloseTo(50, 0);
+    expect(getComputedStyle(popup.element).resize).toBe("both");
+    Object.assign(popup.element.style, { width: "300px", height: "420px" });
+    await frame();
+    expect(box(popup.element)).toMatchObject({ width: 300, height: 420 });
+    expect(inViewport(popup.element)).toBe(true);
+    popup.close();
+    await showPopup();
+    expect(box(popup.element).top).toBe(before.top);
+    expect(box(popup.element).width).toBe(before.width);
+  });
+
   it("is a panel below the tree if the browser has no popovers", async () => {
     const known = HTMLElement.prototype.showPopover;
     Object.assign(HTMLElement.prototype, { showPopover: undefined });

@@ -82,6 +82,23 @@ function isIn(row: Element, container: Element): boolean {
   return inner.bottom > outer.top && inner.top < outer.bottom;
 }
 
+test("a name without room for all of it loses its middle, not its end", async () => {
+  const columns = new ColumnsBuilder();
+  columns.graph("<root>", "Model", () => {
+    columns.row("op", "self_attention_output_projection_bias", { op: "scaled_dot_product", spec: tensor(1, 8) });
+  });
+  const { tree } = shown(columns.columns);
+  tree.element.style.width = "260px";
+  const name = rows(tree.element)[1]?.querySelector(".gp-name") as HTMLElement;
+  const [start, end] = name.querySelectorAll<HTMLElement>("span");
+  expect(name.textContent).toBe("self_attention_output_projection_bias");
+  expect(start?.scrollWidth).toBeGreaterThan(start?.clientWidth ?? 0);
+  expect(end?.textContent).toBe("ion_bias");
+  expect(end?.getBoundingClientRect().right).toBeLessThanOrEqual(tree.element.getBoundingClientRect().right);
+  expect(end?.getBoundingClientRect().right).toBeLessThanOrEqual(name.getBoundingClientRect().right + 0.5);
+  expect(end?.scrollWidth).toBe(end?.clientWidth);
+});
+
 test("components have badges with their axes, and can be searched by name", async () => {
   const { state, tree } = shown();
   const index = state.found.index.paths.indexOf("transformer.h_1.attn.attn_weights_1");
