@@ -17,6 +17,7 @@ import {
 } from "../page/dom";
 import { isChoice } from "../page/grid";
 import { formatCount, formatNumber } from "../page/text";
+import { ZoomWindow } from "../page/zoom";
 import type { TreeState } from "../tree/tree_state";
 import { listen, type Model, type Part, saveChanges, type View } from "../view";
 import { itemOf } from "../views/selection";
@@ -32,9 +33,6 @@ interface FigureOptions {
 
 /** The minimum width of the area around an edge that reacts to the pointer, in CSS pixels. */
 const MIN_HIT_WIDTH = 12;
-/** How much larger a click on a button makes the picture, and how small and large it gets. */
-const ZOOM_STEP = 1.25;
-const ZOOMS = [0.2, 3] as const;
 
 const isSame = (one: Pinned | null, other: Pinned) => one?.[0] === other[0] && one[1] === other[1];
 const endsOf = ({ from, to }: CircuitEdge) => [from, ...to];
@@ -46,8 +44,7 @@ export class CircuitFigure {
   private readonly edges: SVGPathElement[][];
   private readonly links: SVGPathElement[];
   private readonly picture: SVGSVGElement;
-  private readonly scroll = element("div.gp-circuit-scroll", { onwheel: (event: WheelEvent) => this.onWheel(event) });
-  private zoom = 1;
+  private readonly window = new ZoomWindow("width");
   private readonly readout = element("div.gp-caption.gp-readout");
   private readonly details = element("div.gp-line.gp-box.gp-circuit-pinned", { "aria-live": "polite" });
   private readonly shownText = element("span.gp-number");
@@ -80,12 +77,12 @@ export class CircuitFigure {
     });
     const copies = [this.copyButton("Copy as Python", circuit.python), this.copyButton("Copy as JSON", circuit.json)];
     const threshold = element("label.gp-line.gp-circuit-threshold", "Edges", this.slider, this.shownText);
-    this.scroll.append(this.picture);
+    this.window.show(this.picture, circuit);
     this.element = element(
       "section.gp-stack.gp-circuit",
       { role: "region", "aria-label": "Circuit" },
-      element("div.gp-line", threshold, this.zoomButtons(), element("div.gp-line", ...copies)),
-      this.scroll,
+      element("div.gp-line", threshold, this.window.buttons, element("div.gp-line", ...copies)),
+      this.window.element,
       this.legend(),
       this.readout,
       this.grouping,
@@ -206,35 +203,6 @@ export class CircuitFigure {
       ),
       sample(links.length > 0, "gp-circuit-link", "attention across positions"),
     );
-  }
-
-  private zoomButtons(): HTMLElement {
-    const button = (name: string, text: string, onclick: () => void) =>
-      buttonElement({ "aria-label": name, title: name, onclick }, text);
-    return element(
-      "div.gp-line.gp-tight",
-      button("Zoom out", "−", () => this.zoomTo(this.zoom / ZOOM_STEP)),
-      button("Zoom in", "+", () => this.zoomTo(this.zoom * ZOOM_STEP)),
-      button("Fit to width", "Fit", () => this.zoomTo(Math.min(1, this.scroll.clientWidth / this.circuit.width))),
-    );
-  }
-
-  /** Zooms; what is at a place in the window, by default its middle, stays there. */
-  private zoomTo(wanted: number, x = this.scroll.clientWidth / 2, y = this.scroll.clientHeight / 2): void {
-    const zoom = Math.min(ZOOMS[1], Math.max(ZOOMS[0], wanted));
-    const { scrollLeft, scrollTop } = this.scroll;
-    const factor = zoom / this.zoom;
-    this.zoom = zoom;
-    setAttribute(this.picture, "width", this.circuit.width * zoom);
-    setAttribute(this.picture, "height", this.circuit.height * zoom);
-    this.scroll.scrollTo((scrollLeft + x) * factor - x, (scrollTop + y) * factor - y);
-  }
-
-  private onWheel(event: WheelEvent): void {
-    if (!event.ctrlKey) return;
-    consume(event);
-    const { left, top } = this.scroll.getBoundingClientRect();
-    this.zoomTo(this.zoom * Math.exp(-event.deltaY / 400), event.clientX - left, event.clientY - top);
   }
 
   private copyButton(name: string, text: string): HTMLElement {

@@ -1,0 +1,99 @@
+/** A window onto a large picture, which is scrolled, dragged, and zoomed by buttons and the wheel with Ctrl. */
+import { buttonElement, consume, element, setAttribute } from "./dom";
+import { clamp, type Size } from "./grid";
+
+/** How much larger a click on a button makes the picture, and how small and large it gets. */
+const STEP = 1.25;
+const ZOOMS = [0.05, 3] as const;
+
+export class ZoomWindow {
+  readonly element = element("div.gp-zoom", {
+    onwheel: (event: WheelEvent) => this.onWheel(event),
+    onpointerdown: (event: PointerEvent) => this.onPointerDown(event),
+  });
+  readonly buttons: HTMLElement;
+  zoom = 1;
+  private picture: SVGSVGElement | null = null;
+  private size: Size = { width: 1, height: 1 };
+
+  /** @param fits Which sides of a picture *Fit* shows whole. */
+  constructor(private readonly fits: "width" | "both") {
+    const button = (name: string, text: string, onclick: () => void) =>
+      buttonElement({ "aria-label": name, title: name, onclick }, text);
+    this.buttons = element(
+      "div.gp-line.gp-tight",
+      button("Zoom out", "−", () => this.zoomTo(this.zoom / STEP)),
+      button("Zoom in", "+", () => this.zoomTo(this.zoom * STEP)),
+      button(fits === "width" ? "Fit to width" : "Fit the picture", "Fit", () => this.fit()),
+    );
+  }
+
+  /** Shows a picture, whose size is that at zoom 1. */
+  show(picture: SVGSVGElement, size: Size): void {
+    this.picture = picture;
+    this.size = size;
+    this.element.replaceChildren(picture);
+    this.resize();
+  }
+
+  /** Zooms; what is at a place in the window, by default its middle, stays there. */
+  zoomTo(wanted: number, x = this.element.clientWidth / 2, y = this.element.clientHeight / 2): void {
+    const { scrollLeft, scrollTop } = this.element;
+    const zoom = clamp(wanted, ...ZOOMS);
+    const factor = zoom / this.zoom;
+    this.zoom = zoom;
+    this.resize();
+    this.element.scrollTo((scrollLeft + x) * factor - x, (scrollTop + y) * factor - y);
+  }
+
+  /** Zooms out until the picture is seen whole; `least` keeps texts readable. */
+  fit(least: number = ZOOMS[0]): void {
+    const { clientWidth, clientHeight } = this.element;
+    const { width, height } = this.size;
+    const whole = Math.min(1, clientWidth / width, this.fits === "both" ? clientHeight / height : 1);
+    this.zoomTo(Math.max(least, whole));
+  }
+
+  /** Scrolls so that a place of the picture is in the middle. */
+  center(x: number, y: number): void {
+    const { clientWidth, clientHeight } = this.element;
+    this.element.scrollTo(x * this.zoom - clientWidth / 2, y * this.zoom - clientHeight / 2);
+  }
+
+  private resize(): void {
+    if (this.picture === null) return;
+    setAttribute(this.picture, "width", this.size.width * this.zoom);
+    setAttribute(this.picture, "height", this.size.height * this.zoom);
+  }
+
+  private onWheel(event: WheelEvent): void {
+    if (!event.ctrlKey) return;
+    consume(event);
+    const { left, top } = this.element.getBoundingClientRect();
+    this.zoomTo(this.zoom * Math.exp(-event.deltaY / 400), event.clientX - left, event.clientY - top);
+  }
+
+  /** Drags the picture with the mouse; a touch scrolls it anyway. */
+  private onPointerDown(event: PointerEvent): void {
+    const isOnButton = (event.target as Element).closest("[role=button], button") !== null;
+    if (event.pointerType !== "mouse" || event.button !== 0 || isOnButton || this.isOnScrollBar(event)) return;
+    const window = this.element;
+    const { scrollLeft, scrollTop } = window;
+    const move = ({ clientX, clientY }: PointerEvent) =>
+      window.scrollTo(scrollLeft + event.clientX - clientX, scrollTop + event.clientY - clientY);
+    const dragging = new AbortController();
+    const end = () => {
+      dragging.abort();
+      window.classList.remove("gp-dragged");
+    };
+    window.setPointerCapture(event.pointerId);
+    window.classList.add("gp-dragged");
+    window.addEventListener("pointermove", move, { signal: dragging.signal });
+    for (const name of ["pointerup", "pointercancel"]) window.addEventListener(name, end, { signal: dragging.signal });
+  }
+
+  private isOnScrollBar({ clientX, clientY }: PointerEvent): boolean {
+    const { left, top } = this.element.getBoundingClientRect();
+    return clientX - left > this.element.clientWidth || clientY - top > this.element.clientHeight;
+  }
+}
