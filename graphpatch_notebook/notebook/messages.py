@@ -302,7 +302,7 @@ class ActivationView(Message):
 # Runs
 
 RunState: TypeAlias = Literal["running", "done", "failed", "interrupted"]
-Token: TypeAlias = tuple[str, float]
+Place: TypeAlias = tuple[int, float]
 
 
 class LargeChange(Message):
@@ -337,12 +337,19 @@ class ProbeReport(Message):
     change: OutputChange | None  # What the patches changed; `null`: nothing was patched, or there are no numbers.
 
 
-class NextTokens(Message):
-    """The most probable next tokens, each with its probability."""
+class Prediction(Message):
+    """A token or class, with its rank (the most probable has rank 0) and its probability in each run."""
 
-    position: int
-    before: list[Token]
-    after: list[Token]
+    text: str
+    before: Place
+    after: Place
+
+
+class Predictions(Message):
+    """What is among the most probable in either run, in the order of the larger probability."""
+
+    position: int | None  # After which these are the next tokens; `null`: these are classes.
+    rows: list[Prediction]
 
 
 class RunReport(Message):
@@ -352,7 +359,7 @@ class RunReport(Message):
     seconds: float
     patches: list[int]  # The numbers of the patches that were applied.
     warnings: list[str]
-    tokens: NextTokens | None  # For language models with a tokenizer.
+    predictions: Predictions | None  # Of language models with a tokenizer, and of classifiers whose config has labels.
     changes: list[OutputChange]
     probes: list[ProbeReport]
 

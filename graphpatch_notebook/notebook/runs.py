@@ -29,7 +29,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, cut
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.notebook.display.tables import file_label
-from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, next_tokens
+from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, logits_of, predictions
 from graphpatch_notebook.notebook.messages import (
     ActivationStatus,
     ActivationView,
@@ -506,15 +506,17 @@ class Runs:
         def report() -> tuple[RunReport, list[bytes]]:
             inputs = TokenInputs.of(calls.graph, calls.inputs.args, calls.inputs.kwargs)
             listed, remarks = changes(unpatched, output)
-            tokens = next_tokens(unpatched, output, self.tokenizer, inputs)
-            if tokens is not None and len(inputs.batch) > 1:
-                remarks.append(f"the next tokens are those of the first row of {len(inputs.batch)}")
+            predicted = predictions(unpatched, output, calls.graph, inputs)
+            found = logits_of(output)
+            if predicted is not None and found is not None and len(found) > 1:
+                what = "classes" if predicted.position is None else "tokens"
+                remarks.append(f"the most probable {what} are those of the first row of {len(found)}")
             buffers: list[bytes] = []
             labels = calls.labels(self.tokenizer)
             shown = [probe_report(one, before.get(one.chosen.number), labels, buffers) for one in kept]
             warnings = [*dict.fromkeys(calls.warnings), *remarks]
             call = f"{self._session.origin.graph}({calls.inputs.text})"
-            return RunReport(call, job.seconds, numbers, warnings, tokens, listed, shown), buffers
+            return RunReport(call, job.seconds, numbers, warnings, predicted, listed, shown), buffers
 
         found = job.interruptibly(report)
         # From here on, nothing is interrupted: either all variables are set, or none.

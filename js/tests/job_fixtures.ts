@@ -48,7 +48,7 @@ export function report(changes: Partial<RunReport> = {}): RunReport {
     seconds: 0.25,
     patches: [1],
     warnings: [],
-    tokens: null,
+    predictions: null,
     changes: [{ ...change, ...norms, largest }],
     probes: [],
     ...changes,

@@ -1,7 +1,8 @@
-"""Tokens as text: labels for the positions of the inputs, and the most probable next tokens."""
+"""Tokens as text: labels for the positions of the inputs, and the most probable next tokens or classes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,13 @@ from graphpatch_notebook.capture.inputs import bind, signature_of
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
-from graphpatch_notebook.notebook.messages import NextTokens, Token
+from graphpatch_notebook.notebook.messages import Prediction, Predictions
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching import TokenDims, token_dims
 from graphpatch_notebook.texts import token_text
 from graphpatch_notebook.values import children
 
-_MOST_TOKENS = 10
+_MOST_SHOWN = 10
 _DECODER = "decoder_input_ids"
 
 
@@ -113,31 +114,41 @@ def _rows(value: Any) -> list[list[int]]:
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """Returns the logits of shape (batch, seq, vocabulary) in the output of a language model, or `None`."""
+    """Returns the logits in an output, of shape (batch, seq, vocabulary) or (batch, classes); `None` without any."""
     found = output
     if not isinstance(output, Tensor):
         parts = children(output) or []
         found = next((child for key, child in parts if key == "logits"), None)
         if found is None and type(output) is tuple and output:
             found = output[0]
-    if not isinstance(found, Tensor) or found.dim() != 3 or found.numel() == 0 or not found.is_floating_point():
+    if not isinstance(found, Tensor) or found.dim() not in (2, 3) or not found.numel() or not found.is_floating_point():
         return None
     return found if found.device.type != "meta" else None
 
 
-def next_tokens(before: Any, after: Any, tokenizer: Any, inputs: TokenInputs) -> NextTokens | None:
-    """Returns the most probable next tokens without and with patches.
+def predictions(before: Any, after: Any, graph: PatchableGraph, inputs: TokenInputs) -> Predictions | None:
+    """Returns the most probable next tokens, or classes, of the outputs without and with patches.
 
-    Uses the first row, at the last position that is not padding.
+    Uses the first row, for tokens at the last position that is not padding. The texts of tokens are those of the
+    tokenizer of the graph, the names of classes those in the config of the model; `None` without these.
     """
-    logits = logits_of(before), logits_of(after)
-    if tokenizer is None or logits[0] is None or logits[1] is None or not inputs.batch:
+    logits = [one[0] for one in map(logits_of, (before, after)) if one is not None]
+    if len(logits) < 2 or logits[0].shape != logits[1].shape:
         return None
-    if logits[0].shape != logits[1].shape or not _fits(logits[0], tokenizer):
+    model = captured(graph)
+    config = getattr(model.module, "config", None)
+    if logits[0].dim() == 1:
+        names = getattr(config, "id2label", None) or {}
+        if logits[0].shape[-1] < 2 or {*names} != {*range(logits[0].shape[-1])}:
+            return None
+        is_multiple = getattr(config, "problem_type", None) == "multi_label_classification"
+        rows = _rows_of(logits, lambda number: str(names[number]), torch.sigmoid if is_multiple else _softmax)
+        return Predictions(None, rows) if rows else None
+    if model.tokenizer is None or not inputs.batch or not _fits(logits[0], model.tokenizer):
         return None
-    position = inputs.last_position(logits[0].shape[1])
-    before, after = (_top(one[0, position], tokenizer) for one in logits if one is not None)
-    return NextTokens(position, before, after) if before and after else None
+    position = inputs.last_position(len(logits[0]))
+    rows = _rows_of([one[position] for one in logits], lambda number: token_text(model.tokenizer, number), _softmax)
+    return Predictions(position, rows) if rows else None
 
 
 def _fits(logits: Tensor, tokenizer: Any) -> bool:
@@ -149,10 +160,18 @@ def _fits(logits: Tensor, tokenizer: Any) -> bool:
     return not isinstance(size, int) or size == 0 or 0.5 * size <= logits.shape[-1] <= 2 * size + 1024
 
 
-def _top(logits: Tensor, tokenizer: Any) -> list[Token]:
-    probabilities = torch.softmax(logits.detach().cpu().to(torch.float32), dim=-1)
-    if not bool(probabilities.isfinite().all()):
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1)
+
+
+def _rows_of(
+    logits: list[Tensor], text: Callable[[int], str], probabilities_of: Callable[[Tensor], Tensor]
+) -> list[Prediction]:
+    """Returns what is among the most probable in either run; nothing if a probability is not finite."""
+    found = [probabilities_of(one.detach().cpu().to(torch.float32)) for one in logits]
+    if not all(bool(one.isfinite().all()) for one in found):
         return []
-    top = probabilities.topk(min(_MOST_TOKENS, len(probabilities)))
-    texts = [token_text(tokenizer, number) for number in top.indices.tolist()]
-    return [*zip(texts, top.values.tolist(), strict=True)]
+    shown = {number for one in found for number in one.topk(min(_MOST_SHOWN, len(one))).indices.tolist()}
+    places = {number: [(int((one > one[number]).sum()), float(one[number])) for one in found] for number in shown}
+    order = sorted(shown, key=lambda number: (-max(part for _, part in places[number]), number))
+    return [Prediction(text(number), *places[number]) for number in order]

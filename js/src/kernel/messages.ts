@@ -190,7 +190,7 @@ export interface ActivationView {
 
 export type RunState = "running" | "done" | "failed" | "interrupted";
 
-export type Token = [string, number];
+export type Place = [number, number];
 
 /** One tensor or number of the model's output, without and with the patches. */
 export interface OutputChange {
@@ -214,13 +214,19 @@ export interface ProbeReport {
   change: OutputChange | null; // What the patches changed; `null`: nothing was patched, or there are no numbers.
 }
 
+/** What is among the most probable in either run, in the order of the larger probability. */
+export interface Predictions {
+  position: number | null; // After which these are the next tokens; `null`: these are classes.
+  rows: ({ text: string; before: Place; after: Place })[];
+}
+
 /** The report of a run. */
 export interface RunReport {
   call: string; // What ran, as Python: `pg(ids)`.
   seconds: number;
   patches: number[]; // The numbers of the patches that were applied.
   warnings: string[];
-  tokens: { position: number; before: Token[]; after: Token[] } | null; // For language models with a tokenizer.
+  predictions: Predictions | null; // Of language models with a tokenizer, and of classifiers whose config has labels.
   changes: OutputChange[];
   probes: ProbeReport[];
 }

@@ -111,10 +111,10 @@ export function makeTokenTable(caption: string | null, lines: readonly TokenLine
   return element("table.gp-lens-list", caption !== null && element("caption", caption), element("tbody", ...rows));
 }
 
-/** A table cell with a probability, as a number with a bar behind it: as wide as its part of `most`. */
-export function probabilityCell(probability: number, most = 1): HTMLElement {
+/** A table cell with a probability, as a number with a bar behind it. */
+export function probabilityCell(probability: number): HTMLElement {
   const bar = element("span.gp-probability-bar", { "aria-hidden": "true" });
-  bar.style.width = `${most > 0 ? Math.round((100 * probability) / most) : 0}%`;
+  bar.style.width = `${Math.round(100 * probability)}%`;
   return element("td.gp-number.gp-probability", bar, formatPercent(probability));
 }
 

@@ -1,6 +1,6 @@
 /** The report of a run: the next tokens, the changes of the output, and the values of probes. */
-import type { Change, ProbeReport, RunReport, Token } from "../kernel/protocol";
-import { buttonElement, element } from "../page/dom";
+import type { Change, Predictions, ProbeReport, RunReport } from "../kernel/protocol";
+import { buttonElement, element, setAttribute } from "../page/dom";
 import {
   formatCount,
   formatNumber,
@@ -19,6 +19,9 @@ interface ReportContext {
   /** Returns a function that shows the node of a patch in the tree; `null` if the patch was removed. */
   revealPatch(number: number): (() => void) | null;
 }
+
+/** The strongest background of a cell with a change, in percent: text on it is readable. */
+const MAX_BACKGROUND = 45;
 
 const numbered = (numbers: readonly number[]) => numbers.map((number) => `#${number}`).join(", ");
 
@@ -85,6 +88,11 @@ function changeRows(change: Change): HTMLElement[] {
   return [row, element("tr", element("td.gp-muted", { colspan: CHANGE_HEADS.length }, sentence(visible(note))))];
 }
 
+/** A wide table scrolls, also with the keyboard. */
+function scrolling(name: string, table: HTMLElement): HTMLElement {
+  return element("div.gp-scroll", { tabindex: 0, role: "group", "aria-label": name }, table);
+}
+
 function changes(report: RunReport): HTMLElement | null {
   if (report.changes.length === 0) return null;
   const heads = CHANGE_HEADS.map((text) => element("th", { scope: "col" }, text));
@@ -96,8 +104,7 @@ function changes(report: RunReport): HTMLElement | null {
     "section.gp-report-part",
     element("h4", "At the output"),
     isSame && report.patches.length > 0 ? same : null,
-    // A wide table scrolls, also with the keyboard.
-    element("div.gp-scroll", { tabindex: 0, role: "group", "aria-label": "Changes at the output" }, tokenTable),
+    scrolling("Changes at the output", tokenTable),
     ...report.changes.map(largest),
   );
 }
@@ -132,55 +139,45 @@ export function makeRunReport(report: RunReport, context: ReportContext): HTMLEl
     "div.gp-stack.gp-report",
     head(report),
     warnings(report.warnings),
-    report.tokens === null ? null : makeNextTokens(report.tokens, isPatched),
+    report.predictions && makePredictions(report.predictions, isPatched),
     changes(report),
     probes(report, context),
   );
 }
 
-type Tokens = NonNullable<RunReport["tokens"]>;
-
-/** How many ranks a token went up or down. */
-function rankCell(token: Token, rank: number, before: readonly Token[]): HTMLElement {
-  const old = before.findIndex(([text]) => text === token[0]);
-  if (old === rank) return element("td.gp-rank.gp-rank-same");
-  const isUp = old < 0 || old > rank;
-  const places = Math.abs(old - rank);
-  const [text, words] =
-    old < 0
-      ? ["new", "not among the first before"]
-      : [`${isUp ? "▲" : "▼"}${places}`, `${isUp ? "up" : "down"} ${places}`];
-  return element(
-    "td",
-    { class: `gp-rank gp-rank-${isUp ? "up" : "down"}` },
-    element("span", { "aria-hidden": "true" }, text),
-    element("span.gp-visually-hidden", words),
-  );
+/** A change of a probability, in points of percent, on a background of the color of its sign. */
+function changeCell(before: number, after: number): HTMLElement {
+  const change = after - before;
+  const points = (100 * Math.abs(change)).toFixed(1);
+  const cell = element("td.gp-number.gp-change", `${change < 0 ? "−" : "+"}${points}`);
+  if (points !== "0.0") setAttribute(cell, "data-sign", change < 0 ? "negative" : "positive");
+  cell.style.setProperty("--gp-part", `${Math.round(MAX_BACKGROUND * Math.abs(change))}%`);
+  return cell;
 }
 
-function table(caption: string, tokens: readonly Token[], before: readonly Token[] | null, most: number): HTMLElement {
-  const rows = tokens.map((token, rank) =>
+/** What is most probable in either run, with its rank and probability in both. `isPatched`: whether there are two. */
+function makePredictions({ position, rows }: Predictions, isPatched: boolean): HTMLElement {
+  const noun = position === null ? "Class" : "Token";
+  const runs = isPatched ? (["before", "after"] as const) : (["after"] as const);
+  const names = { before: "Without patches", after: isPatched ? "With patches" : "Probability" };
+  const heads = runs.flatMap((run) => [element("th.gp-rank", "Rank"), element("th", names[run])]);
+  const lines = rows.map((row) =>
     element(
       "tr",
-      element("td.gp-number.gp-muted", String(rank + 1)),
-      element("th", { scope: "row" }, element("code.gp-token", visibleToken(token[0]))),
-      probabilityCell(token[1], most),
-      before === null ? null : rankCell(token, rank, before),
+      element("th", { scope: "row" }, element("code.gp-token", visibleToken(row.text))),
+      ...runs.flatMap((run) => [
+        element("td.gp-number.gp-rank.gp-muted", formatNumber(row[run][0])),
+        probabilityCell(row[run][1]),
+      ]),
+      isPatched && changeCell(row.before[1], row.after[1]),
     ),
   );
-  return element("table.gp-tokens", element("caption", caption), element("tbody", ...rows));
-}
-
-/** `isPatched`: whether a patch was applied; without one there is nothing to compare. */
-function makeNextTokens({ position, before, after }: Tokens, isPatched: boolean): HTMLElement {
-  const most = Math.max(...[...before, ...after].map(([, probability]) => probability), 0);
-  const tables = [table("Without patches", before, null, most)];
-  if (isPatched) tables.push(table("With patches", after, before, most));
-  return element(
-    "section.gp-report-part",
-    element("h4", `Next token after position ${position}`),
-    element("div.gp-beside.gp-token-tables", ...tables),
-  );
+  const change = isPatched && element("th.gp-change", { title: "In points of percent" }, "Change");
+  const head = element("tr", element("th", noun), ...heads, change);
+  for (const cell of head.children) cell.setAttribute("scope", "col");
+  const title = position === null ? "Most probable classes" : `Next token after position ${position}`;
+  const table = element("table.gp-predictions", element("thead", head), element("tbody", ...lines));
+  return element("section.gp-report-part", element("h4", title), scrolling(title, table));
 }
 
 /** `norm 3.2 → 2.9, changed by 0.7 (22%)`; empty where no norm is known. */

@@ -192,24 +192,15 @@ async function full(): Promise<FakeView> {
   const view = open();
   const probe = { number: 1, change: null };
   const values = float32(Array.from({ length: 16 }, (_, index) => index - 8));
-  const tokens = {
-    position: 3,
-    before: [
-      [" the", 0.7],
-      ["a", 0.2],
-    ],
-    after: [
-      [HOSTILE, 0.6],
-      [" the", 0.1],
-    ],
-  } as const;
   const shown = report({
     warnings: [HOSTILE],
     call: HOSTILE,
-    tokens: {
+    predictions: {
       position: 3,
-      before: tokens.before.map(([text, part]) => [text, part]),
-      after: tokens.after.map(([text, part]) => [text, part]),
+      rows: [
+        { text: " the", before: [0, 0.7], after: [1, 0.1] },
+        { text: HOSTILE, before: [9, 0], after: [0, 0.6] },
+      ],
     },
     probes: [
       {
@@ -253,7 +244,7 @@ it("shows the output's numbers beside a long path that wraps", async () => {
   view.root.append(new RunPanel(view).element);
   view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
   await expect.poll(() => view.root.querySelector(".gp-changes")).not.toBeNull();
-  const scroll = view.root.querySelector(".gp-scroll") as HTMLElement;
+  const scroll = view.root.querySelector(".gp-changes")?.parentElement as HTMLElement;
   expect(scroll.scrollWidth).toBeLessThanOrEqual(scroll.clientWidth);
   const name = scroll.querySelector("tbody code") as HTMLElement;
   expect(name.title).toBe(path);

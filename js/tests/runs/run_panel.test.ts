@@ -224,30 +224,39 @@ describe("a report", () => {
     await run();
   };
 
-  it("shows tokens side by side, with the spaces in them and how their ranks changed", async () => {
-    const before: [string, number][] = [
-      [" the", 0.5],
-      ["\n", 0.2],
-      [" a", 0.00001],
-    ];
-    const after: [string, number][] = [
-      ["\n", 0.6],
-      [" the", 0.3],
-      ["<b>x</b>", 0.1],
-    ];
-    await show({ tokens: { position: 7, before, after } });
+  const cells = () =>
+    [...panel.querySelectorAll(".gp-predictions tr")].map((row) => [...row.children].map((cell) => cell.textContent));
+
+  it("follows tokens through the patch: their rank and probability in both runs, and the change in color", async () => {
+    await show({
+      predictions: {
+        position: 7,
+        rows: [
+          { text: " the", before: [0, 0.993], after: [12, 0.0001] },
+          { text: "\n", before: [40, 0], after: [0, 0.6] },
+          { text: "<b>x</b>", before: [1, 0.001], after: [1, 0.001] },
+        ],
+      },
+    });
     expect(panel.textContent).toContain("Next token after position 7");
-    const [left, right] = panel.querySelectorAll(".gp-tokens");
-    expect(left?.textContent).toContain("1␣the50%");
-    expect(left?.textContent).toContain("<0.1%");
-    const ranks = [...(right?.querySelectorAll(".gp-rank") ?? [])].map((cell) => cell.textContent);
-    expect(ranks).toEqual(["▲1up 1", "▼1down 1", "newnot among the first before"]);
-    expect(panel.querySelector("b")).toBeNull();
+    expect(cells()).toEqual([
+      ["Token", "Rank", "Without patches", "Rank", "With patches", "Change"],
+      ["␣the", "0", "99.3%", "12", "<0.1%", "−99.3"],
+      ["⏎", "40", "0%", "0", "60%", "+60.0"],
+      ["<b>x</b>", "1", "0.1%", "1", "0.1%", "+0.0"],
+    ]);
+    const signs = [...panel.querySelectorAll<HTMLElement>("td.gp-change")].map(({ dataset }) => dataset.sign);
+    expect(signs).toEqual(["negative", "positive", undefined]);
   });
 
-  it("has one list of tokens if no patch was applied", async () => {
-    await show({ patches: [], tokens: { position: 0, before: [["a", 1]], after: [["a", 1]] } });
-    expect(panel.querySelectorAll(".gp-tokens").length).toBe(1);
+  it("has one rank and probability if no patch was applied, and classes for a classifier", async () => {
+    const rows = [{ text: "tabby cat", before: [0, 0.5] as [number, number], after: [0, 0.5] as [number, number] }];
+    await show({ patches: [], predictions: { position: null, rows } });
+    expect(cells()).toEqual([
+      ["Class", "Rank", "Probability"],
+      ["tabby␣cat", "0", "50%"],
+    ]);
+    expect(panel.textContent).toContain("Most probable classes");
     expect(panel.textContent).toContain("ran without patches");
   });
 

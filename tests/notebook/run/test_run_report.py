@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, next_tokens
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, predictions
 from graphpatch_notebook.notebook.run_report import changes
 from graphpatch_notebook.notebook.session.expressions import parse_slice
 from graphpatch_notebook.patching import TokenDims
@@ -125,12 +127,28 @@ def logits(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+class Classifier(nn.Module):
+    """A model with the config of a classifier, and no output of its own that matters."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def graph_with(tokenizer: Any = None, **config: Any) -> PatchableGraph:
+    return PatchableGraph(Classifier(**config), torch.ones(1, 2), tokenizer=tokenizer)
+
+
 @pytest.mark.parametrize(
     ("mask", "position"),
     [(None, 3), ([1, 1, 1, 1], 3), ([1, 1, 0, 0], 1), ([0, 0, 1, 1], 3), ([1, 1, 1, 1, 1, 0], 2), ([1], 3)],
 )
 def test_the_last_position_is_not_padding(mask: list[int] | None, position: int) -> None:
-    found = next_tokens(logits(1, 4, 20), logits(1, 4, 20), Words(), TokenInputs([[1, 2, 3, 4]], mask))
+    inputs = TokenInputs([[1, 2, 3, 4]], mask)
+    found = predictions(logits(1, 4, 20), logits(1, 4, 20), graph_with(Words()), inputs)
     assert found is not None
     assert found.position == position
 
@@ -142,14 +160,38 @@ def test_the_last_position_is_not_padding(mask: list[int] | None, position: int)
         (logits(1, 4, 20), logits(1, 5, 20), Words(), [1]),
         (logits(1, 4, 20), logits(1, 4, 20), Words(5000), [1]),  # not about tokens
         (logits(1, 4, 20), logits(1, 4, 20), Words(), None),
-        (logits(4, 20), logits(4, 20), Words(), [1]),
+        (logits(4, 20), logits(4, 20), Words(), [1]),  # of a classifier without labels
         (logits(1, 4, 20).long(), logits(1, 4, 20).long(), Words(), [1]),
         (logits(1, 4, 20), logits(1, 4, 20) * math.nan, Words(), [1]),
         (None, None, Words(), [1]),
     ],
 )
-def test_without_logits_there_are_no_next_tokens(before: Any, after: Any, tokenizer: Any, ids: Any) -> None:
-    assert next_tokens(before, after, tokenizer, TokenInputs([ids] if ids else [])) is None
+def test_without_logits_there_are_no_predictions(before: Any, after: Any, tokenizer: Any, ids: Any) -> None:
+    assert predictions(before, after, graph_with(tokenizer), TokenInputs([ids] if ids else [])) is None
+
+
+@pytest.mark.parametrize("problem", [None, "multi_label_classification"])
+def test_the_classes_of_either_run_are_followed_through_the_other(problem: str | None) -> None:
+    before, after = logits(1, 50), logits(1, 50, seed=1)
+    names = {number: f"class {number}" for number in range(50)}
+    found = predictions(before, after, graph_with(id2label=names, problem_type=problem), TokenInputs([]))
+    assert found is not None
+    assert found.position is None
+    parts = [one[0].softmax(-1) if problem is None else one[0].sigmoid() for one in (before, after)]
+    top = {int(number) for one in parts for number in one.topk(10).indices}
+    assert {row.text for row in found.rows} == {names[number] for number in top}
+    largest = [max(row.before[1], row.after[1]) for row in found.rows]
+    assert largest == sorted(largest, reverse=True)
+    for row in found.rows:
+        number = int(row.text.split()[1])
+        for (rank, part), run in zip((row.before, row.after), parts, strict=True):
+            assert part == pytest.approx(float(run[number]))
+            assert rank == sorted(run.tolist(), reverse=True).index(float(run[number]))
+
+
+def test_labels_of_other_classes_are_not_shown() -> None:
+    names = {number: str(number) for number in range(3)}
+    assert predictions(logits(1, 4), logits(1, 4), graph_with(id2label=names), TokenInputs([])) is None
 
 
 @pytest.mark.parametrize(
