@@ -127,6 +127,17 @@ def with_tokens(
     return (ids.to(device), *args[1:]), {**kwargs, **{name: value.to(device) for name, value in more.items()}}
 
 
+def is_joiner(text: str, at: int) -> bool:
+    """Whether a character joins letters or emoji that are not ASCII (Persian, Hindi, families): it has a shape there.
+
+    Example:
+        >>> is_joiner("👩\u200d🔬", 1), is_joiner("a\u200db", 1)
+        (True, False)
+    """
+    beside = text[max(at - 1, 0) : at] + text[at + 1 : at + 2]
+    return text[at] in "\u200c\u200d" and any(c.isprintable() and not c.isascii() for c in beside)
+
+
 def token_text(tokenizer: Any, number: int) -> str:
     """Returns the text of a token; its number without a tokenizer, or `#` and the number if it does not know the token.
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.lazy_names import extra
+from graphpatch_notebook.texts import is_joiner
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -335,7 +336,10 @@ def tick_text(text: str, has_glyph: Callable[[str], bool] | None = None, *, is_t
         return "(empty)"
     if text and unicodedata.category(text[0]).startswith("M"):
         text = f"◌{text}"  # a combining character needs a base
-    return "".join(_seen(character, has_glyph, is_token=is_token) for character in text)
+    return "".join(
+        c if has_glyph is None and is_joiner(text, at) else _seen(c, has_glyph, is_token=is_token)
+        for at, c in enumerate(text)
+    )
 
 
 def _seen(character: str, has_glyph: Callable[[str], bool] | None, *, is_token: bool) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from graphpatch_notebook.capture.records import SourceLine
 from graphpatch_notebook.inspection.tree import CSS_STYLES, Style, colored, is_color_terminal
+from graphpatch_notebook.texts import is_joiner
 from graphpatch_notebook.values import TensorSpec, ValueSpec, dtype_name
 
 Item = TypeVar("Item")
@@ -178,7 +179,10 @@ def visible(text: str, longest: int | None = _LONGEST) -> str:
     text = text if longest is None or len(text) <= longest else f"{text[:longest]}…"
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or is_joiner(text, at) else c.encode("unicode_escape").decode()
+        for at, c in enumerate(text)
+    )
 
 
 def escaped(text: str) -> str:

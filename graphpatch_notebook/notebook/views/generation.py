@@ -253,6 +253,7 @@ class GenerationView(ComputedView):
             "prompt": [self._text(token) for token in self._generator.prompt],
             "vocabulary": [self._text(token) for token in vocabulary],
             "tokens": vocabulary,
+            "size": lines[0].continuation.size,
             "top": lines[0].continuation.top.shape[1],
             "lines": [
                 {
@@ -290,6 +291,6 @@ class GenerationView(ComputedView):
         for line in self._lines:
             tokens = (escaped(tick_text(self._text(token), is_token=True)) for token in line.continuation.tokens)
             logs = line.continuation.log_probability
-            cells = (f"<code>{text}</code>&nbsp;{log:.2f}" for text, log in zip(tokens, logs, strict=True))
+            cells = (f'<code dir="auto">{text}</code>&nbsp;{log:.2f}' for text, log in zip(tokens, logs, strict=True))
             shown.append(f"<p>{escaped(line.name)}: {' '.join(cells)}</p>")
         return "\n".join(shown)

@@ -237,7 +237,7 @@ class LensView(ComputedView):
         percent = f"{100 * float(probability):.0f}%"
         shown = {"0%": "&lt;1%", "100%": "&gt;99%"}.get(percent, percent)
         text = tick_text(token_text(self._tokenizer, int(token)), is_token=True)
-        return f"<td><code>{escaped(text)}</code> {shown}</td>"
+        return f'<td><code dir="auto">{escaped(text)}</code> {shown}</td>'
 
 
 def _row(name: str, layer: int | None) -> dict[str, Any]:

@@ -145,13 +145,14 @@ export interface GenerationTraits extends LinkedTraits {
   numbers: DataView; // Deflated numbers: see `readGeneration` in generation_view.ts.
 }
 
-export type Score = "log_probability" | "entropy";
+export type Score = "probability" | "entropy";
 
 /** Generated tokens: a line without patches, one with them if there are any, and branches. */
 export interface Generation {
   prompt: string[]; // The texts of the prompt; empty if they are not known.
   vocabulary: string[]; // The texts of all tokens that are shown.
   tokens: number[]; // Their numbers.
+  size: number; // How many tokens the model knows.
   top: number; // How many probable tokens each step has.
   lines: GenerationLine[];
   version: number; // The version of the patches that the numbers are for.

@@ -73,8 +73,10 @@ export function sentence(text: string): string {
 
 // -- Escapes invisible characters in text of the model or the user for display -------------------------------------------
 
+/** A joiner, unless it is beside a visible character that is not ASCII: of Persian, Hindi or an emoji. */
+const LONE_JOINER = /(?<![^\0-\x7f\p{C}\p{Z}])[\u200c\u200d](?![^\0-\x7f\p{C}\p{Z}])/u.source;
 /** Control characters, direction overrides, lone surrogates, line ends, and unusual spaces. */
-const INVISIBLE = /[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}/gu;
+const INVISIBLE = new RegExp(`${LONE_JOINER}|(?![\\u200c\\u200d])[\\p{C}\\p{Zl}\\p{Zp}]|(?! )\\p{Zs}`, "gu");
 const NAMED: Record<string, string> = { "\n": "\\n", "\r": "\\r", "\t": "\\t" };
 
 /** The same as in `graphpatch_notebook/notebook/display/tables.py`, on one line: a direction override becomes `\u202e`. */
@@ -95,7 +97,7 @@ function escaped(character: string): string {
 
 const TOKEN_MARKS: Record<string, string> = { " ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽" };
 /** Control characters, separators, and direction overrides. */
-const INVISIBLE_IN_TOKENS = /[\p{C}\p{Z}]/gu;
+const INVISIBLE_IN_TOKENS = new RegExp(`${LONE_JOINER}|(?![\\u200c\\u200d])[\\p{C}\\p{Z}]`, "gu");
 /** A combining mark, which would combine with the text before the token. */
 const COMBINING_MARK = /^\p{M}/u;
 
@@ -104,9 +106,17 @@ function visibleCharacter(character: string): string {
   return TOKEN_MARKS[character] ?? `\\u${code.toString(16).padStart(4, "0")}`;
 }
 
+/** Letters that are written from right to left. */
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/u;
+
+/** Keeps a text that is written from right to left from turning around the numbers and texts beside it. */
+export function isolated(text: string): string {
+  return RIGHT_TO_LEFT.test(text) ? `\u2068${text}\u2069` : text;
+}
+
 /** Shows spaces, line ends, tabs and invisible characters of a token: `␣the`. */
 export function visibleToken(text: string): string {
   if (text === "") return "(empty)";
   const marked = COMBINING_MARK.test(text) ? `◌${text}` : text;
-  return marked.replace(INVISIBLE_IN_TOKENS, visibleCharacter);
+  return isolated(marked.replace(INVISIBLE_IN_TOKENS, visibleCharacter));
 }

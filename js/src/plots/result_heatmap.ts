@@ -3,7 +3,7 @@
 import { SAVED_MESSAGE, STOPPED_MESSAGE, watchKernel } from "../kernel/kernel";
 import type { HeatmapTraits, Item, LinkedTraits, ResultHeatmap, ResultSide } from "../kernel/protocol";
 import { element, setAttribute } from "../page/dom";
-import { formatNumber } from "../page/text";
+import { formatNumber, isolated } from "../page/text";
 import { type Linked, listen, type Model, saveChanges } from "../view";
 import { type MakeView, makeActions, makePatchStrip } from "../views/linked_view";
 import { isOfOneStack, makeFilterNote } from "../views/selection";
@@ -14,7 +14,7 @@ import { type Matrix, readMatrix } from "./matrix";
 function describeSide({ name, values, tokens }: ResultSide, index: number): string {
   const value = values[index] ?? "";
   const token = tokens?.[index];
-  return token === undefined ? `${name} ${value}` : `${name} ${value} (${token})`;
+  return token === undefined ? `${name} ${value}` : `${name} ${value} (${isolated(token)})`;
 }
 
 function labelsOf(side: ResultSide): AxisLabels | null {

@@ -12,19 +12,16 @@ import {
   textField,
 } from "../page/dom";
 import { gridTarget } from "../page/grid";
-import { formatNumber, visibleToken } from "../page/text";
+import { formatNumber, formatPercent, visibleToken } from "../page/text";
 import { tryEdit } from "../patches/edits";
 import { makeRange } from "../plots/heatmap";
-import { type ColorMap, color, cssColor, isLight } from "../plots/matrix";
+import { color, cssColor, isLight } from "../plots/matrix";
 import { makeTokenTable } from "../plots/plots";
 import type { Linked, Part } from "../view";
 import { labeled, type MakeView, makePatchStrip, makeUpdates, showRemarks, showTraits } from "./linked_view";
 import { itemOf } from "./selection";
 
-const SCORES: Record<Score, string> = {
-  log_probability: "log-probability (nats)",
-  entropy: "entropy (nats)",
-};
+const SCORES: Record<Score, string> = { probability: "probability", entropy: "entropy (nats)" };
 /** The actions of the form, with an example of their value. */
 const STEP_ACTIONS: readonly [act: Act, text: string, example: string | null][] = [
   ["zero", "Zero", null],
@@ -84,6 +81,8 @@ class GenerationView implements Part {
   private tokens: HTMLButtonElement[][] = [];
   /** The token whose alternatives are shown. */
   private pinned: [line: number, step: number] | null = null;
+  /** What the details are of. */
+  private content = "";
 
   constructor(private readonly view: Linked<GenerationTraits>) {
     this.updates = makeUpdates(
@@ -106,7 +105,7 @@ class GenerationView implements Part {
       "section.gp-result.gp-stack.gp-generation",
       { "aria-label": "Generation" },
       bar,
-      element("div.gp-beside", this.lines, this.details),
+      element("div.gp-generation-body", this.lines, this.details),
       this.remarks,
       this.form.element,
       makePatchStrip(view).element,
@@ -119,7 +118,7 @@ class GenerationView implements Part {
     const before = this.scores.value;
     this.generation = generation;
     this.numbers = numbers;
-    setOptions(this.scores, Object.entries(SCORES), before || "log_probability");
+    setOptions(this.scores, Object.entries(SCORES), before || "probability");
     showRemarks(this.remarks, generation.remarks);
     const [line, step] = this.pinned ?? [-1, -1];
     if (step >= (generation.lines[line]?.steps ?? 0)) this.pinned = null;
@@ -127,6 +126,7 @@ class GenerationView implements Part {
   }
 
   private draw(): void {
+    this.content = "";
     const prompt = this.generation.prompt.map((text) => element("span.gp-token", visibleToken(text)));
     const first = element("p.gp-generation-prompt", element("span.gp-muted", "Prompt "), element("code", ...prompt));
     this.tokens = this.numbers.lines.map((steps, line) => this.buttonsOf(steps, line));
@@ -182,32 +182,29 @@ class GenerationView implements Part {
     return this.scores.value as Score;
   }
 
-  private scoresOf(line: number): Float32Array | null {
+  private scoreOf(line: number, step: number): number {
     const steps = this.numbers.lines[line];
-    return (this.score === "entropy" ? steps?.entropy : steps?.logProbability) ?? null;
+    return (this.score === "entropy" ? steps?.entropy[step] : Math.exp(steps?.logProbability[step] ?? 0)) ?? 0;
   }
 
+  private format(score: number): string {
+    return this.score === "entropy" ? formatNumber(score, 3) : formatPercent(score);
+  }
+
+  /** On a scale that is the same for all generations: a probable token looks probable. */
   private colorTokens(): void {
-    const all = this.numbers.lines.flatMap((_, line) => [...(this.scoresOf(line) ?? [])]).filter(Number.isFinite);
-    const [least, most] = [Math.min(...all, 0), Math.max(...all, 0)];
-    const isSigned = least < 0 && most > 0;
-    const map: ColorMap = isSigned ? "diverging" : "sequential";
-    const limit = Math.max(-least, most);
-    const [low, high] = isSigned ? [-limit, limit] : [least, most];
+    const high = this.score === "entropy" ? Math.log(this.generation.size) : 1;
     this.tokens.forEach((buttons, line) => {
-      const scores = this.scoresOf(line);
-      const steps = this.numbers.lines[line];
       buttons.forEach((button, step) => {
-        const score = scores?.[step];
-        const shade = score === undefined ? null : color(high === low ? 0.5 : (score - low) / (high - low), map);
-        button.style.background = shade === null ? "" : cssColor(shade);
-        button.style.color = shade === null ? "" : isLight(shade) ? "#000" : "#fff";
-        const token = this.text(steps?.tokens[step] ?? 0);
-        const words = score === undefined ? "" : `, ${SCORES[this.score]} ${formatNumber(score, 3)}`;
-        setAttribute(button, "aria-label", `step ${step}: ${token}${words}`);
+        const score = this.scoreOf(line, step);
+        const shade = color(score / high, "sequential");
+        button.style.background = cssColor(shade);
+        button.style.color = isLight(shade) ? "#000" : "#fff";
+        const token = this.text(this.numbers.lines[line]?.tokens[step] ?? 0);
+        setAttribute(button, "aria-label", `step ${step}: ${token}, ${SCORES[this.score]} ${this.format(score)}`);
       });
     });
-    replaceChildren(this.legend, makeRange(map, formatNumber(low, 3), formatNumber(high, 3)));
+    replaceChildren(this.legend, makeRange("sequential", this.format(0), this.format(high)));
   }
 
   private selectToken(line: number, step: number, isMore: boolean): void {
@@ -255,6 +252,11 @@ class GenerationView implements Part {
     const { lines, top, tokens } = this.generation;
     if (steps === undefined) return;
     const isLost = this.view.kernel.state === "lost";
+    const isHinted = pointed === null && this.pinned === null;
+    // What is shown stays: its buttons are on the way of the pointer.
+    const content = JSON.stringify([line, step, isLost, isHinted]);
+    if (content === this.content) return;
+    this.content = content;
     const rows = Array.from({ length: top }, (_, rank) => {
       const token = steps.top[step * top + rank] ?? 0;
       const isMarked = token === steps.tokens[step];
@@ -270,11 +272,12 @@ class GenerationView implements Part {
       };
     });
     const heading = element("h4.gp-run-title", `${lines[line]?.name}, step ${step}`);
-    const log = formatNumber(steps.logProbability[step] ?? 0, 3);
-    const numbers = `log-probability ${log}, entropy ${formatNumber(steps.entropy[step] ?? 0, 3)} nats`;
+    const log = steps.logProbability[step] ?? 0;
+    const entropy = formatNumber(steps.entropy[step] ?? 0, 3);
+    const numbers = `probability ${formatPercent(Math.exp(log))} (${formatNumber(log, 3)} nats), entropy ${entropy} nats`;
     const list = element("div.gp-generation-list", makeTokenTable(null, rows));
     const how = "Point at a token to see what else was probable; click it to keep that.";
-    const hint = pointed === null && this.pinned === null && element("p.gp-note", how);
+    const hint = isHinted && element("p.gp-note", how);
     replaceChildren(this.details, heading, element("p.gp-note", numbers), hint, list);
   }
 }

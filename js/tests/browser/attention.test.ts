@@ -317,3 +317,23 @@ test.each(["true", "false"])("no accessibility violations; light: %s", async (is
   query(".gp-token[data-at='3']").click();
   expect(await accessibilityViolations(el, { rules: { region: { enabled: false } } })).toEqual([]);
 });
+
+test("a token that is written from the right does not turn around the numbers beside it", async () => {
+  const from = await traits(1);
+  const attention = { ...from.attention, tokens: [["سلام", " دنیا", " ש", "a"]] };
+  const model = new FakeModel<AttentionTraits>({ ...from, attention });
+  model.set("selection", [itemOf("layers[1].attn.heads[1].z", { position: 3 })]);
+  const { el } = await rendered(model);
+  const [title] = el.querySelectorAll(".gp-strip-title");
+  expect(title?.textContent).toBe("a (3) looks at: \u2068␣ש\u2069 (2) 1");
+  const at = (text: string) => {
+    const nodes = [...(title?.childNodes ?? [])].flatMap((node) => (node.nodeType === 3 ? [node] : [...node.childNodes]));
+    const node = nodes.find(({ textContent }) => textContent?.includes(text)) as Text;
+    const range = document.createRange();
+    range.setStart(node, node.data.indexOf(text));
+    range.setEnd(node, node.data.indexOf(text) + text.length);
+    return range.getBoundingClientRect().left;
+  };
+  expect(at("ש")).toBeLessThan(at("(2)"));
+  expect(at("(2)")).toBeLessThan(at(" 1"));
+});

@@ -1,6 +1,7 @@
 import { expect, test, vi } from "vitest";
-import { userEvent } from "vitest/browser";
+import { page, userEvent } from "vitest/browser";
 import type { Generation, GenerationTraits } from "../../src/kernel/protocol";
+import { color, cssColor } from "../../src/plots/matrix";
 import { itemOf } from "../../src/views/selection";
 import { accessibilityViolations } from "../accessibility";
 import { deflatedParts, FakeModel } from "../fixtures";
@@ -14,6 +15,7 @@ function generation(changes: Partial<Generation> = {}): Generation {
     prompt: ["The", " cat"],
     vocabulary: [" sat", HOSTILE, " on"],
     tokens: [7, 8, 9],
+    size: 100,
     top: TOP,
     lines: [{ name: "Without patches", steps: 3, branch: null, start: 0 }],
     version: 0,
@@ -39,6 +41,7 @@ async function shown(changes: Partial<Generation> = {}, ...more: ArrayBuffer[]) 
     generation: generation(changes),
     numbers: await deflatedParts([...line(), ...more]),
   });
+  await page.viewport(720, 700);
   const { el, remove } = await rendered(model);
   const sent = (request: string) => model.sent.filter((one) => (one as { request: string }).request === request);
   return { model, el, remove, sent, tokens: [...el.querySelectorAll<HTMLButtonElement>(".gp-generated")] };
@@ -47,20 +50,38 @@ async function shown(changes: Partial<Generation> = {}, ...more: ArrayBuffer[]) 
 test("tokens show their score as color and text, and a click branches", async () => {
   const { el, tokens, sent } = await shown();
   expect(tokens.map((token) => token.getAttribute("aria-label"))).toEqual([
-    "step 0: ␣sat, log-probability (nats) -0.5",
-    `step 1: ${HOSTILE.replaceAll(" ", "␣")}, log-probability (nats) -1`,
-    "step 2: ␣on, log-probability (nats) -2",
+    "step 0: ␣sat, probability 60.7%",
+    `step 1: ${HOSTILE.replaceAll(" ", "␣")}, probability 36.8%`,
+    "step 2: ␣on, probability 13.5%",
   ]);
   expect(new Set(tokens.map((token) => token.style.background)).size).toBe(3);
-  expect(el.querySelector(".gp-legend")?.textContent).toBe("-20");
+  expect(el.querySelector(".gp-legend")?.textContent).toBe("0%100%");
   await userEvent.selectOptions(el.querySelector("select") as HTMLSelectElement, "entropy");
   expect(tokens[2]?.getAttribute("aria-label")).toBe("step 2: ␣on, entropy (nats) 1");
+  expect(el.querySelector(".gp-legend")?.textContent).toBe("04.61"); // of 100 tokens that are as probable
   await userEvent.click(tokens[0] as HTMLButtonElement);
   const branch = el.querySelector<HTMLButtonElement>("[aria-label^='Branch with']") as HTMLButtonElement;
   expect(branch.getAttribute("aria-label")).toBe(`Branch with ${HOSTILE.replaceAll(" ", "␣")} at step 0`);
   await userEvent.click(branch);
   expect(sent("generation")).toMatchObject([{ payload: { line: 0, step: 0, token: 8, remove: null } }]);
   expect("wasRun" in window).toBe(false);
+});
+
+test("a probable token looks probable, also if the others are more so; its alternatives are beside it", async () => {
+  const most = new Float32Array([Math.log(0.98), -1e-6, -1e-6]).buffer;
+  const { el, tokens } = await shown(
+    { lines: [...generation().lines, ...generation().lines] },
+    ...line().with(1, most),
+  );
+  expect(tokens[3]?.style.background).toBe(cssColor(color(0.98, "sequential")));
+  await userEvent.hover(tokens[3] as HTMLButtonElement);
+  const details = el.querySelector(".gp-lens-details") as HTMLElement;
+  expect(details.textContent).toContain("probability 98.0% (-0.0202 nats)");
+  const lines = (el.querySelector(".gp-generation-lines") as HTMLElement).getBoundingClientRect();
+  expect(details.getBoundingClientRect().left - (tokens[5] as HTMLElement).getBoundingClientRect().right).toBeLessThan(
+    60,
+  );
+  expect(details.getBoundingClientRect().top).toBeLessThan(lines.bottom);
 });
 
 test("selected tokens are positions, also if selected in another view; a patch applies to their steps", async () => {

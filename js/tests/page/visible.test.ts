@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { visible, visibleLines } from "../../src/page/text";
+import { visible, visibleLines, visibleToken } from "../../src/page/text";
 import { RowView } from "../../src/tree/row_view";
 import { Skeleton } from "../../src/tree/skeleton";
 import { TreeState } from "../../src/tree/tree_state";
@@ -11,9 +11,21 @@ test.each([
   ["\u0000\x1b[31m\x7f", "\\x00\\x1b[31m\\x7f"],
   ["a\nb\tc\r", "a\\nb\\tc\\r"],
   ["a\u00a0b\u2028", "a\\xa0b\\u2028"],
+  ["می\u200cخواهم क्\u200dष 👩\u200d🔬", "می\u200cخواهم क्\u200dष 👩\u200d🔬"],
+  ["a\u200db \u200c", "a\\u200db \\u200c"],
   ["\ud800 \u{e0041}", "\\ud800 \\U000e0041"],
 ])("%j is shown as %j", (text, expected) => {
   expect(visible(text)).toBe(expected);
+});
+
+test.each([
+  [" می\u200cخواهم", "\u2068␣می\u200cخواهم\u2069"],
+  ["क्\u200dष", "क्\u200dष"],
+  ["\u200d🔬", "\u200d🔬"],
+  ["\u200d", "\\u200d"],
+  ["a\u202e", "a\\u202e"],
+])("the token %j is shown as %j: joiners as such, what is written from the right for itself", (text, expected) => {
+  expect(visibleToken(text)).toBe(expected);
 });
 
 test("line breaks of a message are kept", () => {
