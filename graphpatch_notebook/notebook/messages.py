@@ -436,7 +436,7 @@ class HeadRequest(Message):
 
 
 class Head(Message):
-    """The pattern of a head, in a buffer of bytes: 255 is `scale`."""
+    """The pattern of a head, in a buffer of bytes: `scale` times the squares of their parts of 255."""
 
     scale: float
 

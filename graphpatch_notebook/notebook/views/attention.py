@@ -381,7 +381,7 @@ def attention_layers(components: Components, layers: Sequence[int] | None = None
 
 @dataclass(frozen=True)
 class Quantized:
-    """Numbers from 0 on as bytes: `cells / 255 * scales` is at most half a step, `scales / 510`, from each of them."""
+    """Numbers from 0 on as bytes: they are `(cells / 255) ** 2 * scales`, so that small weights of long texts are kept."""
 
     cells: Tensor  # `uint8`, of shape (row, head, ...); of several rows, the first is their mean
     scales: Tensor  # the largest numbers, of shape (row, head)
@@ -395,8 +395,8 @@ class Quantized:
         for row, one in enumerate([*mean, *numbers]):
             known = one.detach().float().nan_to_num(0.0, 0.0, 0.0)
             scales[row] = known.flatten(1).amax(1).clamp_min(torch.finfo(torch.float32).tiny)
-            steps = _LEVELS / scales[row].to(known.device)
-            cells[row] = (known * steps.view(-1, *[1] * (known.dim() - 1))).round_().clamp_(0, _LEVELS).to(torch.uint8)
+            parts = known / scales[row].to(known.device).view(-1, *[1] * (known.dim() - 1))
+            cells[row] = (parts.clamp_(0, 1).sqrt_() * _LEVELS).round_().to(torch.uint8)
         return cls(cells, scales)
 
 

@@ -1,7 +1,7 @@
 /** A heatmap on a canvas, with axes, a color scale, and a cell cursor that follows the mouse and the arrow keys. */
 
 import type { Heatmap } from "../kernel/protocol";
-import { buttonElement, element, icon, replaceChildren, setAttribute } from "../page/dom";
+import { buttonElement, element, icon, setAttribute } from "../page/dom";
 import { type Cell, clamp, placeBox, type Size, watchCells } from "../page/grid";
 import { formatCount, formatNumber, sentence, visibleToken } from "../page/text";
 import {
@@ -82,8 +82,10 @@ const MAX_CANVAS_SIDE = 8192;
 /** The size of cells with text, in CSS pixels. */
 const TEXT_CELL = { narrow: 40, wide: 90, height: 22 };
 const FONT_SIZE = 11;
-/** The maximum width of cells of a result that are widened so that labels stay horizontal, in CSS pixels. */
-const WIDE_CELL = 56;
+/** The largest cell of a result that fills the width, in CSS pixels. */
+const FILLING_CELL: Size = { width: 120, height: 30 };
+/** The most of the width that labels of rows take, in CSS pixels: as in plots.css. */
+const ROW_LABELS = 220;
 const LABEL_GAP = 6;
 
 function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, cell: Size): void {
@@ -184,9 +186,9 @@ function truncated(context: CanvasRenderingContext2D, text: string, room: number
 }
 
 export class HeatmapFigure {
-  readonly element: HTMLElement;
+  readonly element: HTMLElement = element("figure.gp-plot.gp-heatmap");
   private readonly summary: Summary;
-  private readonly fittedCell: Size;
+  private fittedCell: Size;
   private readonly frame: HeatmapFrame;
   private readonly zoom: Zoom | null;
   private readonly ratio = globalThis.devicePixelRatio || 1;
@@ -212,14 +214,26 @@ export class HeatmapFigure {
     this.canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label + more });
     const cells = element("div.gp-heatmap-cells", this.canvas, this.marks, this.cursor);
     this.frame = new HeatmapFrame(cells, () => this.cursor.hidden && this.clearCursor());
-    this.zoom = result ? makeZoom(this.maxZoom(), () => this.layOut()) : null;
-    this.element = element("figure.gp-plot.gp-heatmap");
+    this.zoom = result
+      ? makeZoom(
+          () => this.maxZoom(),
+          () => this.layOut(),
+        )
+      : null;
     const legend = this.zoom
       ? element("div.gp-line.gp-tight.gp-legend.gp-muted", this.legend, this.zoom.element)
       : this.legend;
     this.element.append(...this.titled(), this.readout, legend, ...this.notes());
     this.clearCursor();
     this.listen();
+    this.layOut();
+    if (this.isFilling) new ResizeObserver(() => this.fill()).observe(this.element);
+  }
+
+  private fill(): void {
+    const { width, height } = this.fittingCell();
+    if (width === this.fittedCell.width && height === this.fittedCell.height) return;
+    this.fittedCell = { width, height };
     this.layOut();
   }
 
@@ -269,10 +283,22 @@ export class HeatmapFigure {
       const wide = Math.max(fitting, this.narrowestCell(result.cellText));
       return { width: Math.floor(wide * this.ratio), height: Math.ceil(TEXT_CELL.height * this.ratio) };
     }
-    if (!result?.columnLabels) return fitting;
-    const wide = widest(result.columnLabels.texts) + LABEL_GAP;
-    const isRoom = wide <= WIDE_CELL && wide * this.matrix.columns <= RESULT_BOX.width;
-    return isRoom ? { ...fitting, width: Math.max(fitting.width, Math.ceil(wide * this.ratio)) } : fitting;
+    if (!this.isFilling) return fitting;
+    const { rows, columns } = this.matrix;
+    const labels = Math.min(widest(result?.rowLabels?.texts ?? []), ROW_LABELS) + LABEL_GAP;
+    const room = (this.element.clientWidth || RESULT_BOX.width) - labels;
+    const fit = (length: number, count: number, most: number) =>
+      Math.max(Math.ceil(this.ratio), Math.floor(Math.min(length / count, most) * this.ratio));
+    return {
+      width: fit(room, columns, FILLING_CELL.width),
+      height: fit(RESULT_BOX.height, rows, FILLING_CELL.height),
+    };
+  }
+
+  /** Whether the cells are as wide as the place of the figure allows. */
+  private get isFilling(): boolean {
+    const { result } = this.options;
+    return result !== undefined && result.box === undefined && result.cellText === undefined;
   }
 
   private maxZoom(): number {
@@ -517,7 +543,11 @@ export class HeatmapFrame {
     this.columns?.toggleAttribute("data-level", fits);
     const labels = rows && cell.height >= MIN_LABELED_SIZE ? makeAxis("rows", rows, cell.height) : null;
     const corner = labels && this.columns && element("div.gp-heatmap-corner", { "aria-hidden": "true" });
-    replaceChildren(frame, labels, cells, corner, this.columns);
+    // The cells stay, which may have the focus.
+    for (const child of [...frame.children]) if (child !== cells) child.remove();
+    if (cells.parentElement === null) frame.append(cells);
+    if (labels) cells.before(labels);
+    cells.after(...[corner, this.columns].filter((one) => one !== null));
     const { left, below } = this.margins();
     frame.scrollLeft = place.x * cells.offsetWidth - (frame.clientWidth - left) / 2;
     frame.scrollTop = place.y * cells.offsetHeight - (frame.clientHeight - below) / 2;
@@ -582,20 +612,20 @@ export interface Zoom {
   readonly factor: number;
 }
 
-/** `most`: the largest factor; `onChange`: called after each change. */
-export function makeZoom(most: number, onChange: () => void): Zoom {
+/** `most`: returns the largest factor; `onChange`: called after each change. */
+export function makeZoom(most: () => number, onChange: () => void): Zoom {
   let steps = 0;
-  const largest = Math.max(0, Math.floor(Math.log(Math.max(most, 1)) / Math.log(STEP)));
+  const largest = () => Math.max(0, Math.floor(Math.log(Math.max(most(), 1)) / Math.log(STEP)));
   const button = (by: number, text: string, label: string) =>
     buttonElement({ class: "gp-button gp-step", "aria-label": label, onclick: () => change(by) }, text);
   const smaller = button(-1, "−", "Smaller cells");
   const larger = button(1, "+", "Larger cells");
   const show = () => {
     setAttribute(smaller, "aria-disabled", steps === 0);
-    setAttribute(larger, "aria-disabled", steps === largest);
+    setAttribute(larger, "aria-disabled", steps === largest());
   };
   const change = (by: number) => {
-    const wanted = Math.min(Math.max(steps + by, 0), largest);
+    const wanted = Math.min(Math.max(steps + by, 0), largest());
     if (wanted === steps) return;
     steps = wanted;
     show();
@@ -605,7 +635,7 @@ export function makeZoom(most: number, onChange: () => void): Zoom {
   return {
     element: element(
       "span.gp-pair.gp-zoom",
-      { role: "group", "aria-label": "Size of cells", hidden: largest === 0 },
+      { role: "group", "aria-label": "Size of cells", hidden: largest() === 0 },
       smaller,
       larger,
     ),

@@ -97,6 +97,14 @@ export interface Scale {
   map: ColorMap;
   low: number;
   high: number;
+  /** Whether equal ratios are equal steps of color: both ends are positive. */
+  isLog?: boolean;
+}
+
+/** Where a value is on a scale: 0 at the low end, 1 at the high one. */
+export function positionOn({ low, high, isLog }: Scale, value: number): number {
+  if (!(high > low)) return 0.5;
+  return isLog ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : (value - low) / (high - low);
 }
 
 export interface Summary {
@@ -168,9 +176,8 @@ export function largestMagnitude(values: ArrayLike<number>): number {
 }
 
 /** `null`: the value is missing or a fill value. */
-export function colorOf(value: number, { map, low, high }: Scale): Rgb | null {
-  if (!isOnScale(value)) return null;
-  return color(high > low ? (value - low) / (high - low) : 0.5, map);
+export function colorOf(value: number, scale: Scale): Rgb | null {
+  return isOnScale(value) ? color(positionOn(scale, value), scale.map) : null;
 }
 
 /** The size of a cell in whole device pixels (so that all cells look the same), for a plot of about `box` CSS pixels. */

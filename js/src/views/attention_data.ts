@@ -14,8 +14,8 @@ export interface Pattern {
   values: Float32Array;
   /** Whether it has all queries and keys, instead of blocks of them. */
   isFull: boolean;
-  /** The approximate error of a value: values are sent as bytes. */
-  error: number;
+  /** The largest error of a value: the squares of bytes are sent, which are finer near zero. */
+  error(value: number): number;
 }
 
 interface Head {
@@ -33,6 +33,10 @@ const LEVELS = 255;
 
 /** A head, by its layer's index in `Attention.layers`. */
 export type HeadIndex = Cell;
+
+function numberAt({ scale, cells }: Head, index: number): number {
+  return scale * ((cells[index] ?? 0) / LEVELS) ** 2;
+}
 
 export class Patterns {
   /** The full patterns that were requested. */
@@ -83,13 +87,15 @@ export class Patterns {
     const values = new Float32Array(rows * columns);
     const [first, second] = parts;
     if (first === undefined) throw new RangeError(`no head ${place}`);
-    const [up, down] = [first.scale / LEVELS, (second?.scale ?? 0) / LEVELS];
     for (let index = 0; index < values.length; index++) {
-      values[index] = (first.cells[index] ?? 0) * up - (second?.cells[index] ?? 0) * down;
+      values[index] = numberAt(first, index) - (second === undefined ? 0 : numberAt(second, index));
     }
     const longest = mode === "values" ? this.scaleByLengths(values, place, run, rows, columns) : 1;
-    // A byte is rounded by at most half a step.
-    return { rows, columns, values, isFull: isWhole, error: (longest * (up + down)) / 2 };
+    const most = longest * first.scale;
+    // A byte is rounded by at most half a step; of a difference, the bytes are not known.
+    const error = (value: number) =>
+      second ? (first.scale + second.scale) / LEVELS : (Math.sqrt(Math.abs(value) * most) + most / LEVELS) / LEVELS;
+    return { rows, columns, values, isFull: isWhole, error };
   }
 
   /** Requests the full patterns of a head; resolves to whether that succeeded. */
@@ -143,7 +149,7 @@ export class Patterns {
     const block = Math.ceil(full[1] / columns);
     for (let column = 0; column < columns; column++) {
       const longest = Math.max(...lengths.cells.subarray(column * block, (column + 1) * block));
-      const factor = (longest * lengths.scale) / LEVELS;
+      const factor = lengths.scale * (longest / LEVELS) ** 2;
       for (let row = 0; row < rows; row++)
         values[row * columns + column] = (values[row * columns + column] ?? 0) * factor;
     }

@@ -3,12 +3,12 @@
  * a head or token; a click selects it in all views of the graph. When the patches change, the kernel runs the model
  * with them, and the patterns without and with them are shown side by side.
  */
-import type { AttentionLayer, AttentionRun, AttentionTraits, Item } from "../kernel/protocol";
+import type { AttentionLayer, AttentionRun, AttentionTraits, Item, PatchState } from "../kernel/protocol";
 import { buttonElement, checkbox, element, replaceChildren, setAttribute, setOptions } from "../page/dom";
 import { formatWithError, visibleToken } from "../page/text";
 import { describePosition, HeatmapFigure, type ResultOptions } from "../plots/heatmap";
-import { type ColorMap, cssColor, largestMagnitude, type Rgb } from "../plots/matrix";
-import { type Linked, type Part, saveChanges } from "../view";
+import { cssColor, largestMagnitude, type Rgb, type Scale } from "../plots/matrix";
+import { type Linked, listen, type Part, saveChanges } from "../view";
 import { type HeadIndex, type Mode, type Pattern, Patterns } from "./attention_data";
 import { type MakeView, makeActions, makePatchStrip, makeUpdates, showTraits } from "./linked_view";
 import { isOfOneStack, itemOf, makeFilterNote } from "./selection";
@@ -32,6 +32,8 @@ const HUES: readonly Rgb[] = [
 const ROW_NEEDS_KERNEL = "Another row of the batch needs the kernel.";
 const NEEDS_KERNEL = "Only a smaller picture of this head is here; its weights need the kernel.";
 const WIDE_WIDTH = 900;
+/** With more keys, colors are logarithmic at first: weights of one in hundreds would all be black. */
+const MANY_KEYS = 64;
 /** In CSS pixels: the gap between two patterns, the width of labels, the size of one of two patterns. */
 const [GAP, LABELS, MIN_SIZE, MAX_SIZE] = [20, 70, 180, 330];
 
@@ -48,7 +50,8 @@ class AttentionView implements Part {
   private mode: Mode = "pattern";
   private isCommonScale = false;
   private isMean = false;
-  /** The end of the color scale of all thumbnails; `null`: each has its own scale. */
+  private isLog = false;
+  /** The end of the color scale of all heads; `null`: each has its own scale. */
   private limit: number | null = null;
   private previewedHead: HeadIndex | null = null;
   private hovered: { query: number | null; key: number | null } | null = null;
@@ -64,6 +67,10 @@ class AttentionView implements Part {
   private readonly mean = checkbox("Mean of the selected heads", false, (isChecked) => {
     this.isMean = isChecked;
     this.drawLarge();
+  });
+  private readonly log = checkbox("Logarithmic colors", false, (isChecked) => {
+    this.isLog = isChecked;
+    this.draw();
   });
   private readonly status = element("p.gp-note", { role: "status", hidden: true });
   private readonly panel: HTMLElement;
@@ -98,7 +105,7 @@ class AttentionView implements Part {
       this.draw();
     });
     this.rowChoice.addEventListener("change", () => this.chooseRow());
-    const head = element("div.gp-line", this.modes, this.rowChoice, common, this.mean);
+    const head = element("div.gp-line", this.modes, this.rowChoice, common, this.log, this.mean);
     this.panel = element("div.gp-stack.gp-attention-side", this.title, this.large, this.strips.element);
     this.element = element(
       "section.gp-stack.gp-attention",
@@ -129,6 +136,7 @@ class AttentionView implements Part {
     themes.observe(view.root, { attributeFilter: ["data-gp-theme"] });
     view.onRemove(() => themes.disconnect());
     view.onRemove(view.filter.onChange(() => this.drawThumbnails()));
+    listen(view, "change:session", () => this.draw());
     view.onRemove(view.kernel.onState(() => this.showRowChoice()));
     this.showRowChoice();
     view.onRemove(
@@ -140,6 +148,9 @@ class AttentionView implements Part {
   }
 
   show(patterns: Patterns): void {
+    const box = this.log.querySelector("input");
+    if (this.patterns === null && box !== null)
+      box.checked = this.isLog = patterns.about.layers.some(({ full }) => full[1] > MANY_KEYS);
     this.patterns = patterns;
     if (this.mode === "difference" && !patterns.has("patched")) this.mode = "pattern";
     this.showControls(patterns);
@@ -278,8 +289,23 @@ class AttentionView implements Part {
     return this.patterns?.has("patched") ? "patched" : "clean";
   }
 
-  private get map(): ColorMap {
-    return this.mode === "difference" ? "diverging" : "sequential";
+  /** The colors of some heads, the same small and large, without and with patches. */
+  private scaleOf(places: readonly HeadIndex[]): Scale {
+    const { patterns, mode } = this;
+    const runs = mode === "difference" ? (["patched"] as const) : (patterns?.about.runs ?? []);
+    const all = places.flatMap((place) => runs.map((run) => patterns?.pattern(place, run, mode).values ?? []));
+    const high = this.limit ?? Math.max(...all.map(largestMagnitude));
+    if (mode === "difference") return { map: "diverging", low: -high, high };
+    const keys = places[0] === undefined ? 1 : this.layer(places[0]).full[1];
+    const low = this.isLog ? high / (10 * keys) : 0;
+    return { map: "sequential", low, high, isLog: this.isLog };
+  }
+
+  /** The patches on a head; for `null`, those on all heads of the layer. */
+  private patchesOf(layer: number, head: number | null): PatchState[] {
+    const { name } = this.layer([layer, 0]);
+    const isOn = ({ path }: PatchState) => path.startsWith(`${name}.`) && itemOf(path).head === head;
+    return this.view.model.get("session").patches.filter((patch) => patch.is_enabled && isOn(patch));
   }
 
   private drawThumbnails(): void {
@@ -295,8 +321,11 @@ class AttentionView implements Part {
     const isCommon = this.isCommonScale || this.mode === "difference";
     this.limit = isCommon ? largestMagnitude(shown.flat().map(({ values }) => largestMagnitude(values))) : null;
     this.thumbnails.draw(shown, patterns, isBeside ? Math.min(620, width / 2) : width, {
-      map: this.map,
-      limit: this.limit,
+      scaleOf: (place) => this.scaleOf([place]),
+      patchesOf: (layer, head) =>
+        this.patchesOf(layer, head)
+          .map(({ number }) => `#${number}`)
+          .join(" "),
       isKept: (place) => this.view.filter.keeps(this.headItem(place)),
     });
     this.mark();
@@ -343,7 +372,10 @@ class AttentionView implements Part {
 
   private titleParts(places: readonly HeadIndex[]): (HTMLElement | string)[] {
     const [only] = places;
-    if (places.length === 1 && only) return [this.nameOf(only)];
+    if (places.length === 1 && only) {
+      const marks = this.patchesOf(...only).map(({ number, kind }) => element("mark", `#${number} ${kind}`));
+      return [this.nameOf(only), ...marks];
+    }
     if (this.isMean) return [`Mean of ${places.map((place) => this.nameOf(place)).join("; ")}`];
     return places.flatMap((place, at) => {
       const patch = element("span.gp-hue", { "aria-hidden": true });
@@ -364,9 +396,7 @@ class AttentionView implements Part {
     }
     const layer = this.layer(first);
     const combined = this.combined(found, pattern);
-    const most =
-      (this.isCommonScale ? this.limit : null) ??
-      Math.max(largestMagnitude(combined.values), ...this.otherRunMaxima(places, run, count));
+    const scale = this.scaleOf(places);
     const label = (side: "queries" | "keys") => {
       const texts = (patterns.about.tokens[layer[side]] ?? []).map((text) => visibleToken(text));
       const noun = side === "queries" ? "query" : "key";
@@ -376,7 +406,7 @@ class AttentionView implements Part {
     const side = count > 1 ? (this.sideBySideSize ?? MAX_SIZE) : 460;
     const box = { width: side, height: side };
     const options: ResultOptions = {
-      scale: { map: this.map, low: this.mode === "difference" ? -most : 0, high: most },
+      scale,
       name: { pattern: "weight", values: "weight × length of the value", difference: "patched − clean" }[this.mode],
       missing: null,
       rowTitle: "query ↓",
@@ -394,10 +424,9 @@ class AttentionView implements Part {
         this.hovered = cell === null || !pattern.isFull ? null : { query: cell[0], key: cell[1] };
         this.showTokens();
       },
-      valueText: (row, column) =>
-        formatWithError(combined.values[row * combined.columns + column] ?? 0, combined.error),
+      valueText: (row, column) => this.format(combined, combined.values[row * combined.columns + column] ?? 0),
       box,
-      ...(found.length > 1 && !this.isMean ? { overlay: this.mixed(found, places, most) } : {}),
+      ...(found.length > 1 && !this.isMean ? { overlay: this.mixed(found, places, scale.high) } : {}),
     };
     const source = { full: layer.full, reduced: pattern.isFull ? null : this.reducedText };
     const figure = new HeatmapFigure(source, combined, {
@@ -417,6 +446,10 @@ class AttentionView implements Part {
       : "each cell is the largest of a block";
   }
 
+  private format({ error }: Pattern, value: number): string {
+    return formatWithError(value, error(value));
+  }
+
   /** The size of one of two patterns side by side; `null`: there is not enough space. */
   private get sideBySideSize(): number | null {
     const room = (this.panel.clientWidth - GAP) / 2 - LABELS;
@@ -426,15 +459,8 @@ class AttentionView implements Part {
   /** Combines several patterns: their mean, or if they are overlaid the largest weight of each cell. */
   private combined(found: readonly Pattern[], first: Pattern): Pattern {
     if (found.length < 2) return first;
-    const error = Math.max(...found.map((one) => one.error));
+    const error = (value: number) => Math.max(...found.map((one) => one.error(value)));
     return { ...first, values: this.isMean ? meanOf(found) : largestByMagnitude(found), error };
-  }
-
-  /** The largest weights of the same heads in the other run, so that both runs have one scale. */
-  private otherRunMaxima(places: readonly HeadIndex[], run: AttentionRun, count: number): number[] {
-    if (count < 2 || this.patterns === null) return [];
-    const other: AttentionRun = run === "clean" ? "patched" : "clean";
-    return places.map((place) => largestMagnitude(this.patterns?.pattern(place, other, this.mode).values ?? []));
   }
 
   /** Overlays the heads, each in its own color on the background color. */
@@ -477,6 +503,7 @@ class AttentionView implements Part {
       queries: patterns.about.tokens[layer.queries] ?? [],
       keys: patterns.about.tokens[layer.keys] ?? [],
       run: this.mode === "pattern" && patterns.has("patched") ? "patched: " : "",
+      patched: new Set(places.flatMap((place) => this.patchesOf(...place).flatMap(patchedPositions))),
       query: inRange(pointed?.query ?? query, rows),
       key: inRange(pointed?.key ?? key, columns),
     });
@@ -500,6 +527,11 @@ function meanOf(patterns: readonly Pattern[]): Float32Array {
   return Float32Array.from(first?.values ?? [], (_, at) => {
     return patterns.reduce((sum, { values }) => sum + (values[at] ?? 0), 0) / patterns.length;
   });
+}
+
+/** The positions that a patch names by their numbers. */
+function patchedPositions({ positions }: PatchState): number[] {
+  return positions !== null && /^\d+(, *\d+)*$/.test(positions) ? positions.split(",").map(Number) : [];
 }
 
 function hue(at: number): Rgb {

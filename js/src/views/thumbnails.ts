@@ -1,7 +1,7 @@
 /** Thumbnails of all heads on one canvas, a row for each layer: hovering previews a head, a click selects it. */
 import { element, replaceChildren, setAttribute } from "../page/dom";
-import { type Cell, placeBox, watchCells } from "../page/grid";
-import { type ColorMap, color, fade, largestMagnitude, type Rgb } from "../plots/matrix";
+import { type Cell, clamp, placeBox, watchCells } from "../page/grid";
+import { type ColorMap, color, fade, positionOn, type Rgb, type Scale } from "../plots/matrix";
 import type { HeadIndex, Pattern, Patterns } from "./attention_data";
 
 interface ThumbnailOptions {
@@ -16,9 +16,9 @@ interface ThumbnailOptions {
 
 /** How heads are drawn. */
 interface DrawOptions {
-  map: ColorMap;
-  /** The end of the color scale; `null`: about the largest weight of each head. */
-  limit: number | null;
+  scaleOf(place: HeadIndex): Scale;
+  /** The numbers of the patches on a head; on all heads of a layer, for `null`. */
+  patchesOf(layer: number, head: number | null): string;
   /** Whether a head passes the filter; the others are faint. */
   isKept(place: HeadIndex): boolean;
 }
@@ -26,8 +26,6 @@ interface DrawOptions {
 const GAP = 3;
 const [MIN_SIDE, MAX_SIDE] = [18, 72];
 const LABELS = 64;
-const NEARLY_ALL = 0.98;
-const MAX_SAMPLES = 600;
 
 /** The colors of 256 steps of a map. */
 const COLOR_TABLES = new Map<ColorMap, Rgb[]>();
@@ -42,6 +40,7 @@ export class Thumbnails {
   readonly element: HTMLElement;
   private readonly canvas = element("canvas", { "aria-hidden": "true" });
   private readonly marks = element("div.gp-head-marks");
+  private readonly patched = element("div.gp-patched-heads");
   private readonly cursor = element("div.gp-head-cursor", { hidden: true });
   private readonly labels = element("div.gp-layer-labels.gp-muted", { "aria-hidden": "true" });
   private readonly numbers = element("div.gp-head-numbers.gp-muted", { "aria-hidden": "true" });
@@ -62,6 +61,7 @@ export class Thumbnails {
         "aria-label": "Heads: arrow keys go from head to head, Enter selects one, Shift and Enter add one",
       },
       this.canvas,
+      this.patched,
       this.marks,
       this.cursor,
     );
@@ -80,7 +80,7 @@ export class Thumbnails {
   }
 
   /** Draws all heads, for a width in CSS pixels. */
-  draw(shown: Pattern[][], patterns: Patterns, width: number, { map, limit, isKept }: DrawOptions): void {
+  draw(shown: Pattern[][], patterns: Patterns, width: number, { scaleOf, patchesOf, isKept }: DrawOptions): void {
     this.patterns = patterns;
     const { layers } = patterns.about;
     this.heads = Math.max(...layers.map(({ heads }) => heads));
@@ -94,19 +94,30 @@ export class Thumbnails {
     this.element.style.setProperty("--gp-step", `${step}px`);
     replaceChildren(
       this.labels,
-      ...layers.map(({ title }) => element("span", { title: `Layer ${title}: all heads` }, title)),
+      ...layers.map(({ title }, layer) => {
+        const patches = patchesOf(layer, null);
+        return element("span", { title: `Layer ${title}: all heads` }, title, patches && element("mark", patches));
+      }),
     );
     replaceChildren(this.numbers, ...Array.from({ length: this.heads }, (_, head) => element("span", `${head}`)));
     const context = this.canvas.getContext("2d");
     if (context === null) return;
+    const patched: HTMLElement[] = [];
     const side = Math.round(this.size * this.ratio);
     for (const [layer, heads] of shown.entries()) {
       for (const [head, pattern] of heads.entries()) {
-        const image = toImage(pattern, side, map, limit);
+        const image = toImage(pattern, side, scaleOf([layer, head]));
+        const patches = patchesOf(layer, head);
+        if (patches) {
+          const mark = element("mark", patches);
+          this.place(mark, [layer, head]);
+          patched.push(mark);
+        }
         if (!isKept([layer, head])) fade(image);
         context.putImageData(image, Math.round(head * step * this.ratio), Math.round(layer * step * this.ratio));
       }
     }
+    replaceChildren(this.patched, ...patched);
   }
 
   mark(places: readonly HeadIndex[], colorOf: (at: number) => string, layers: ReadonlySet<number>): void {
@@ -144,11 +155,9 @@ export class Thumbnails {
 }
 
 /** Draws a pattern as a square of device pixels; with more cells than pixels, a pixel shows the largest of its block. */
-function toImage({ rows, columns, values }: Pattern, side: number, map: ColorMap, limit: number | null): ImageData {
+function toImage({ rows, columns, values }: Pattern, side: number, scale: Scale): ImageData {
   const image = new ImageData(side, side);
-  const table = colorTable(map);
-  const most = limit ?? robustMaximum(values);
-  const [low, range] = map === "diverging" ? [-most, 2 * most] : [0, most];
+  const table = colorTable(scale.map);
   const [down, across] = [cellRanges(rows, side), cellRanges(columns, side)];
   let pixel = 0;
   for (const [top, bottom] of down) {
@@ -160,25 +169,13 @@ function toImage({ rows, columns, values }: Pattern, side: number, map: ColorMap
           if (Math.abs(value) > Math.abs(largest)) largest = value;
         }
       }
-      const part = range > 0 ? (largest - low) / range : map === "diverging" ? 0.5 : 0;
-      const rgb = table[Math.round(255 * Math.min(1, Math.max(0, part)))];
+      const rgb = table[Math.round(255 * clamp(positionOn(scale, largest), 0, 1))];
       for (let channel = 0; channel < 3; channel++) image.data[pixel + channel] = rgb?.[channel] ?? 0;
       image.data[pixel + 3] = 255;
       pixel += 4;
     }
   }
   return image;
-}
-
-/** A quantile instead of the maximum: in a causal pattern, the first query always has a weight of 1. */
-function robustMaximum(values: Float32Array): number {
-  // A sample is enough: there are many heads, and this runs before anything is shown.
-  const every = Math.max(1, Math.floor(values.length / MAX_SAMPLES));
-  const amounts = values
-    .filter((value, at) => value !== 0 && at % every === 0)
-    .map(Math.abs)
-    .sort();
-  return amounts[Math.floor(NEARLY_ALL * (amounts.length - 1))] ?? largestMagnitude(values);
 }
 
 /** For each of `side` pixels, the range of its cells: the first, and the one after the last. */

@@ -22,6 +22,8 @@ interface StripContent {
   key: number | null;
   /** A prefix that names the run, if there are two: `patched: `. */
   run: string;
+  /** The positions at which the heads are patched. */
+  patched: ReadonlySet<number>;
 }
 
 /** The maximum strength of the background, in percent: text on it is readable. */
@@ -43,10 +45,10 @@ export class TokenStrips {
     this.element = element("div.gp-stack", looksAt.element, lookedAt.element, this.note);
   }
 
-  show({ pattern, queries, keys, query, key, run }: StripContent): void {
+  show({ pattern, queries, keys, query, key, run, patched }: StripContent): void {
     const [looksAt, lookedAt] = this.strips;
     const { rows, columns, values, isFull: isWhole } = pattern;
-    for (const strip of this.strips) strip.error = pattern.error;
+    for (const strip of this.strips) [strip.error, strip.patched] = [pattern.error, patched];
     const isUsable = isWhole && queries.length === rows && keys.length === columns;
     const row = isUsable && query !== null ? values.subarray(query * columns, (query + 1) * columns) : null;
     const column =
@@ -72,7 +74,8 @@ class Strip {
   private readonly line: HTMLElement;
   private texts: readonly string[] = [];
   private position = 0;
-  error = 0;
+  error: Pattern["error"] = () => 0;
+  patched: ReadonlySet<number> = new Set();
 
   constructor(
     private readonly verb: string,
@@ -136,6 +139,7 @@ class Strip {
       const own = weight < 0 ? "var(--gp-negative)" : "var(--gp-positive)";
       (token as HTMLElement).style.backgroundColor = part > 0 ? `color-mix(in srgb, ${own} ${part}%, transparent)` : "";
       setAttribute(token, "data-active", at === position);
+      setAttribute(token, "data-patched", this.patched.has(at));
     }
     replaceChildren(this.title, run, ...this.titleParts(weights, of, position));
   }
@@ -151,7 +155,10 @@ class Strip {
     const named = order
       .slice(0, MAX_NAMED)
       .filter((at) => weights[at] !== 0)
-      .map((at) => `${visibleToken(this.texts[at] ?? "")} (${at}) ${formatWithError(weights[at] ?? 0, this.error)}`);
+      .map(
+        (at) =>
+          `${visibleToken(this.texts[at] ?? "")} (${at}) ${formatWithError(weights[at] ?? 0, this.error(weights[at] ?? 0))}`,
+      );
     return named.join(", ") || "0 everywhere";
   }
 

@@ -1,8 +1,10 @@
 import { expect, test, vi } from "vitest";
 import type { AttentionTraits, Item } from "../../src/kernel/protocol";
+import { color } from "../../src/plots/matrix";
 import { itemOf } from "../../src/views/selection";
 import { accessibilityViolations } from "../accessibility";
-import { deflatedParts, FakeModel } from "../fixtures";
+import { cellColor } from "../canvas";
+import { deflatedParts, FakeModel, patch } from "../fixtures";
 import { linkedTraits, rendered, setTheme } from "../rendered";
 
 const [LAYERS, HEADS, SIZE] = [2, 2, 4];
@@ -103,8 +105,8 @@ test("hovering previews a head, a click selects it, Shift overlays", async () =>
 
 test("a layer's number selects all its heads, overlaid or averaged; with no token selected, keys show the attention they receive", async () => {
   const { el, model, query, text } = await shown();
-  const mean = query<HTMLInputElement>(".gp-check:nth-child(4) input");
-  expect(query(".gp-check:nth-child(4)").hidden).toBe(true);
+  const mean = query<HTMLInputElement>(".gp-check:nth-child(5) input");
+  expect(query(".gp-check:nth-child(5)").hidden).toBe(true);
   query(".gp-layer-labels span:nth-child(2)").click();
   expect(model.get("selection")).toEqual([0, 1].map((head) => itemOf(`layers[1].attn.heads[${head}].z`)));
   mean.click();
@@ -327,7 +329,9 @@ test("a token that is written from the right does not turn around the numbers be
   const [title] = el.querySelectorAll(".gp-strip-title");
   expect(title?.textContent).toBe("a (3) looks at: \u2068␣ש\u2069 (2) 1");
   const at = (text: string) => {
-    const nodes = [...(title?.childNodes ?? [])].flatMap((node) => (node.nodeType === 3 ? [node] : [...node.childNodes]));
+    const nodes = [...(title?.childNodes ?? [])].flatMap((node) =>
+      node.nodeType === 3 ? [node] : [...node.childNodes],
+    );
     const node = nodes.find(({ textContent }) => textContent?.includes(text)) as Text;
     const range = document.createRange();
     range.setStart(node, node.data.indexOf(text));
@@ -336,4 +340,61 @@ test("a token that is written from the right does not turn around the numbers be
   };
   expect(at("ש")).toBeLessThan(at("(2)"));
   expect(at("(2)")).toBeLessThan(at(" 1"));
+});
+
+test("weights of one in hundreds are seen, in the same colors small and large; linear colors can be chosen", async () => {
+  const size = 128;
+  const [first] = (await traits(1)).attention.layers;
+  if (first === undefined) throw new Error("no layer");
+  // As attention that looks at everything before: row n has weights of 1 / n.
+  const even = Uint8Array.from({ length: size * size }, (_, at) => {
+    const [query, key] = [Math.floor(at / size), at % size];
+    return key > query ? 0 : Math.round(255 * Math.sqrt(1 / (query + 1)));
+  });
+  const layer = { ...first, full: [size, size] as [number, number], shape: [size, size] as [number, number] };
+  const { attention } = await traits(1);
+  const { el, query } = await shown(1, {
+    attention: { ...attention, layers: [{ ...layer, heads: 1, value_heads: 0 }] },
+    cells: await deflatedParts([new Uint8Array(Float32Array.of(1).buffer), even] as BlobPart[]),
+  });
+  const box = [...el.querySelectorAll(".gp-check")].find((one) => one.textContent === "Logarithmic colors");
+  const checkbox = box?.querySelector("input") as HTMLInputElement;
+  expect(checkbox.checked).toBe(true);
+  const colors = () =>
+    [".gp-large-head canvas", ".gp-heads-field canvas"].map((name) => {
+      const canvas = query<HTMLCanvasElement>(name);
+      // Of the thumbnail the last row, without the gap.
+      const side = name.includes("field") ? size * (canvas.width / (canvas.width - 3)) : size;
+      return cellColor(canvas, [Math.floor(size - 2), 4], [Math.round(side), Math.round(side)]);
+    });
+  const [large, small] = colors();
+  const expected = color(Math.log(10) / Math.log(10 * size), "sequential");
+  for (const channel of [0, 1, 2]) {
+    expect(Math.abs((large?.[channel] ?? 0) - (expected[channel] ?? 0))).toBeLessThan(6);
+    expect(Math.abs((small?.[channel] ?? 0) - (expected[channel] ?? 0))).toBeLessThan(6);
+  }
+  expect(query(".gp-large-head .gp-legend").textContent).toContain("≤ 7.81e-4");
+  checkbox.click();
+  const black = color(1 / size, "sequential");
+  expect(Math.abs((colors()[0]?.[1] ?? 0) - (black[1] ?? 0))).toBeLessThan(6);
+});
+
+test("a patched head has the number of its patch in its picture, its title and, at the positions, its tokens", async () => {
+  const { el, model, query } = await shown();
+  const session = (path: string, more = {}) =>
+    model.set("session", { ...model.get("session"), patches: [patch(7, { path, ...more })] });
+  const marks = () => [...el.querySelectorAll("mark")].map((mark) => mark.textContent);
+  session("layers[0].attn.heads[0].z", { positions: "1, 3" });
+  expect(marks()).toEqual(["#7", "#7 zero"]);
+  const [mark, field] = [query(".gp-patched-heads mark"), query(".gp-heads-field")].map((one) =>
+    one.getBoundingClientRect(),
+  );
+  expect([mark?.left, mark?.top]).toEqual([field?.left, field?.top]);
+  const tokens = [...query(".gp-token-strip").children].map((token) => token.hasAttribute("data-patched"));
+  expect(tokens).toEqual([false, true, false, true]);
+  session("layers[1].attn.pattern");
+  expect(marks()).toEqual(["#7"]);
+  expect(query(".gp-layer-labels span:nth-child(2)").textContent).toBe("1#7");
+  session("layers[1].attn.pattern", { is_enabled: false });
+  expect(marks()).toEqual([]);
 });

@@ -47,9 +47,13 @@ function result(changes: Partial<ResultHeatmap> = {}): ResultHeatmap {
   };
 }
 
+const frame = () => new Promise(requestAnimationFrame);
+
 async function shown(changes: Partial<ResultHeatmap> = {}, values = VALUES, cell: HeatmapTraits["cell"] = null) {
   const model = new FakeModel<HeatmapTraits>({ heatmap: result(changes), values: float32(values), cell });
   const { el, remove } = await rendered(model);
+  await frame();
+  await frame(); // until it fills the width
   const query = <E extends HTMLElement>(selector: string) => el.querySelector(selector) as E;
   return { model, el, remove, query, canvas: query<HTMLCanvasElement>("canvas") };
 }
@@ -182,8 +186,6 @@ test("zooming resizes cells, labels and mark; the button keeps the focus", async
   expect(canvas.getBoundingClientRect().width).toBe(before);
 });
 
-const frame = () => new Promise(requestAnimationFrame);
-
 test("no label shows through in the corner of an enlarged, scrolled heatmap", async () => {
   const { query } = await square(80);
   for (let step = 0; step < 30; step++) query("[aria-label='Larger cells']").click();
@@ -256,6 +258,25 @@ test("zooming keeps the center in place and the selected cell in view", async ()
   expect(mark?.left).toBeGreaterThanOrEqual((box?.left ?? 0) - 1);
   expect(mark?.bottom).toBeLessThanOrEqual(query(".gp-heatmap-columns").getBoundingClientRect().top + 1);
 });
+
+test.each([1000, 500])(
+  "in a page of %d px, a result fills the width, with a label at each row and column",
+  async (width) => {
+    document.body.style.width = `${width}px`;
+    const [rows, columns] = [side("layer", 2, String), side("position", 16, (at) => `token${at}`)];
+    const { el, query, canvas } = await shown({ rows, columns, full: [2, 16] }, Array.from({ length: 32 }, Math.sin));
+    const { left, right } = canvas.getBoundingClientRect();
+    expect(right - left).toBeGreaterThan(width - 60);
+    expect(right).toBeLessThanOrEqual(el.getBoundingClientRect().right);
+    expect(el.querySelectorAll(":is(.gp-heatmap-rows, .gp-heatmap-columns) span").length).toBe(18);
+    canvas.focus();
+    await userEvent.keyboard("{ArrowDown}");
+    document.body.style.width = `${width - 100}px`;
+    await vi.waitFor(() => expect(canvas.getBoundingClientRect().width).toBeLessThan(width - 100));
+    expect(document.activeElement).toBe(canvas);
+    expect(query(".gp-heatmap-cursor").hidden).toBe(false);
+  },
+);
 
 test("column labels are horizontal if they fit, close below the cells", async () => {
   const { query, canvas } = await shown({ rows: side("a_dimension_with_a_very_long_name", ROWS) });
@@ -383,6 +404,10 @@ test("the cell of a component in each layer is named after it, and can be patche
   const rows = [2, 1, 0].map((layer) => itemOf(null, { layer }));
   const { model } = await linkedTo({ rows, all: itemOf("encoder.layers[*].resid_post") });
   const { el } = await rendered(model);
+  await frame();
+  await frame();
+  await frame();
+  await frame();
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
   const zero = [...el.querySelectorAll("button")].find(({ textContent }) => textContent === "Zero");
   expect(zero?.disabled).toBe(true);
@@ -409,6 +434,10 @@ test("each row is named after its own component; an unknown head has no name", a
   const rows = ["attn_out", "attn.heads[*].z", "mlp_out"].map((part) => itemOf(`layers[*].${part}`));
   const { model } = await linkedTo({ rows, all: itemOf(null, { layer: 3 }) });
   const { el } = await rendered(model);
+  await frame();
+  await frame();
+  await frame();
+  await frame();
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
   await userEvent.click(canvas, cellCenter(canvas, [0, 1], SIZE));
   expect(model.get("selection")).toEqual([itemOf("layers[3].attn_out", { position: 1 })]);
@@ -426,6 +455,8 @@ test("a heatmap of a graph shares the graph's selection", async () => {
   const el = document.createElement("div");
   document.body.append(el);
   const remove = await widget.render({ model, el });
+  await frame();
+  await frame();
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
   await userEvent.click(canvas, cellCenter(canvas, [1, 2], SIZE));
   expect(model.get("selection")).toEqual([itemOf("layers[1].mlp_out", { position: 2 })]);

@@ -73,9 +73,9 @@ def sent(view: AttentionView, run: str = "clean") -> list[tuple[np.ndarray, np.n
             scales, lengths = take("<f4", heads), None
             if values:
                 length_scales = take("<f4", values)
-                lengths = take("u1", values * layer["full"][1]).reshape(values, -1) * length_scales[:, None] / 255
+                lengths = (take("u1", values * layer["full"][1]) / 255).reshape(values, -1) ** 2 * length_scales[:, None]
             cells = take("u1", heads * shape[0] * shape[1]).reshape(heads, *shape)
-            layers.append((cells * scales[:, None, None] / 255, lengths, float(scales.max()) / 255))
+            layers.append(((cells / 255) ** 2 * scales[:, None, None], lengths, 2 * float(scales.max()) / 255))
         found[name] = layers
     assert at == len(data)
     return found[run]
@@ -184,8 +184,10 @@ def test_long_inputs_are_sent_as_smaller_pictures_and_heads_on_demand() -> None:
         wanted = torch.nn.functional.max_pool2d(exact, block, ceil_mode=True).numpy()
         assert np.abs(pictures - wanted).max() <= step / 2 + 1e-6
         reply, (cells,) = front.send("head", version=about["version"], run="clean", layer=0, head=2)
-        numbers = np.frombuffer(cells, np.uint8).reshape(exact.shape[1:]) * reply["result"]["scale"] / 255
+        numbers = (np.frombuffer(cells, np.uint8) / 255).reshape(exact.shape[1:]) ** 2 * reply["result"]["scale"]
         assert np.abs(numbers - exact[2].numpy()).max() <= step / 2 + 1e-6
+        small = exact[2].numpy()[-1]  # weights of about 1 in 700
+        assert np.abs(numbers[-1] - small).max() < 0.1 * small.mean()
         for wrong in ({"head": 9}, {"layer": 1}, {"run": "patched"}, {"version": 0}):
             place = {"version": about["version"], "run": "clean", "layer": 0, "head": 0, **wrong}
             assert "error" in front.send("head", **place)[0]
