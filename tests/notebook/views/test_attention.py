@@ -73,7 +73,9 @@ def sent(view: AttentionView, run: str = "clean") -> list[tuple[np.ndarray, np.n
             scales, lengths = take("<f4", heads), None
             if values:
                 length_scales = take("<f4", values)
-                lengths = (take("u1", values * layer["full"][1]) / 255).reshape(values, -1) ** 2 * length_scales[:, None]
+                lengths = (take("u1", values * layer["full"][1]) / 255).reshape(values, -1) ** 2 * length_scales[
+                    :, None
+                ]
             cells = take("u1", heads * shape[0] * shape[1]).reshape(heads, *shape)
             layers.append(((cells / 255) ** 2 * scales[:, None, None], lengths, 2 * float(scales.max()) / 255))
         found[name] = layers
