@@ -381,7 +381,7 @@ def attention_layers(components: Components, layers: Sequence[int] | None = None
 
 @dataclass(frozen=True)
 class Quantized:
-    """Numbers from 0 on as bytes: they are `(cells / 255) ** 2 * scales`, so that small weights of long texts are kept."""
+    """Numbers from 0 on as bytes, `(cells / 255) ** 2 * scales`, so that small weights of long texts are kept."""
 
     cells: Tensor  # `uint8`, of shape (row, head, ...); of several rows, the first is their mean
     scales: Tensor  # the largest numbers, of shape (row, head)
