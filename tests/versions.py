@@ -1,8 +1,8 @@
-"""Runs the core of the tests with older and newer torch and transformers: `hatch run versions`.
+"""Runs the core of the tests with other versions of Python, torch and transformers: `hatch run versions`.
 
-Each torch gets an environment of its own, in a temporary folder, one at a time: with builds of torch for GPUs they
-take 6 GB. There the transformers are installed in turn, and the tests of `SELECTION` run. What comes out is a table of
-pairs of versions, with how many tests passed, failed and were skipped.
+Each pair of a Python and a torch gets an environment of its own, in a temporary folder, one at a time: with builds of
+torch for GPUs they take 6 GB. There the transformers are installed in turn, and the tests of `SELECTION` run. What
+comes out is a table of versions, with how many tests passed, failed and were skipped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,20 +24,25 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 
-PAIRS = (
-    ("==2.6.0", "<5"),
-    ("==2.6.0", ">=5"),
-    ("==2.8.0", "<5"),
-    ("==2.8.0", ">=5"),
-    ("==2.13.0", "<5"),
-    ("==2.13.0", ">=5"),
-    (">2.13", "<5"),
-    (">2.13", ">=5"),
+OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+ROWS = (
+    (OWN, "==2.6.0", "<5"),
+    (OWN, "==2.6.0", ">=5"),
+    (OWN, "==2.8.0", "<5"),
+    (OWN, "==2.8.0", ">=5"),
+    (OWN, "==2.13.0", "<5"),
+    (OWN, "==2.13.0", ">=5"),
+    (OWN, ">2.13", "<5"),
+    (OWN, ">2.13", ">=5"),
+    ("3.10", "==2.13.0", ">=5"),
+    ("3.12", "==2.13.0", ">=5"),
+    ("3.13", "==2.13.0", ">=5"),
 )
-"""What pip is asked for, of torch and of transformers.
+"""The Python, and what pip is asked for, of torch and of transformers.
 
 The oldest torch that is supported, one in between, the one that CI tests against, and the newest that there is; of
-transformers the newest of each major version that is supported.
+transformers the newest of each major version that is supported. The other Pythons have the versions of CI.
 """
 
 CASES = (
@@ -61,14 +67,15 @@ SELECTION = """
 """The tests that are run, of those in `tests/`: the parts on which torch and transformers have a say; no widgets."""
 
 _IS_CHOSEN = " or ".join(["not test_law_", *CASES])
-_COLUMNS = ("torch", "transformers", "passed", "failed", "skipped", "minutes")
+_COLUMNS = ("python", "torch", "transformers", "passed", "failed", "skipped", "minutes")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out for one pair.
+    """What came out for one row.
 
     Attributes:
+        python: The version.
         torch: The version that pip chose.
         transformers: The same.
         passed: How many tests passed.
@@ -77,6 +84,7 @@ class Outcome:
         seconds: How long the tests took.
     """
 
+    python: str
     torch: str
     transformers: str
     passed: int
@@ -86,7 +94,7 @@ class Outcome:
 
     def row(self) -> list[str]:
         counts = (self.passed, len(self.failed), self.skipped)
-        return [self.torch, self.transformers, *map(str, counts), f"{self.seconds / 60:.0f}"]
+        return [self.python, self.torch, self.transformers, *map(str, counts), f"{self.seconds / 60:.0f}"]
 
 
 class Environment:
@@ -94,14 +102,16 @@ class Environment:
 
     Args:
         folder: Where it lies.
+        python: The version of Python.
         torch: What pip is asked for.
     """
 
-    def __init__(self, folder: Path, torch: str) -> None:
+    def __init__(self, folder: Path, python: str, torch: str) -> None:
         self._folder = folder
+        self._version = python
         self._torch = f"torch{torch}"
         self._python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([interpreter(python), "-m", "venv", str(folder)], check=True)
         self._pip("--upgrade", "pip")  # groups of dependencies: pip 25.1
 
     def install(self, transformers: str) -> None:
@@ -132,58 +142,76 @@ class Environment:
             subprocess.run(command, check=False, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         if not report.exists():
             raise RuntimeError(f"pytest did not run:\n{log.read_text()}")
-        return outcome_of(report.read_text("utf8"), self.version("torch"), self.version("transformers"))
+        return outcome_of(report.read_text("utf8"), self._version, self.version("torch"), self.version("transformers"))
 
 
-def outcome_of(report: str, torch: str, transformers: str) -> Outcome:
+def interpreter(version: str) -> str:
+    """Returns the interpreter of this version of Python: this one, one of `PATH`, or one of pyenv.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    names = [f"python{version}", *map(str, pyenv.glob(f"{version}.*/bin/python"))]
+    for name in [sys.executable] * (version == OWN) + names:
+        # Some of those in `PATH` are scripts that look for an interpreter, and find none.
+        if shutil.which(name) and subprocess.run([name, "--version"], check=False, capture_output=True).returncode == 0:
+            return name
+    raise FileNotFoundError(f"there is no Python {version} in PATH, nor in {pyenv}")
+
+
+def outcome_of(report: str, python: str, torch: str, transformers: str) -> Outcome:
     """Returns what the report of pytest, in the format of JUnit, says."""
     cases = list(ElementTree.fromstring(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
     names = tuple(dict.fromkeys(f"{case.get('classname')}::{case.get('name')}" for case in failed))
     seconds = sum(float(suite.get("time", 0)) for suite in ElementTree.fromstring(report).iter("testsuite"))
-    return Outcome(torch, transformers, len(cases) - len(failed) - len(skipped), names, len(skipped), seconds)
+    return Outcome(python, torch, transformers, len(cases) - len(failed) - len(skipped), names, len(skipped), seconds)
 
 
-def outcomes(pairs: Sequence[tuple[str, str]], folder: Path, arguments: Sequence[str]) -> Iterator[Outcome]:
-    """Runs the tests for each pair, those with one torch in one environment, which goes away after them."""
-    for torch in dict.fromkeys(torch for torch, _ in pairs):
+def outcomes(rows: Sequence[tuple[str, str, str]], folder: Path, arguments: Sequence[str]) -> Iterator[Outcome]:
+    """Runs the tests for each row, those with one Python and torch in one environment, which goes away after them."""
+    for python, torch in dict.fromkeys(row[:2] for row in rows):
         with tempfile.TemporaryDirectory(dir=folder) as inner:
-            environment = Environment(Path(inner) / "environment", torch)
-            for _, transformers in (pair for pair in pairs if pair[0] == torch):
+            environment = Environment(Path(inner) / "environment", python, torch)
+            for *_, transformers in (row for row in rows if row[:2] == (python, torch)):
                 environment.install(transformers)
                 yield environment.outcome(arguments)
 
 
-def chosen_pairs(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns the pairs that are named as `torch==2.8.0,transformers<5`; all, if none is.
+def chosen_rows(texts: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Returns the rows that are named as `python3.12,torch==2.8.0,transformers<5`; all, if none is.
 
     Raises:
-        ValueError: A text names no pair.
+        ValueError: A text names no row.
     """
-    pairs = []
+    rows = []
     for text in texts:
-        match = re.fullmatch(r"torch([^,]+),transformers(.+)", text)
+        match = re.fullmatch(r"(?:python([^,]+),)?torch([^,]+),transformers(.+)", text)
         if match is None:
-            raise ValueError(f"{text!r} names no pair; write 'torch==2.8.0,transformers<5'")
-        pairs.append((match[1], match[2]))
-    return pairs or list(PAIRS)
+            raise ValueError(f"{text!r} names no versions; write 'python3.12,torch==2.8.0,transformers<5'")
+        rows.append((match[1] or OWN, match[2], match[3]))
+    return rows or list(ROWS)
 
 
 def main() -> None:
     """Reads the command line, runs the tests, prints the table; leaves with 1 where a test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", nargs="*", help="'torch==2.8.0,transformers<5'; all in docs/versions.md, if none")
+    parser.add_argument("rows", nargs="*", help="'python3.12,torch==2.8.0,transformers<5'; all of `ROWS`, if none")
     parser.add_argument("--folder", type=Path, help="where environments are made, of up to 6 GB, one at a time")
     parser.add_argument("--pytest", action="append", default=[], metavar="ARGUMENT", help="one more for pytest")
     options = parser.parse_args()
-    table = Table(*_COLUMNS, title=f"core of the tests, Python {sys.version.split()[0]}")
+    table = Table(*_COLUMNS, title="core of the tests")
     failed: list[str] = []
-    for found in outcomes(chosen_pairs(options.pairs), options.folder, options.pytest):
+    for found in outcomes(chosen_rows(options.rows), options.folder, options.pytest):
         row = found.row()
         table.add_row(*row)
         print(*(f"{name} {value}" for name, value in zip(_COLUMNS, row, strict=True)), sep=", ", flush=True)
-        failed += [f"torch {found.torch}, transformers {found.transformers}: {name}" for name in found.failed]
+        failed += [
+            f"Python {found.python}, torch {found.torch}, transformers {found.transformers}: {name}"
+            for name in found.failed
+        ]
     Console(width=100).print(table)
     print(*failed, sep="\n")
     sys.exit(1 if failed else 0)
