@@ -35,6 +35,7 @@ from graphpatch_notebook.errors import (
     SerializationError,
     UnknownPathError,
 )
+from graphpatch_notebook.errors import removed as _removed
 from graphpatch_notebook.graphs import (
     CompiledGraphModule,
     GraphInterpreter,
@@ -118,7 +119,7 @@ def __getattr__(name: str) -> _Any:
         if name in experiments.__all__:
             # `from graphpatch import causal_trace` would replace the text of an AttributeError by its own.
             raise ImportError(f"{name!r} is one of the experiments: from graphpatch_notebook.experiments import {name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise _removed(name) or AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load_ipython_extension(shell: _Any) -> None:

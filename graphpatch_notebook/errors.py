@@ -150,3 +150,36 @@ class GraphPatchWarning(UserWarning):
 
     def __str__(self) -> str:
         return f"[{self.kind}] {self.args[0]}"
+
+
+KINDS = {
+    "AliasedPatchWarning": "aliased view",
+    "CheckpointWarning": "checkpoint",
+    "CompilationWarning": "compilation",
+    "DecompositionWarning": "decomposition",
+    "EditedGraphWarning": "edited graph",
+    "ExperimentWarning": "experiment",
+    "ListenerWarning": "listener",
+    "PatchNotFiredWarning": "not fired",
+    "RepeatedCallWarning": "repeated call",
+    "UnresolvedPatchWarning": "unresolved patch",
+    "UnstoredFrameWarning": "unstored frame",
+}
+# Names of 0.1.0, and what to write instead. Version 0.3.0 forgets them.
+REMOVED = {name: f"GraphPatchWarning, whose `kind` is {kind!r}" for name, kind in KINDS.items()} | {
+    "LiveFallbackWarning": "nothing: graph modules run the model's own code",
+    "OptionError": "CaptureError",
+    "PatchShapeError": "PatchValueError",
+    "StoredFormError": "SerializationError",
+    "UnstoredFrameError": "SerializationError",
+    "UnverifiedGraphWarning": "pg.verify(...), which compares on request",
+    "SweepInterrupted": "KeyboardInterrupt, whose `result` it has",
+    "plot_scores": "top_scores(scores).plot.barh()",
+    "save_figure": "axes.figure.savefig(file)",
+}
+
+
+def removed(name: str) -> ImportError | None:
+    """Returns an error that says what to write instead of a name of the version before; `None` for other names."""
+    now = REMOVED.get(name)
+    return None if now is None else ImportError(f"{name!r} was removed in version 0.2.0; use {now}")

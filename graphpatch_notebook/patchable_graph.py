@@ -437,6 +437,24 @@ class PatchableGraph(_LikeItsModel):
         report = verify(self._graph_module, args, kwargs)
         return dataclasses.replace(report, permanent=self._captured.permanent_paths)
 
+    def report(self) -> str:
+        r"""Returns what an issue about this model should say, as text: versions, the model's class, sizes and inputs.
+
+        It also names the modules without a graph, and why the graphs of others may not hold for other inputs. There
+        are no values of the model or of its inputs in it.
+
+        Example:
+            >>> import torch
+            >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
+            >>> print(*pg.report().splitlines()[2:], sep="\n")
+            model: torch.nn.modules.linear.Linear (training), 9 parameters
+            weights: 2 float32 on cpu
+            inputs: input [1, 2]; calls of modules: 1, values: 5
+        """
+        from graphpatch_notebook.inspection.report import report
+
+        return report(self._captured.root, self.nodes)
+
     def interpreter(self, on_node: Callable[[str, Any], object] | None = None) -> GraphInterpreter:
         """Returns an interpreter that runs the graphs node by node (`torch.fx.Interpreter`); errors name their node.
 

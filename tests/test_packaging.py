@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import email
 import importlib
 import importlib.resources
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 
 import graphpatch_notebook
+from graphpatch_notebook import errors
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -93,6 +95,21 @@ def test_experiments_that_are_imported_from_the_package_are_answered_with_where_
         exec(f"from {module} import causal_traces", {})
     assert not hasattr(sys.modules[module], "no.such")
     exec(f"from {module} import experiments", {})
+
+
+@pytest.mark.parametrize("module", ["graphpatch_notebook", "graphpatch_notebook.experiments", "graphpatch"])
+def test_names_that_were_removed_are_answered_with_what_to_write(module: str) -> None:
+    for name, now in errors.REMOVED.items():
+        with pytest.raises(ImportError, match=re.escape(now)):
+            exec(f"from {module} import {name}", {})
+        named = now.split(",")[0]
+        assert not named.isidentifier() or hasattr(graphpatch_notebook, named) or hasattr(builtins, named)
+    for kind in errors.KINDS.values():
+        assert f"`{kind}`" in str(graphpatch_notebook.GraphPatchWarning.__doc__)
+
+
+def test_removed_names_are_kept_for_one_version() -> None:
+    assert graphpatch_notebook.__version__.startswith(("0.1.", "0.2.")), "delete `_REMOVED`"
 
 
 def test_typed() -> None:

@@ -36,6 +36,9 @@ batch. `metrics` has the metrics, `results` makes and stores the arrays, `grids`
 
 from __future__ import annotations
 
+from typing import Any
+
+from graphpatch_notebook.errors import removed
 from graphpatch_notebook.experiments.attribution.attribute import attribute, top_scores
 from graphpatch_notebook.experiments.attribution.direct_logits import direct_logit_attribution
 from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph, GraphNode
@@ -153,3 +156,7 @@ __all__ = [
     "sweep",
     "top_scores",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise removed(name) or AttributeError(f"module {__name__!r} has no attribute {name!r}")
