@@ -128,9 +128,19 @@ def add_front_end(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def write_llms_txt(app: Sphinx, error: Exception | None) -> None:
-    """Puts llms.txt into the root of the site; its links lead to the sources of the pages, as agents read Markdown."""
-    text = (Path(app.confdir) / "llms.txt").read_text("utf8")
-    (Path(app.outdir) / "llms.txt").write_text(text.replace("](", "](_sources/docs/"), "utf8")
+    """Puts llms.txt into the root of the site: a list of all pages, with links to their sources, in Markdown."""
+    if error is not None:
+        return
+    lines = [f"# {project}", "", "> Patch and record any value of a PyTorch model. Read *For coding agents* first.", ""]
+
+    def add(page: str) -> None:
+        source = Path(app.env.doc2path(page)).relative_to(app.srcdir).as_posix()
+        lines.append(f"- [{app.env.titles[page].astext()}](_sources/{source})")
+        for inner in app.env.toctree_includes.get(page, ()):
+            add(inner)
+
+    add("docs/index")
+    (Path(app.outdir) / "llms.txt").write_text("\n".join([*lines, ""]), "utf8")
 
 
 def setup(app: Sphinx) -> None:

@@ -73,20 +73,12 @@ def test_the_tests_that_run_with_other_versions_exist() -> None:
     assert not [name for name in SELECTION if not (ROOT / "tests" / name).exists()]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "llms.txt"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
 def test_linked_files_exist(page: Path) -> None:
     """The site checks links between its pages; this checks those of files that are not pages, too."""
     targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)", page.read_text("utf8"))
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing
-
-
-def test_llms_txt_lists_all_pages() -> None:
-    docs = ROOT / "docs"
-    listed = set(re.findall(r"\]\(([^)]+\.md)\)", (docs / "llms.txt").read_text("utf8")))
-    pages = {page.relative_to(docs).as_posix() for page in PAGES if page.is_relative_to(docs)}
-    lists_of_pages = {"notebooks.md", "guides/index.md", "concepts/index.md"}
-    assert listed - {"../CHANGELOG.md"} == pages - lists_of_pages
 
 
 def test_readme_is_one_short_page() -> None:

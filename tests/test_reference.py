@@ -87,7 +87,7 @@ Made
 
 def test_what_is_wrong_with_docstrings_is_found(tmp_path: Path) -> None:
     conf = CONF.format(settings=str(ROOT / "docs" / "conf.py"))
-    for name, text in {"conf.py": conf, "made.py": MADE, "index.rst": INDEX, "llms.txt": ""}.items():
+    for name, text in {"conf.py": conf, "made.py": MADE, "index.rst": INDEX}.items():
         (tmp_path / name).write_text(text, "utf8")
     built = subprocess.run(
         [sys.executable, "-m", "sphinx", "-q", "-N", "-b", "dummy", str(tmp_path), str(tmp_path / "out")],
