@@ -81,5 +81,10 @@ def test_linked_files_exist(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_pages_import_by_one_name(page: Path) -> None:
+    assert not re.findall(r"(?:from|import) graphpatch_notebook[\w.]* ", page.read_text("utf8"))
+
+
 def test_readme_is_one_short_page() -> None:
     assert len((ROOT / "README.md").read_text("utf8").splitlines()) <= 150

@@ -112,6 +112,26 @@ def test_removed_names_are_kept_for_one_version() -> None:
     assert graphpatch_notebook.__version__.startswith(("0.1.", "0.2.")), "delete `_REMOVED`"
 
 
+def test_modules_have_one_copy_under_both_names() -> None:
+    source = """
+import graphpatch.experiments.attribution.rules
+from graphpatch.patches.kinds import ZeroPatch
+import graphpatch, graphpatch_notebook, pickle, sys
+both = {name: module for name, module in sys.modules.items() if name.startswith("graphpatch.")}
+assert "graphpatch.experiments.attribution.rules" in both
+for name, module in both.items():
+    assert module is sys.modules[name.replace("graphpatch", "graphpatch_notebook", 1)], name
+    assert module.__name__ == module.__spec__.name != name, name
+assert ZeroPatch is graphpatch_notebook.ZeroPatch is type(pickle.loads(pickle.dumps(ZeroPatch())))
+try:
+    import graphpatch.no_such_module
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "graphpatch_notebook.no_such_module"
+
+
 def test_typed() -> None:
     assert importlib.resources.files(graphpatch_notebook).joinpath("py.typed").is_file()
 
