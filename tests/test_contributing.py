@@ -1,4 +1,4 @@
-"""The guide for contributors: its map is the tree, and its walk-throughs work."""
+"""The pages for contributors: the map is the tree, and the walk-throughs work."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from graphpatch_notebook.notebook import PATCH_KINDS
 from test_layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
-GUIDE = (ROOT / "docs" / "CONTRIBUTING.md").read_text("utf8")
-FENCES = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+GUIDE, MAP, EXTENDING = (
+    (ROOT / "docs" / name).read_text("utf8") for name in ("CONTRIBUTING.md", "code_map.md", "extending.md")
+)
+FENCES = re.findall(r"```python\n(.*?)```", EXTENDING, re.DOTALL)
 PATCH_KIND, REGISTRATION, OPERATION, DECOMPOSITION, DECOMPOSED, PACKING, PACKED = range(7)
 
 
 def map_rows() -> list[list[str]]:
-    rows = re.findall(r"^\| (`[^|]*`) \|", GUIDE.split("## The code")[1].split("\n## ")[0], re.MULTILINE)
+    rows = re.findall(r"^\| (`[^|]*`) \|", MAP.split("## The code")[1].split("\n## ")[0], re.MULTILINE)
     return [[name.removesuffix("/").removesuffix(".py") for name in re.findall(r"`([^`]+)`", row)] for row in rows[1:]]
 
 
@@ -31,7 +33,7 @@ def test_the_map_has_all_layers_and_no_others() -> None:
     assert sorted(name for row in map_rows() for name in row) == sorted(LAYERS)
     package = ROOT / "graphpatch_notebook"
     others = {path.name for path in package.iterdir() if path.is_dir()} - set(LAYERS) - {"__pycache__"}
-    assert others == set(re.findall(r"`(\w+)/`", GUIDE.split("Beside these:")[1].split(". The\n")[0])) - {"js"}
+    assert others == set(re.findall(r"`(\w+)/`", MAP.split("Beside these:")[1].split(". The\n")[0])) - {"js"}
 
 
 def test_imports_go_down_the_map() -> None:
@@ -41,15 +43,19 @@ def test_imports_go_down_the_map() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    folders = "graphpatch_notebook|js|tests|docs|patching|inspection|capture|experiments|notebook|graphs"
-    names = re.findall(rf"`((?:{folders})/[\w/.]*)`", GUIDE)
+    folders = (
+        "graphpatch_notebook|js|tests|docs|patching|inspection|capture|components|experiments|files|notebook|graphs"
+    )
+    names = re.findall(rf"`((?:{folders})/[\w/.]*)`", GUIDE + MAP + EXTENDING)
     assert len(names) > 20
     missing = [n for n in names if not (ROOT / n).exists() and not (ROOT / "graphpatch_notebook" / n).exists()]
     assert not missing
 
 
 def test_the_files_of_a_patch_kind_are_those_that_name_one() -> None:
-    listed = set(re.findall(r"`((?:graphpatch_notebook|js)/[\w/.]+)`", GUIDE.split("follow `")[1].split("Tests:")[0]))
+    listed = set(
+        re.findall(r"`((?:graphpatch_notebook|js)/[\w/.]+)`", EXTENDING.split("follow `")[1].split("Tests:")[0])
+    )
     files = [*(ROOT / "graphpatch_notebook").rglob("*.py"), *(ROOT / "js/src").rglob("*.ts")]
     naming = {file.relative_to(ROOT).as_posix() for file in files if '"replace"' in file.read_text("utf8")}
     assert listed == naming | {"graphpatch_notebook/patches/kinds.py", "graphpatch_notebook/__init__.py"}
@@ -69,7 +75,7 @@ def test_no_file_lists_classes_of_patches() -> None:
 
 def test_laws_are_numbered_as_in_their_list() -> None:
     laws = re.findall(r"^(\d+)\. ", (ROOT / "docs/concepts/laws.md").read_text("utf8"), re.MULTILINE)
-    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", GUIDE, re.MULTILINE))
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", MAP, re.MULTILINE))
     assert list(rows) == laws
     for file in sorted((ROOT / "tests/laws").glob("test_*.py")):
         number = str(int(file.name.split("_")[2]))

@@ -15,7 +15,7 @@ from graphpatch_notebook import GraphPatchWarning
 from tests.versions import SELECTION
 
 ROOT = Path(__file__).parents[1]
-HAVE_TESTS_OF_THEIR_OWN = {"CONTRIBUTING.md", "coming_from.md", "remote.md", "sharded.md"}
+HAVE_TESTS_OF_THEIR_OWN = {"extending.md", "coming_from.md", "remote.md", "sharded.md"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 PAGES_WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text("utf8"))]
@@ -81,7 +81,7 @@ def test_linked_files_exist(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "extending.md"], ids=lambda page: page.stem)
 def test_pages_import_by_one_name(page: Path) -> None:
     assert not re.findall(r"(?:from|import) graphpatch_notebook[\w.]* ", page.read_text("utf8"))
 
