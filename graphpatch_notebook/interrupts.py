@@ -45,7 +45,7 @@ def reading(name: str, kind: type[Exception], hint: str = "") -> Iterator[None]:
 
 @contextmanager
 def whole_file(file: Path) -> Iterator[Path]:
-    """Gives a name to write to; what is there afterwards takes the place, and the mode, of `file`.
+    """Gives a name to write to, and then replaces `file` atomically; its mode stays.
 
     Links stay, and lead to it. What was loaded from the old file, or reads it now, is not disturbed.
 

@@ -330,7 +330,7 @@ class PatchableGraph(_LikeItsModel):
 
         Raises:
             UnknownPathError: The path does not exist; the message names the closest ones.
-            ValueError: There is not a view of such a name.
+            ValueError: Unknown name of a view.
             GraphError: The front end of a source checkout is not built, or a view does not have anything to show.
 
         Example:
@@ -848,7 +848,7 @@ class PatchableGraph(_LikeItsModel):
             strict: Whether a patch that never fires during a call is an error rather than a warning.
 
         Raises:
-            UnknownPathError: On entry; a `KeyError`: paths that lead to no value. The message names all that is wrong.
+            UnknownPathError: On entry; a `KeyError`: paths that lead to no value. The message names all of them.
             PatchMapError: On entry; a `ValueError`. Likewise, where all paths exist.
 
         Example:
@@ -948,7 +948,7 @@ class PatchableGraph(_LikeItsModel):
             patch_map: As for `patch`.
 
         Raises:
-            UnknownPathError: A `KeyError`: paths that lead to no value. The message names all that is wrong.
+            UnknownPathError: A `KeyError`: paths that lead to no value. The message names all of them.
             PatchMapError: A `ValueError`. Likewise, where all paths exist.
 
         Example:

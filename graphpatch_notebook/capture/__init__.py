@@ -143,7 +143,7 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             module(*args, **kwargs)
     finally:
         observer.reset(observed)
-        swaps.let_go()
+        swaps.release()
         for each in lazy:
             del each.__dict__["initialize_parameters"]
         _replace_sizes(modules)

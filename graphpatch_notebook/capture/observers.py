@@ -152,7 +152,7 @@ class Swaps:
         self._of_unobserved = of_unobserved
 
     def hold(self, modules: Iterable[Module], called: Iterable[Module] = ()) -> None:
-        """Swaps `forward` of `modules`, and the calls of those in `called`, until `let_go`."""
+        """Swaps `forward` of `modules`, and the calls of those in `called`, until `release`."""
         with _lock:
             for module in modules:
                 if (known := _forwards.get(id(module))) is None:
@@ -169,7 +169,7 @@ class Swaps:
         known.of_unobserved = known.of_unobserved or self._of_unobserved
         known.holders.add(self)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Releases all swaps; modules without other holders get back what they had."""
         with _lock:
             for held, swapped in ((self._forwards, _forwards), (self._calls, _calls)):

@@ -296,7 +296,7 @@ class Sharding:
             is_of_shards = any(runs_shards(above.module) for above in target.frame.frames_above())
             if is_of_shards and target.node.kind == "op" and all(one.is_zero for one in seen):
                 return "it is zero on all processes, and may be a buffer into which each process adds its term of a sum"
-            if all(is_same_sketch(seen[0].sketch, one.sketch) for one in seen):
+            if all(is_similar(seen[0].sketch, one.sketch) for one in seen):
                 return self._as_held(target)
             return "each process holds one term of a sum, or a value of its own"
         sizes = tuple(one.shape[differing[0]] for one in seen)
@@ -414,7 +414,7 @@ def _stated(value: Any, *, is_input: bool = False) -> Any:
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and is_same_sketch(one, other)
+        return isinstance(other, Tensor) and is_similar(one, other)
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=_LAST_DIGITS) or repr(one) == repr(other)
     if isinstance(one, (list, tuple)):
@@ -729,7 +729,7 @@ class _Close(torch.autograd.Function):
         mine = sketch(grad).to(grad.device)
         sketches = [torch.empty_like(mine) for _ in range(gradient.mesh.size())]
         dist.all_gather(sketches, mine, group=gradient.mesh.get_group())
-        gradient.is_sum = not all(is_same_sketch(sketches[0], each) for each in sketches)  # the same on all processes
+        gradient.is_sum = not all(is_similar(sketches[0], each) for each in sketches)  # the same on all processes
         return gradient.total(grad) if gradient.is_sum else grad, None
 
 
@@ -749,7 +749,7 @@ def _weights(size: int, device: str) -> Tensor:
     return torch.randn(size, 2, generator=generator, dtype=torch.float64).to(device)
 
 
-def is_same_sketch(one: Tensor, other: Tensor) -> bool:
+def is_similar(one: Tensor, other: Tensor) -> bool:
     """Whether two sketches are of the same value, up to rounding."""
     return bool(((one - other).abs() <= _SAME * max(one[-1].item(), other[-1].item())).all())
 

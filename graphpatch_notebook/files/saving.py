@@ -155,7 +155,7 @@ class _Writer:
                 try:
                     graphs[id(frame)] = self._graph(frame)
                 except GraphError as error:
-                    self._leave_out(frame, str(error))
+                    self._omit(frame, str(error))
         for frame in self.frames:
             if id(frame) in self.unstored and self._is_own(frame):
                 raise SerializationError(
@@ -196,7 +196,7 @@ class _Writer:
         encoded(frame.parameters)
         return _GraphWriter(self, frame).steps
 
-    def _leave_out(self, frame: Frame, reason: str) -> None:
+    def _omit(self, frame: Frame, reason: str) -> None:
         """Notes that a frame is not stored, nor all below it, nor other calls of these modules."""
         for inner in frame.walk():
             if id(inner) not in self.unstored:
@@ -205,7 +205,7 @@ class _Writer:
                 )
                 for other in self.frames:
                     if other.module is inner.module and id(other) not in self.unstored:
-                        self._leave_out(other, f"it is the module of {_where(inner)}, which is not stored")
+                        self._omit(other, f"it is the module of {_where(inner)}, which is not stored")
 
     def _is_own(self, frame: Frame) -> bool:
         """Whether the graph of `frame` *is* its module, rather than a record of it, here and before it was loaded."""

@@ -90,7 +90,7 @@ def is_hooked(module: Module) -> bool:
 def run_in_hook(module: Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `run(args, kwargs)` where the hooks of accelerate run the module's own forward."""
     swaps = Swaps()
-    with afterwards(swaps.let_go), holding(observer, Redirection(lambda other: run if other is module else None)):
+    with afterwards(swaps.release), holding(observer, Redirection(lambda other: run if other is module else None)):
         swaps.hold([module])
         return module.forward(*args, **kwargs)
 
@@ -360,7 +360,7 @@ def run_live(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str,
         return None if callee is None else callee.run_frame
 
     swaps = Swaps()
-    with afterwards(swaps.let_go), holding(observer, Redirection(instead_of)):
+    with afterwards(swaps.release), holding(observer, Redirection(instead_of)):
         swaps.hold(callee.frame.module for callee in graph_module.callees)
         return call_sites.invoke(forward, args, kwargs)
 

@@ -124,7 +124,7 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return VerificationReport(tuple(_report(g, {}) for g in root.walk()))
     verifier, own = _Verifier(root), copied((args, kwargs))
     swaps = Swaps()
-    with preserved(root.frame.module), afterwards(swaps.let_go), holding(observer, verifier):
+    with preserved(root.frame.module), afterwards(swaps.release), holding(observer, verifier):
         swaps.hold(reachable_modules(root.frame.module))
         copy_context().run(root.frame.module, *own[0], **own[1])
     return VerificationReport(tuple(_report(g, verifier.found) for g in root.walk()))

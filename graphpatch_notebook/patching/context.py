@@ -421,7 +421,7 @@ class PatchContext:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._swaps.let_go()
+        self._swaps.release()
 
     def _follow_edits(self) -> None:
         """Makes the plans of this block and those around it anew, if graphs were edited in it: no stale code runs."""

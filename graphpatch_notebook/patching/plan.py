@@ -490,7 +490,7 @@ _Meant: TypeAlias = "list[tuple[str, Sequence[Any], list[Target]]]"
 
 
 def entries_of(paths: Lookup, patch_map: Any, sharding: Any) -> list[Entry]:
-    """Returns the entries of a patch map, from paths, `NodePath`s or patterns to patches, or raises all that is wrong.
+    """Returns the entries of a patch map, from paths, `NodePath`s or patterns to patches, or raises one error.
 
     `sharding` is `sharding_of` the model.
     """

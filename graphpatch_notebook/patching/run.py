@@ -657,7 +657,7 @@ frame_runner: ContextVar[RunForward | None] = ContextVar("graphpatch_frame_runne
 def frames_seen(run: RunForward, modules: Iterable[Module]) -> Iterator[None]:
     """Has `run` run the frames of these modules in patched runs in the block, not only those of patched modules."""
     swaps = Swaps()
-    with holding(frame_runner, run), afterwards(swaps.let_go):
+    with holding(frame_runner, run), afterwards(swaps.release):
         swaps.hold(module for module in modules if takes_hooks(module))
         yield
 

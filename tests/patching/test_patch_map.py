@@ -1,4 +1,4 @@
-"""A patch map is checked whole before anything runs: one error says all that is wrong with it, and how to mend it."""
+"""A patch map is checked whole before anything runs: one error names every problem, and how to mend it."""
 
 from __future__ import annotations
 
