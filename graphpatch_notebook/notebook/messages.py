@@ -335,6 +335,8 @@ class ProbeReport(Message):
     view: ActivationView | None  # `null`: it did not fire; `note` says so.
     note: str | None
     change: OutputChange | None  # What the patches changed; `null`: nothing was patched, or there are no numbers.
+    before: Plot | None  # Of the value without the patches, and of what they add; `null` if they change nothing.
+    difference: Plot | None
 
 
 class Prediction(Message):

@@ -164,7 +164,7 @@ def probe_report(
         change = compared(chosen.path, *_comparable(before, kept), "not compared: it fired only")
         if before.problem is not None:
             change.note = f"not compared: without the patches, {before.problem}"
-    view = None
+    view, pictures = None, list[Plot | None]([None, None])
     if shown is None:
         note = note or "it did not fire in this run"
     else:
@@ -172,7 +172,12 @@ def probe_report(
             note = f"{len(kept.value)} values were recorded; this is the last one"
         # The dimensions of a slice are not those of the value.
         view = view_of(chosen.path, shown, Plane(), labels(chosen.path) if chosen.slice is None else None, buffers)
-    return ProbeReport(chosen.number, str(chosen.name), chosen.path, view, note, change)
+        if before is not None and change is not None and change.norm_difference:
+            both = [readable(one).tensor for one in (before.shown, shown)]
+            if both[0] is not None and both[1] is not None and both[0].shape == both[1].shape:
+                values = both[0], _flat(both[1]).sub(_flat(both[0])).view(both[0].shape)
+                pictures = [picture(readable(value), Plane(), buffers) for value in values]
+    return ProbeReport(chosen.number, str(chosen.name), chosen.path, view, note, change, *pictures)
 
 
 def _comparable(before: KeptValue, kept: KeptValue) -> tuple[Any, Any]:

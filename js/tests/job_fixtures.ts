@@ -33,6 +33,9 @@ export function statistics(changes: Partial<Statistics> = {}): Statistics {
   return { ...place, mean: 0.125, std: 0.25, min: 0, max: 1, nan: 0, infinite: 0, ...changes };
 }
 
+/** Of a probe that the patches do not change. */
+export const UNCHANGED = { change: null, before: null, difference: null };
+
 const JOB = { seconds: 0.25, fraction: null, error: null };
 
 export function runStatus(id: number, changes: Partial<RunStatus> = {}): JobReply<RunStatus> {

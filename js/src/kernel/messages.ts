@@ -212,6 +212,8 @@ export interface ProbeReport {
   view: ActivationView | null; // `null`: it did not fire; `note` says so.
   note: string | null;
   change: OutputChange | null; // What the patches changed; `null`: nothing was patched, or there are no numbers.
+  before: Heatmap | Histogram | { type: "none"; why: string } | null; // Of the value without the patches, and of what they add; `null` if they change nothing.
+  difference: Heatmap | Histogram | { type: "none"; why: string } | null;
 }
 
 /** What is among the most probable in either run, in the order of the larger probability. */

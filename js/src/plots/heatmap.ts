@@ -30,6 +30,8 @@ export interface PlotOptions {
   columnTokens?: string[] | null;
   /** Whether it is one of several in a list. */
   isSmall?: boolean;
+  /** All values that have the same colors, with those of other figures. */
+  colorsOf?: Float32Array;
   result?: ResultOptions;
 }
 
@@ -188,6 +190,8 @@ function truncated(context: CanvasRenderingContext2D, text: string, room: number
 export class HeatmapFigure {
   readonly element: HTMLElement = element("figure.gp-plot.gp-heatmap");
   private readonly summary: Summary;
+  /** Of the values that decide the colors. */
+  private readonly colors: Summary;
   private fittedCell: Size;
   private readonly frame: HeatmapFrame;
   private readonly zoom: Zoom | null;
@@ -205,8 +209,9 @@ export class HeatmapFigure {
     private readonly matrix: Matrix,
     private readonly options: PlotOptions,
   ) {
-    this.summary = summarize(this.matrix);
-    this.isClipped = this.summary.clipped !== null;
+    this.summary = summarize(this.matrix.values);
+    this.colors = options.colorsOf ? summarize(options.colorsOf) : this.summary;
+    this.isClipped = this.colors.clipped !== null;
     const { result } = options;
     this.fittedCell = this.fittingCell();
     const label = describeHeatmap(heatmap, matrix, this.summary, options.title);
@@ -246,6 +251,15 @@ export class HeatmapFigure {
       return mark;
     });
     this.marks.replaceChildren(...marks);
+  }
+
+  /** How far the cells are scrolled to the right, in pixels. */
+  get scrolledTo(): number {
+    return this.frame.scrolledTo;
+  }
+
+  set scrolledTo(left: number) {
+    this.frame.scrolledTo = left;
   }
 
   /** Moves the cursor to a cell that another figure points at; `null` hides it. */
@@ -349,7 +363,7 @@ export class HeatmapFigure {
   /** Draws the cells and the legend. */
   draw(): void {
     const given = this.options.result?.scale;
-    const scale = given ?? (this.isClipped ? this.summary.clipped : null) ?? this.summary.full;
+    const scale = given ?? (this.isClipped ? this.colors.clipped : null) ?? this.colors.full;
     const mixed = this.options.result?.overlay;
     const colorAt = (value: number, index: number) => mixed?.color(index) ?? colorOf(value, scale);
     drawMatrix(this.canvas, this.matrix, colorAt, this.cell, (index) => this.isKept(index));
@@ -378,8 +392,8 @@ export class HeatmapFigure {
   }
 
   private legendParts(scale: Scale): HTMLElement[] {
-    if (this.summary.minimum === null) return [];
-    const { clipped: cut, maximum, minimum, outliers: beyond } = this.summary; // of float32 numbers
+    const { clipped: cut, maximum, minimum, outliers: beyond } = this.colors; // of float32 numbers
+    if (minimum === null) return [];
     const { result } = this.options;
     if (result?.overlay) return [result.overlay.legend];
     const end = (value: number, isCut: boolean, sign: string) =>
@@ -526,6 +540,14 @@ export class HeatmapFrame {
     const observer = new ResizeObserver(() => this.showEdges());
     observer.observe(this.frame);
     observer.observe(cells);
+  }
+
+  get scrolledTo(): number {
+    return this.frame.scrollLeft;
+  }
+
+  set scrolledTo(left: number) {
+    this.frame.scrollLeft = Math.min(left, this.frame.scrollWidth);
   }
 
   /** Whether some of the cells are out of sight. */

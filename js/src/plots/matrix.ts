@@ -88,6 +88,10 @@ export function readMatrix(
   return { rows, columns, values: new Float32Array(bytes.slice().buffer) };
 }
 
+export function joined(parts: readonly Float32Array[]): Float32Array {
+  return Float32Array.from(parts.flatMap((part) => [...part]));
+}
+
 function isOnScale(value: number): boolean {
   return Math.abs(value) < MAX_MAGNITUDE;
 }
@@ -152,9 +156,9 @@ function clippedScale(sorted: Float32Array, whole: Scale): Scale | null {
 }
 
 /** Summarizes a matrix before it is drawn. */
-export function summarize(plane: Matrix): Summary {
-  const amounts = plane.values.filter(isOnScale).sort();
-  const missing = plane.values.length - amounts.length;
+export function summarize(values: Float32Array): Summary {
+  const amounts = values.filter(isOnScale).sort();
+  const missing = values.length - amounts.length;
   const minimum = amounts[0];
   const maximum = amounts[amounts.length - 1];
   if (minimum === undefined || maximum === undefined) {

@@ -150,13 +150,17 @@ export function statisticsRows(statistics: Statistics): [term: string, value: st
   ];
 }
 
-/** The statistics of a value, as a description list, and its plot; `isSmall`: it is one of several in a list. */
+/** The statistics of a value, and its plot; `isSmall`: it is one of several in a list. */
 export function makeValue(
   { statistics, plot, row_labels: rowTokens, column_labels: columnTokens }: ActivationView,
   buffers: readonly DataView[],
   title: string,
   isSmall = false,
 ): HTMLElement[] {
+  return [makeStatistics(statistics), makePlot(plot, buffers, { title, rowTokens, columnTokens, isSmall })];
+}
+
+export function makeStatistics(statistics: Statistics): HTMLElement {
   const pairs = statisticsRows(statistics).map(([term, value, isWarning]) =>
     element(
       "div",
@@ -165,6 +169,5 @@ export function makeValue(
       element("dd.gp-number", value),
     ),
   );
-  const list = element("dl.gp-line.gp-statistics", ...pairs);
-  return [list, makePlot(plot, buffers, { title, rowTokens, columnTokens, isSmall })];
+  return element("dl.gp-line.gp-statistics", ...pairs);
 }

@@ -1,5 +1,5 @@
 /** The report of a run: the next tokens, the changes of the output, and the values of probes. */
-import type { Change, Predictions, ProbeReport, RunReport } from "../kernel/protocol";
+import type { ActivationView, Change, Predictions, ProbeReport, RunReport } from "../kernel/protocol";
 import { buttonElement, element, setAttribute } from "../page/dom";
 import {
   formatCount,
@@ -12,7 +12,8 @@ import {
   visibleLines,
   visibleToken,
 } from "../page/text";
-import { makeValue, probabilityCell } from "../plots/plots";
+import { joined, readMatrix } from "../plots/matrix";
+import { makePlot, makeStatistics, makeValue, probabilityCell } from "../plots/plots";
 
 interface ReportContext {
   buffers: readonly DataView[];
@@ -120,8 +121,28 @@ function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HT
     element("div.gp-caption", element("code.gp-probe-name", name), ` #${number} `, link ?? place),
     note !== null && element("p.gp-note", sentence(visibleLines(note))),
     change && makeProbeChange(change),
-    ...(view === null ? [] : makeValue(view, buffers, `${name}, ${path}`, true)),
+    ...(view === null ? [] : makePictures(report, view, buffers, `${name}, ${path}`)),
   );
+}
+
+/** The statistics, and a picture; if the patches change it, one without them and one of the difference beside it. */
+function makePictures(report: ProbeReport, view: ActivationView, buffers: readonly DataView[], title: string) {
+  const { before, difference } = report;
+  const { plot, row_labels: rowTokens, column_labels: columnTokens } = view;
+  const parts = [
+    ["Without patches", before],
+    ["With patches", plot],
+    ["Difference", difference],
+  ] as const;
+  const shared = before?.type === "heatmap" && plot.type === "heatmap";
+  const colorsOf = shared ? joined([before, plot].map((one) => readMatrix(one, buffers).values)) : undefined;
+  const pictures = parts.map(([name, one]) => {
+    const colors = name !== "Difference" && colorsOf ? { colorsOf } : {};
+    const options = { title: `${title}, ${name.toLowerCase()}`, rowTokens, columnTokens, isSmall: true, ...colors };
+    return one && element("div", element("div.gp-caption", name), makePlot(one, buffers, options));
+  });
+  if (before === null) return makeValue(view, buffers, title, true);
+  return [makeStatistics(view.statistics), element("div.gp-beside", ...pictures)];
 }
 
 function probes(report: RunReport, context: ReportContext): HTMLElement | null {

@@ -183,9 +183,8 @@ class LensView implements Part {
   /** The stream to show once it is computed. */
   private requestedStream: string | null = null;
 
-  private get rows(): Lens["streams"][number]["rows"] {
-    return this.lens.streams.find(({ name }) => name === this.stream)?.rows ?? [];
-  }
+  /** Of the stream that is drawn, the first layer first. */
+  private rows: Lens["streams"][number]["rows"] = [];
 
   private readoutsOf(run: number): Readouts | undefined {
     return this.runs[run]?.get(this.stream);
@@ -198,7 +197,9 @@ class LensView implements Part {
       void this.chooseStream(wanted);
       return;
     }
+    this.rows = this.lens.streams.find(({ name }) => name === this.stream)?.rows ?? [];
     const kinds = this.lens.runs > 1 ? KINDS : KINDS.slice(0, 1);
+    const scroll = this.drawn[0]?.scrolledTo ?? Number.POSITIVE_INFINITY;
     this.drawn = []; // new figures call `onHover` with `null`
     this.drawn = kinds.map((kind) => this.figure(kind));
     const sections = this.drawn.map(({ element: figure }, place) => {
@@ -206,6 +207,7 @@ class LensView implements Part {
       return element("div.gp-lens-figure", heading, figure);
     });
     this.figures.replaceChildren(...sections, this.details);
+    for (const figure of this.drawn) figure.scrolledTo = scroll; // at first to the last position, whose token is next
     this.followSelection();
   }
 

@@ -158,3 +158,23 @@ test("without a kernel, the sent numbers can be browsed and the others cannot be
   remove();
   expect(model.listening).toBe(0);
 });
+
+test("a long text opens at its last position, whose token is next, and stays where it is scrolled to", async () => {
+  const columns = 60;
+  const cells = ROWS * columns;
+  const numbers = await deflatedParts([
+    new Uint32Array(2 * cells),
+    new Float32Array(2 * cells),
+    new Float32Array(cells),
+    new Uint32Array(cells),
+  ]);
+  const many = lens({ positions: null, target: Array.from({ length: columns }, () => 0) });
+  const traits = { ...linkedTraits("lens"), lens: many, cells: numbers, stream: "residual" };
+  const { el } = await rendered(new FakeModel<LensTraits>(traits), "700px");
+  const frame = () => el.querySelector(".gp-heatmap-frame") as HTMLElement;
+  expect(frame().scrollWidth).toBeGreaterThan(1500);
+  expect(frame().scrollLeft).toBe(frame().scrollWidth - frame().clientWidth);
+  frame().scrollLeft = 300;
+  await userEvent.selectOptions(el.querySelectorAll("select")[1] as HTMLSelectElement, "rank");
+  expect(frame().scrollLeft).toBe(300);
+});

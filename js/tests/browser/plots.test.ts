@@ -8,7 +8,16 @@ import { RunPanel } from "../../src/runs/run_panel";
 import { accessibilityViolations } from "../accessibility";
 import { cellColor } from "../canvas";
 import { FakeView } from "../fixtures";
-import { activation, activationStatus, float32, HISTOGRAM, heatmap, report, statistics } from "../job_fixtures";
+import {
+  activation,
+  activationStatus,
+  float32,
+  HISTOGRAM,
+  heatmap,
+  report,
+  statistics,
+  UNCHANGED,
+} from "../job_fixtures";
 import "../../src/style.css";
 
 const HOSTILE = `<img src=x onerror="window.hacked = 1">`;
@@ -190,7 +199,7 @@ it("says why there is no plot", () => {
 /** A view with a run that shows everything there is, and an activation. */
 async function full(): Promise<FakeView> {
   const view = open();
-  const probe = { number: 1, change: null };
+  const probe = { number: 1, ...UNCHANGED };
   const values = float32(Array.from({ length: 16 }, (_, index) => index - 8));
   const shown = report({
     warnings: [HOSTILE],
@@ -232,6 +241,48 @@ async function full(): Promise<FakeView> {
   await expect.poll(() => view.root.querySelectorAll("canvas").length).toBe(2);
   return view;
 }
+
+it.each([1200, 640, 330])(
+  "shows a probe before, after and as a difference, inside its card, %d px wide",
+  async (width) => {
+    const view = open();
+    view.root.style.width = `${width}px`;
+    const norms = { norm_before: 6.2491234, norm_after: 6.2498765, norm_difference: 0.000123456 };
+    const change = { path: "h_1.output", shape: [1, 4, 4], dtype: "float32", largest: [], note: null, ...norms };
+    const probe = {
+      number: 2,
+      name: "a_name_that_is_rather_long",
+      path: "transformer.h_1.attn.a_long_name.output|sub_0",
+      note: null,
+      change,
+      view: activation({ plot: heatmap(4, 4, { buffer: 0 }), row_labels: TOKENS }),
+      before: heatmap(4, 4, { buffer: 1 }),
+      difference: heatmap(4, 4, { buffer: 2 }),
+    };
+    const buffers = [0, 1, 2].map((which) =>
+      float32(Array.from({ length: 16 }, (_, at) => ([2, 8, -6][which] ?? 0) * (at / 15))),
+    );
+    const other = { ...probe, number: 3, name: "b" };
+    const shown = report({ probes: [probe, other] });
+    const done = { id: 1, state: "done" as const, seconds: 1, fraction: 1, error: null, report: shown };
+    view.kernel.script = { run: () => ({ result: done, buffers }) };
+    view.root.append(new RunPanel(view).element);
+    view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
+    await expect.poll(() => view.root.querySelectorAll(".gp-probe canvas").length).toBe(6);
+    const [card] = view.root.querySelectorAll(".gp-probe");
+    const captions = [...(card?.querySelectorAll(".gp-beside .gp-caption:first-child") ?? [])];
+    expect(captions.map((caption) => caption.textContent)).toEqual(["Without patches", "With patches", "Difference"]);
+    // The first two have one scale, from 0 to 8; the last goes from -6 to 0.
+    const [before, after] = [...(card?.querySelectorAll("canvas") ?? [])];
+    expect(cellColor(before as HTMLCanvasElement, [3, 3], [4, 4])).toEqual(color(1, "sequential"));
+    expect(cellColor(after as HTMLCanvasElement, [3, 3], [4, 4])).toEqual(color(0.25, "sequential"));
+    for (const one of view.root.querySelectorAll<HTMLElement>(".gp-probe")) {
+      const box = one.getBoundingClientRect();
+      for (const inside of one.querySelectorAll("*"))
+        expect(inside.getBoundingClientRect().right).toBeLessThanOrEqual(box.right);
+    }
+  },
+);
 
 it("shows the output's numbers beside a long path that wraps", async () => {
   const view = open();

@@ -13,6 +13,8 @@ function lightness([red, green, blue]: Rgb): number {
   return 116 * Math.cbrt(0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue)) - 16;
 }
 
+const summarized = ({ values }: Matrix) => summarize(values);
+
 describe("colors", () => {
   const steps = Array.from({ length: 101 }, (_, step) => step / 100);
 
@@ -56,20 +58,20 @@ describe("a plane", () => {
   });
 
   it("with both signs has a range symmetric about zero; otherwise from minimum to maximum", () => {
-    expect(summarize(plane(1, 3, [-1, 0, 3])).full).toEqual({ map: "diverging", low: -3, high: 3 });
-    expect(summarize(plane(1, 3, [1, 2, 3])).full).toEqual({ map: "sequential", low: 1, high: 3 });
-    expect(summarize(plane(1, 2, [-1, -3])).full).toEqual({ map: "sequential", low: -3, high: -1 });
+    expect(summarized(plane(1, 3, [-1, 0, 3])).full).toEqual({ map: "diverging", low: -3, high: 3 });
+    expect(summarized(plane(1, 3, [1, 2, 3])).full).toEqual({ map: "sequential", low: 1, high: 3 });
+    expect(summarized(plane(1, 2, [-1, -3])).full).toEqual({ map: "sequential", low: -3, high: -1 });
   });
 
   it("leaves out NaN, infinities and fill values of masks", () => {
-    const summary = summarize(plane(1, 6, [1, Number.NaN, Number.NEGATIVE_INFINITY, -3.4e38, 3, 2]));
+    const summary = summarized(plane(1, 6, [1, Number.NaN, Number.NEGATIVE_INFINITY, -3.4e38, 3, 2]));
     expect(summary).toMatchObject({ minimum: 1, maximum: 3, mean: 2, missing: 3 });
     expect(colorOf(-3.4e38, summary.full)).toBeNull();
-    expect(summarize(plane(1, 2, [Number.NaN, Number.NaN]))).toMatchObject({ minimum: null, missing: 2 });
+    expect(summarized(plane(1, 2, [Number.NaN, Number.NaN]))).toMatchObject({ minimum: null, missing: 2 });
   });
 
   it("has one color, the middle one, if all values are equal", () => {
-    const { full: whole } = summarize(plane(1, 2, [4, 4]));
+    const { full: whole } = summarized(plane(1, 2, [4, 4]));
     expect(colorOf(4, whole)).toEqual(color(0.5, "sequential"));
   });
 
@@ -79,17 +81,17 @@ describe("a plane", () => {
     const values = waves(1000);
     values[17] = 300;
     values[18] = -400;
-    const summary = summarize(plane(10, 100, values));
+    const summary = summarized(plane(10, 100, values));
     expect(summary.full).toEqual({ map: "diverging", low: -400, high: 400 });
     expect(summary.clipped?.high).toBeCloseTo(1, 1);
     expect(summary.outliers).toBeGreaterThanOrEqual(2);
-    expect(summarize(plane(10, 100, waves(1000))).clipped).toBeNull();
+    expect(summarized(plane(10, 100, waves(1000))).clipped).toBeNull();
   });
 
   it("clips only the side with outliers", () => {
     const values = waves(1000).map((value) => value + 2);
     values[17] = 300;
-    const { clipped: cut, full: whole } = summarize(plane(10, 100, values));
+    const { clipped: cut, full: whole } = summarized(plane(10, 100, values));
     expect(cut?.low).toBe(whole.low);
     expect(cut?.high).toBeCloseTo(3, 1);
   });
@@ -97,7 +99,7 @@ describe("a plane", () => {
   it("of attention to single tokens is not clipped, however many zeros are masked", () => {
     const size = 64;
     const values = Array.from({ length: size * size }, (_, index) => (index % (size + 1) === 0 ? 0.9 : 0));
-    expect(summarize(plane(size, size, values)).clipped).toBeNull();
+    expect(summarized(plane(size, size, values)).clipped).toBeNull();
   });
 });
 

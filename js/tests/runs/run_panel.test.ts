@@ -3,7 +3,7 @@ import type { RunStatus } from "../../src/kernel/protocol";
 import { RunPanel } from "../../src/runs/run_panel";
 import { RequestFailed } from "../../src/view";
 import { ABOUT, FakeModel, FakeView, patch, traits } from "../fixtures";
-import { activation, HISTOGRAM, heatmap, report, runStatus } from "../job_fixtures";
+import { activation, HISTOGRAM, heatmap, report, runStatus, UNCHANGED } from "../job_fixtures";
 
 let view: FakeView;
 let panel: HTMLElement;
@@ -290,7 +290,7 @@ describe("a report", () => {
     const odd = "a\u202eb\u0007c\nd";
     const seen = "a\\u202eb\\x07c\\nd";
     if (change === undefined) throw new Error("no change");
-    const probe = { view: null, note: odd, change: null };
+    const probe = { view: null, note: odd, ...UNCHANGED };
     await show({
       call: odd,
       warnings: [odd],
@@ -320,7 +320,7 @@ describe("a report", () => {
   });
 
   it("shows warnings and probes, with links to the probes' nodes", async () => {
-    const probe = { view: activation({ plot: HISTOGRAM }), note: null, change: null };
+    const probe = { view: activation({ plot: HISTOGRAM }), note: null, ...UNCHANGED };
     const silent = { ...probe, view: null, note: "It did not fire." };
     await show({
       warnings: ["#2 did not fire."],
@@ -358,6 +358,7 @@ describe("a report", () => {
         number: index,
         name: `h${index}`,
         path: "h_9.output",
+        ...UNCHANGED,
         change: one,
       })),
     });

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,29 @@ def test_norms_at_a_probe_are_those_that_hooks_see(slice_: str | None) -> None:
     assert torch.equal(runs.last.activations["h"].double(), after)
     with torch.no_grad():
         assert torch.equal(runs.last.unpatched_output, model(X))
+
+
+def test_a_probe_has_pictures_without_the_patches_and_of_the_difference() -> None:
+    model = Mlp().eval()
+    pg = PatchableGraph(model, X.clone())
+    session = Session(pg, Origin("pg", "model"))
+    probe = patch("down.linear", "probe", name="h")
+    runs = Runs(session, dict)
+    reports = []
+    for chosen in (probe, patch("up.linear", "zero", slice="0")):
+        session.add(chosen)
+        number = runs.start(None)
+        runs.wait(number, 20)
+        status, buffers = received(runs.status(number))
+        reports.append(status["report"]["probes"][-1])
+    assert reports[0]["before"] is None
+    assert reports[0]["difference"] is None
+    found = [
+        np.frombuffer(buffers[reports[1][part]["buffer"]], "<f4").reshape(3, -1) for part in ("before", "difference")
+    ]
+    before, after = seen(model, model.down), seen(model, model.down, without_first_row, model.up)
+    for numbers, wanted in zip(found, (before, after - before), strict=True):
+        assert np.allclose(numbers, wanted.numpy(), atol=1e-6)
 
 
 class Counts(Submodules, up=(4, 4)):
