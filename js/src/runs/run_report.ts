@@ -170,8 +170,9 @@ export function makeRunReport(report: RunReport, context: ReportContext): HTMLEl
 function changeCell(before: number, after: number): HTMLElement {
   const change = after - before;
   const points = (100 * Math.abs(change)).toFixed(1);
-  const cell = element("td.gp-number.gp-change", `${change < 0 ? "−" : "+"}${points}`);
-  if (points !== "0.0") setAttribute(cell, "data-sign", change < 0 ? "negative" : "positive");
+  const isChanged = points !== "0.0";
+  const cell = element("td.gp-number.gp-change", `${isChanged ? (change < 0 ? "−" : "+") : ""}${points}`);
+  if (isChanged) setAttribute(cell, "data-sign", change < 0 ? "negative" : "positive");
   cell.style.setProperty("--gp-part", `${Math.round(MAX_BACKGROUND * Math.abs(change))}%`);
   return cell;
 }

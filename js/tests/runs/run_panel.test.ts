@@ -243,7 +243,7 @@ describe("a report", () => {
       ["Token", "Rank", "Without patches", "Rank", "With patches", "Change"],
       ["␣the", "0", "99.3%", "12", "<0.1%", "−99.3"],
       ["⏎", "40", "0%", "0", "60%", "+60.0"],
-      ["<b>x</b>", "1", "0.1%", "1", "0.1%", "+0.0"],
+      ["<b>x</b>", "1", "0.1%", "1", "0.1%", "0.0"],
     ]);
     const signs = [...panel.querySelectorAll<HTMLElement>("td.gp-change")].map(({ dataset }) => dataset.sign);
     expect(signs).toEqual(["negative", "positive", undefined]);
