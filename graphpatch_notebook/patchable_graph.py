@@ -325,8 +325,8 @@ class PatchableGraph(_LikeItsModel):
             inputs: Inputs for *Run*, instead of the example inputs: a tuple of arguments, a dict of keyword arguments,
                 or one value.
             circuit: A circuit of this model. Its picture is shown above the tree, to patch components by click.
-            views: The names of views to show above the tree: "attention", "lens". What is selected in one is selected
-                in all.
+            views: The names of views to show with the tree: "attention", "lens", and "graph", which draws the dataflow
+                of the module at the path. What is selected in one is selected in all.
 
         Raises:
             UnknownPathError: The path does not exist; the message names the closest ones.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -446,9 +446,16 @@ def sources(location: Location) -> list[Ref]:
     if location.graph is None and node.kind in ("input", "output"):
         given = passed_on(node, location.frame)
         return _unique(refs_in(None if given is None else at_keys(given[0], keys)))
+    return _unique(sources_in(location.frame, node))
+
+
+def sources_in(frame: Frame, node: Node) -> Iterable[Ref]:
+    """Returns the values of a frame that the value of a node there is computed from, in the order of the arguments."""
+    if node.kind == "output":
+        return refs_in(frame.output)
     if isinstance(node, ElementNode):
         return [Ref(node.whole, (node.position,))]
-    return _unique(node.sources)
+    return node.sources
 
 
 def users(location: Location) -> list[Ref]:

@@ -208,6 +208,13 @@ class ComponentRow(Message):
     shape: list[int]
 
 
+class Flow(Message):
+    """The edges of all graphs, in the order of the rows that use the values: what each node is computed from."""
+
+    users: list[int]  # By edge: the row that uses the value, as the difference from that of the edge before.
+    values: list[int]  # How many rows before the user the value is: a node, its part, the output of a called graph.
+
+
 class Source(Message):
     """A line of the user's code."""
 

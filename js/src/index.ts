@@ -1,6 +1,7 @@
 /** The entry point of the front end: creates a view and connects its parts. */
 import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_figure";
 import { NodePopup } from "./details/popup";
+import { FlowPanel } from "./flow/flow_panel";
 import { inflateText } from "./inflate";
 import type { About, CircuitTraits, Component, HeatmapTraits, LinkedTraits, ResultHeatmap } from "./kernel/protocol";
 import { copyText, element } from "./page/dom";
@@ -108,8 +109,20 @@ function showTree(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove:
   const popup = new NodePopup(view);
   const editor = new PatchEditor(view);
   const circuit = makeCircuitPanel(view, state);
+  const flow = new FlowPanel(view, state);
   const filtered = { element: makeFilterNote(view.filter, onRemove) };
-  const parts = [circuit, toolbar, notices, filtered, tree, popup, editor, new PatchList(view), new RunPanel(view)];
+  const parts = [
+    circuit,
+    toolbar,
+    notices,
+    filtered,
+    flow,
+    tree,
+    popup,
+    editor,
+    new PatchList(view),
+    new RunPanel(view),
+  ];
   root.append(...parts.map((part) => part.element));
   watchKeys(view, toolbar);
   connectSelection(view, state);

@@ -5,6 +5,7 @@
  *     index.ts       creates the view of a model in the page
  *     ├── kernel/    messages: requests and replies; a lost kernel                  protocol.ts, kernel.ts
  *     ├── tree/      rows, search, scores, keyboard, toolbar                        tree_view.ts, tree_state.ts
+ *     ├── flow/      the dataflow of a module as a picture                          dataflow.ts, layout.ts, flow_panel.ts
  *     ├── details/   the popup of a node, and its activation                        popup.ts, activation_view.ts
  *     ├── patches/   the editor of a patch, the list of chosen patches              editor.ts, edits.ts, patch_list.ts
  *     ├── runs/      jobs and their progress, the inputs of a run, its report       jobs.ts, run_panel.ts, run_report.ts

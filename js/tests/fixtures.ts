@@ -227,6 +227,8 @@ export function traits(changes: Partial<Traits> = {}): Traits {
     selected: 0,
     query: "",
     shows_sizes: false,
+    shows_graph: false,
+    edges: new DataView(new ArrayBuffer(0)),
     components: new DataView(new ArrayBuffer(0)),
     scores: new DataView(new ArrayBuffer(0)),
     scores_name: "",

@@ -20,7 +20,7 @@ import traitlets
 from msgspec import Meta
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Ref, SourceLine
+from graphpatch_notebook.capture.records import RECORD, Frame, Node, Ref, SourceLine
 from graphpatch_notebook.errors import GraphError, SessionError, UnknownPathError
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection import node_path
@@ -54,7 +54,6 @@ from graphpatch_notebook.values import (
     UnknownSpec,
     ValueSpec,
     dtype_name,
-    key_text,
     leaves,
 )
 
@@ -76,6 +75,7 @@ class Browser(LinkedView):
 
     Attributes:
         views: The views that are shown above the tree, as `pg.browse(views=("attention",))` asks for them.
+        shows_graph: Whether the dataflow of the selected module is drawn, as `pg.browse(views=("graph",))` asks for.
 
     Example:
         >>> import torch
@@ -92,6 +92,8 @@ class Browser(LinkedView):
     selected = traitlets.Int().tag(sync=True)
     query = traitlets.Unicode().tag(sync=True)
     shows_sizes = traitlets.Bool().tag(sync=True)
+    shows_graph = traitlets.Bool().tag(sync=True)
+    edges = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     components = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     scores = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     scores_name = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
@@ -104,6 +106,7 @@ class Browser(LinkedView):
         "selected": Natural,
         "query": Annotated[str, Meta(max_length=10_000)],
         "shows_sizes": bool,
+        "shows_graph": bool,
     }
     VIEW: ClassVar[str] = "tree"
 
@@ -114,6 +117,8 @@ class Browser(LinkedView):
         workspace: Workspace,
         path: str = "",
         views: Iterable[LinkedView] = (),
+        *,
+        shows_graph: bool = False,
     ) -> None:
         skeleton = skeleton_of(graph)
         row = skeleton.row(path)
@@ -121,10 +126,10 @@ class Browser(LinkedView):
         self._scores: dict[str, float] = {}
         self._scores_name = ""
         self._circuit: Circuit | AttributionGraph | None = None
-        self._has_components = False
+        self._has_components, self._has_edges = False, shows_graph
         self._opened_at = skeleton.path(row)
         self.views = tuple(views)
-        super().__init__(graph, session, workspace, selected=row, **_opened(skeleton, row))
+        super().__init__(graph, session, workspace, selected=row, shows_graph=shows_graph, **_opened(skeleton, row))
 
     # -- public methods ------------------------------------------------------------------------------------------------
 
@@ -223,6 +228,12 @@ class Browser(LinkedView):
         if any(row >= count for row in {"selected": [value], "expanded": value or []}.get(name, ())):
             raise traitlets.TraitError(f"{name!r} must be rows of the tree, from 0 to {count - 1:,}")
 
+    @traitlets.observe("shows_graph")
+    def _find_edges(self, change: Any) -> None:
+        if change["new"] and not self._has_edges:
+            self._has_edges = True
+            self.renew("edges")
+
     # -- values of traits ----------------------------------------------------------------------------------------------
 
     def _rows(self) -> Skeleton:
@@ -251,10 +262,11 @@ class Browser(LinkedView):
 
     def _makers(self) -> Mapping[str, Callable[[], Any]]:
         skeleton = self._shown() or skeleton_of(self.graph)
-        components = self._has_components
+        components, edges = self._has_components, self._has_edges
         return {
             **super()._makers(),
             "skeleton": lambda: skeleton.data,
+            "edges": lambda: skeleton.packed_edges() if edges else b"",
             "components": lambda: skeleton.packed_components() if components else b"",
             "scores": lambda: packed_scores(self._scores, skeleton) if self._scores else b"",
             "scores_name": lambda: self._scores_name,
@@ -284,7 +296,7 @@ class Browser(LinkedView):
         self.renew("run", "about")
 
     def save_html(self, file: str | os.PathLike[str]) -> None:
-        """Saves the tree as a page of HTML, with the names of the components.
+        """Saves the tree as a page of HTML, with the names of the components and the dataflow.
 
         Args:
             file: The file to write; it replaces a file of that name.
@@ -294,6 +306,8 @@ class Browser(LinkedView):
         """
         if self.comm is not None:
             self._find_components()
+            self._has_edges = True
+            self.renew("edges")
         super().save_html(file)
 
     # -- display -------------------------------------------------------------------------------------------------------
@@ -368,9 +382,10 @@ def browser_of(
 
     known: dict[str, Callable[..., LinkedView]] = {"attention": attention_of, "lens": lens_of}
     wanted = [views] if isinstance(views, str) else [*views]
-    if unknown := {*wanted} - known.keys():
-        raise ValueError(f"unknown view {unknown.pop()!r}; views are 'attention' and 'lens'")
-    browser = Browser(graph, session, workspace, path, [known[name](graph, workspace) for name in wanted])
+    if unknown := {*wanted} - {*known, "graph"}:
+        raise ValueError(f"unknown view {unknown.pop()!r}; views are 'attention', 'graph' and 'lens'")
+    above = [known[name](graph, workspace) for name in wanted if name != "graph"]
+    browser = Browser(graph, session, workspace, path, above, shows_graph="graph" in wanted)
     browser.set_circuit(circuit)
     return browser
 
@@ -659,23 +674,9 @@ def _links(refs: list[Ref], place: Location, skeleton: Skeleton) -> Iterator[Lin
     here = format_path(place.frame.path)
     seen: set[int] = set()
     for ref in refs:
-        row = _row(ref, skeleton)
+        row = skeleton.row_of_ref(ref)
         if row is not None and row not in seen:
             seen.add(row)
             path = skeleton.path(row)
             # As seen from the graph; the whole path if it is outside of the graph.
             yield Link(row, path.removeprefix(f"{here}.") if here else path)
-
-
-def _row(ref: Ref, skeleton: Skeleton) -> int | None:
-    """Returns the row of a value; for the result of a call, the output of its graph."""
-    node = ref.node.frame.output_node if isinstance(ref.node, CallNode) else ref.node
-    row = skeleton.row_of_node(node)
-    for key in ref.dig:
-        text = format_path([key_text(key)])
-        inside = () if row is None else skeleton.children(row)
-        found = next((child for child in inside if skeleton.name[child] == text), None)
-        if found is None:
-            break
-        row = found
-    return row

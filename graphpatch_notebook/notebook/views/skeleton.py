@@ -12,24 +12,33 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 import msgspec
 import torch
 
-from graphpatch_notebook.capture.records import CallNode, Frame, Node
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
-from graphpatch_notebook.inspection.node_path import Location
+from graphpatch_notebook.inspection.node_path import Location, sources_in
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse, resolve
 from graphpatch_notebook.inspection.tree import is_clutter, is_shown, plumbing, unused_modules, used_modules
 from graphpatch_notebook.notebook.display.tables import spec_label, visible
-from graphpatch_notebook.notebook.messages import KINDS, ComponentRow, RowKind
+from graphpatch_notebook.notebook.messages import KINDS, ComponentRow, Flow, RowKind
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, parse_path
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec, dtype_name
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    ScalarSpec,
+    TensorSpec,
+    UnknownSpec,
+    ValueSpec,
+    dtype_name,
+    key_text,
+)
 
 # In columns of positions in a table: the first position that was not used yet. Long runs of it compress well.
 NEXT = -2
@@ -183,6 +192,26 @@ class Skeleton:
         """Returns the components as deflated JSON."""
         return zlib.compress(msgspec.json.encode(self.components()), 9)
 
+    def edges(self) -> Iterator[tuple[int, int]]:
+        """Yields the row of each node with that of each value that it is computed from, in order, without duplicates.
+
+        The value may be a part of another node's, or the output of a called graph. Edges are inside of one graph: what
+        the inputs of a graph are, the edges of its call say.
+        """
+        for frame in self.nodes.root.walk(with_splices=True):
+            for node in frame.nodes_and_splices:
+                user = self._by_node[id(node)]
+                for value in dict.fromkeys(map(self.row_of_ref, sources_in(frame, node))):
+                    if value is not None:
+                        yield user, value
+
+    def packed_edges(self) -> bytes:
+        """Returns the edges as deflated JSON: `Flow`."""
+        edges = sorted(self.edges(), key=itemgetter(0))  # keeps the order of the arguments
+        users = [user for user, _ in edges]
+        steps = [user - before for user, before in zip(users, [0, *users], strict=False)]
+        return zlib.compress(msgspec.json.encode(Flow(steps, [user - value for user, value in edges])), 9)
+
     # -- one row -------------------------------------------------------------------------------------------------------
 
     def children(self, row: int) -> Iterator[int]:
@@ -237,6 +266,19 @@ class Skeleton:
     def row_of_node(self, node: Node) -> int | None:
         """Returns the row of a node, or of the graph of a call."""
         return self._by_node.get(id(node))
+
+    def row_of_ref(self, ref: Ref) -> int | None:
+        """Returns the row of a value; for the result of a call, the output of its graph."""
+        node = ref.node.frame.output_node if isinstance(ref.node, CallNode) else ref.node
+        row = self.row_of_node(node)
+        for key in ref.dig:
+            text = format_path([key_text(key)])
+            inside = () if row is None else self.children(row)
+            found = next((child for child in inside if self.name[child] == text), None)
+            if found is None:
+                break
+            row = found
+        return row
 
     @functools.cached_property
     def _by_node(self) -> dict[int, int]:

@@ -111,6 +111,12 @@ export interface ComponentRow {
   shape: number[];
 }
 
+/** The edges of all graphs, in the order of the rows that use the values: what each node is computed from. */
+export interface Flow {
+  users: number[]; // By edge: the row that uses the value, as the difference from that of the edge before.
+  values: number[]; // How many rows before the user the value is: a node, its part, the output of a called graph.
+}
+
 /** A line of the user's code. */
 export interface Source {
   file: string;

@@ -62,7 +62,7 @@ export interface LinkedTraits {
   selection: Item[];
 }
 
-/** Traits of the tree. Only `expanded`, `selected`, `query`, `shows_sizes` and `selection` are set by the front end. */
+/** Traits of the tree. Only `expanded`, `selected`, `query`, `shows_...` and `selection` are set by the front end. */
 export interface Traits extends LinkedTraits {
   skeleton: DataView; // Deflated JSON of `Columns`.
   about: About;
@@ -70,6 +70,8 @@ export interface Traits extends LinkedTraits {
   selected: number; // The row that has the focus of the tree.
   query: string;
   shows_sizes: boolean; // Whether rows with only sizes, and hidden rows, are shown.
+  shows_graph: boolean; // Whether the dataflow is drawn.
+  edges: DataView; // Deflated JSON of `Flow`. Empty: it has not been shown yet.
   components: DataView; // Deflated JSON of `Component[]`, layer by layer. Empty: not asked for yet.
   scores: DataView; // A float32 per row, little-endian; NaN without a score. Empty: no scores.
   scores_name: string;

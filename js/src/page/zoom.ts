@@ -5,9 +5,11 @@ import { clamp, type Size } from "./grid";
 /** How much larger a click on a button makes the picture, and how small and large it gets. */
 const STEP = 1.25;
 const ZOOMS = [0.05, 3] as const;
+/** What is so close to the border of the window, in pixels, is not seen well. */
+const EDGE = 24;
 
 export class ZoomWindow {
-  readonly element = element("div.gp-zoom", {
+  readonly element = element("div.gp-zoom-window", {
     onwheel: (event: WheelEvent) => this.onWheel(event),
     onpointerdown: (event: PointerEvent) => this.onPointerDown(event),
   });
@@ -34,6 +36,7 @@ export class ZoomWindow {
     this.size = size;
     this.element.replaceChildren(picture);
     this.resize();
+    this.element.scrollTo(0, 0);
   }
 
   /** Zooms; what is at a place in the window, by default its middle, stays there. */
@@ -54,10 +57,12 @@ export class ZoomWindow {
     this.zoomTo(Math.max(least, whole));
   }
 
-  /** Scrolls so that a place of the picture is in the middle. */
-  center(x: number, y: number): void {
-    const { clientWidth, clientHeight } = this.element;
-    this.element.scrollTo(x * this.zoom - clientWidth / 2, y * this.zoom - clientHeight / 2);
+  /** Scrolls to a place of the picture, unless it is seen. */
+  reveal(x: number, y: number): void {
+    const { clientWidth, clientHeight, scrollLeft, scrollTop } = this.element;
+    const [left, top] = [x * this.zoom - scrollLeft, y * this.zoom - scrollTop];
+    const isSeen = left > EDGE && left < clientWidth - EDGE && top > EDGE && top < clientHeight - EDGE;
+    if (!isSeen) this.element.scrollTo(x * this.zoom - clientWidth / 2, y * this.zoom - clientHeight / 2);
   }
 
   private resize(): void {

@@ -263,7 +263,7 @@ const TYPES: Record<string, string> = {
 };
 
 /** The type of a component: `stream` or `neurons`, else the last part of its name: `q`, `pattern`, `attn_out`, `embed`. */
-function componentType(name: string): string {
+export function componentType(name: string): string {
   const [, part = ""] = /([\w]+(?:\.\w+)?)$/.exec(name) ?? [];
   const last = part.slice(part.indexOf(".") + 1);
   return TYPES[part] ?? TYPES[last] ?? last;

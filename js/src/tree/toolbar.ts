@@ -21,6 +21,7 @@ export class Toolbar implements Part {
   private readonly sizes: HTMLButtonElement;
   private readonly folding: HTMLButtonElement;
   private readonly components: HTMLButtonElement;
+  private readonly graph: HTMLButtonElement;
   private announceTimer: ReturnType<typeof setTimeout> | undefined;
   private rowWhenTyped: number | null = null;
 
@@ -41,6 +42,9 @@ export class Toolbar implements Part {
     );
     this.components = toggle("Components", "Show layers and their components in place of modules and nodes", () =>
       tree.setByComponent(!tree.isByComponent),
+    );
+    this.graph = toggle("Graph", "Draw the dataflow of the selected module", () =>
+      tree.setShowsGraph(!tree.showsGraph),
     );
     this.element = element(
       "div.gp-stack.gp-toolbar",
@@ -75,6 +79,7 @@ export class Toolbar implements Part {
     return element(
       "div.gp-line.gp-tight.gp-tools",
       element("span.gp-search", { role: "search" }, icon("search"), this.field, this.count, ...this.steps),
+      this.graph,
       this.components,
       this.sizes,
       this.folding,
@@ -146,6 +151,7 @@ export class Toolbar implements Part {
     setAttribute(this.sizes, "aria-pressed", tree.showsSizes);
     setAttribute(this.folding, "aria-pressed", tree.isFolded);
     this.folding.disabled = !tree.canFold;
+    setAttribute(this.graph, "aria-pressed", tree.showsGraph);
     setAttribute(this.components, "aria-pressed", tree.isByComponent);
     this.components.hidden = tree.components.size === 0;
     this.sizes.disabled = tree.isByComponent;

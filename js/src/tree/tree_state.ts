@@ -93,6 +93,7 @@ export class TreeState {
     traits.listen("expanded", () => this.onExpanded());
     traits.listen("selected", () => this.onSelected());
     traits.listen("query", () => this.update(() => this.readQuery()));
+    traits.listen("shows_graph", () => this.update(() => undefined));
     traits.listen("shows_sizes", () => this.update(() => undefined));
     traits.listen("session", () => this.update(() => this.onSession()));
     traits.listen("scores", () => this.update(() => this.readScores()));
@@ -109,6 +110,14 @@ export class TreeState {
 
   get showsSizes(): boolean {
     return this.traits.get("shows_sizes");
+  }
+
+  get showsGraph(): boolean {
+    return this.traits.get("shows_graph");
+  }
+
+  setShowsGraph(isShown: boolean): void {
+    this.traits.set("shows_graph", isShown);
   }
 
   /** Shows and finds the names of components, once the kernel has found these. */

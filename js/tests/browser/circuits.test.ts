@@ -144,7 +144,7 @@ test("a pinned node shows the page of its feature, of which nothing runs", async
 test("a wide picture fits by a button, and is zoomed by buttons and by the wheel with Ctrl", async () => {
   const { el, query } = await shown({ width: 4000 });
   const svg = query<SVGSVGElement>("svg[role=group]");
-  const scroll = query<HTMLElement>(".gp-zoom");
+  const scroll = query<HTMLElement>(".gp-zoom-window");
   const click = (name: string) => el.querySelector<HTMLElement>(`[aria-label="${name}"]`)?.click();
   expect(scroll.scrollWidth).toBeGreaterThan(3900);
   click("Fit to width");

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import zlib
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, fx, nn
 
 from graphpatch_notebook import PatchableGraph, UnknownPathError
+from graphpatch_notebook.capture.records import RECORD, Node
+from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.notebook.display.tables import spec_label
@@ -96,9 +101,88 @@ def test_zoo_rows_and_paths_are_one_to_one(case: Case) -> None:
     check_laws(PatchableGraph(case.build(), *call.args, **call.kwargs))
 
 
+def makers(skeleton: Skeleton) -> dict[int, set[int]]:
+    """Returns what the front end reads: for each row, those of the nodes in its graph that it is computed from."""
+    sent, user = json.loads(zlib.decompress(skeleton.packed_edges())), 0
+    found: dict[int, set[int]] = {}
+    for step, back in zip(sent["users"], sent["values"], strict=True):
+        user += step
+        value = user - back
+        while skeleton.parent[value] != skeleton.parent[user]:
+            value = skeleton.parent[value]
+            assert value > 0, "an edge from another graph"
+        found.setdefault(user, set()).add(value)
+    return found
+
+
+def read_by(node: fx.Node, written: dict[fx.Node, Node]) -> set[Node]:
+    """Returns the records of the nodes that a node of an fx graph reads, past those that take containers apart.
+
+    `written` has the last assignment into each tensor: graphs of fx read the tensor, and records the assignment.
+    """
+    given = ((each, written.get(each, each.meta.get(RECORD))) for each in node.all_input_nodes)
+    return {one for each, record in given for one in ([record] if record is not None else read_by(each, written))}
+
+
+def check_edges(pg: PatchableGraph) -> int:
+    """Edges are the arguments in the fx graphs, which also run; returns how many there are."""
+    skeleton, count = skeleton_of(pg), 0
+    found = makers(skeleton)
+    for frame in captured(pg).root.walk():
+        module = captured(pg).graph_of(frame)
+        written: dict[fx.Node, Node] = {}
+        for node in module.graph.nodes if isinstance(module, CompiledGraphModule) else ():
+            record = frame.output_node if node.op == "output" else node.meta.get(RECORD)
+            if record is None or record.inner:
+                continue
+            rows = {skeleton.row_of_node(one) for one in read_by(node, written)}
+            if node.target is operator.setitem:
+                written[node.args[0]] = record
+            assert found.get(skeleton.row_of_node(record), set()) == rows, node
+            count += len(rows)
+    return count
+
+
+@some_cases(every=3)
+def test_zoo_edges_are_the_arguments(case: Case) -> None:
+    seed_all()
+    call = case.example()
+    check_edges(PatchableGraph(case.build(), *call.args, **call.kwargs))
+
+
+def test_edges_lead_to_parts_of_values_and_outputs_of_calls() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            left, right = self.linear(x).chunk(2, -1)
+            return left * right, left
+
+    skeleton = skeleton_of(PatchableGraph(Halves(), torch.ones(2, 4)))
+    edges = [(skeleton.path(user), skeleton.path(value)) for user, value in skeleton.edges()]
+    inner = [("linear.linear", f"linear.{name}") for name in ("input", "weight", "bias")]
+    assert sorted(edges) == sorted(
+        [
+            ("linear", "x"),
+            *inner,
+            ("linear.output", "linear.linear"),
+            ("chunk", "linear.output"),
+            ("left", "chunk|sub_0"),
+            ("right", "chunk|sub_1"),
+            ("mul", "left"),
+            ("mul", "right"),
+            ("output", "mul"),
+            ("output", "left"),
+        ]
+    )
+
+
 def test_hostile_names_have_rows() -> None:
     pg = hostile_graph()
     check_laws(pg)
+    assert check_edges(pg) > 0
     skeleton = skeleton_of(pg)
     assert '"line\\nbreak"' in columns_of(skeleton)["names"]
     assert skeleton.path(skeleton.row('output|"a.b"')) == 'output|"a.b"'
