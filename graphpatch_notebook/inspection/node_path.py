@@ -514,7 +514,7 @@ def _is_in(ref: Ref, node: Node, keys: tuple[Key, ...]) -> bool:
     return ref.node is node and ref.dig[:shared] == keys[:shared]
 
 
-def _unique(refs: Iterator[Ref]) -> list[Ref]:
+def _unique(refs: Iterable[Ref]) -> list[Ref]:
     """Returns each value once, in order."""
     found: dict[tuple[int, str], Ref] = {}
     for ref in refs:
