@@ -286,13 +286,22 @@ class Histogram(Message, tag_field="type", tag="histogram"):
     slice: str | None
 
 
+class Facets(Message, tag_field="type", tag="facets"):
+    """A heatmap for each index of one or two dimensions, in the order of the indices."""
+
+    titles: list[str]
+    plots: list[Heatmap]
+    per_row: int | None  # How many are beside one another, of two dimensions; `null`: as many as there is room for.
+    slice: str
+
+
 class NoPlot(Message, tag_field="type", tag="none"):
     """A text in place of a plot."""
 
     why: str
 
 
-Plot: TypeAlias = Heatmap | Histogram | NoPlot
+Plot: TypeAlias = Heatmap | Histogram | Facets | NoPlot
 
 
 class ActivationView(Message):
@@ -412,6 +421,9 @@ class ActivationRequest(Message):
 
     row: Natural
     plane: str | None  # A slice with two dimensions (or one); `null`: the last two.
+    axes: (
+        tuple[Natural, Natural] | None
+    )  # The dimensions of rows and columns; the slice may leave two more, for facets.
     is_patched: bool
     inputs: str | None
 

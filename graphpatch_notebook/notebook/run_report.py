@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from graphpatch_notebook.notebook.display.tables import visible
 from graphpatch_notebook.notebook.display.tokens import TokenLabels
 from graphpatch_notebook.notebook.messages import (
     ActivationView,
+    Facets,
     Heatmap,
     Histogram,
     LargeChange,
@@ -196,6 +197,8 @@ def _comparable(before: KeptValue, kept: KeptValue) -> tuple[Any, Any]:
 
 SIDE = 256
 """The largest number of rows, and of columns, of a heatmap."""
+_SIDE_OF_FACET = 64
+_MOST_FACETS = 64
 _BINS = 40
 _PEAKED = 8
 _FILL = 1e30
@@ -209,19 +212,22 @@ class Plane:
     Attributes:
         typed: The slice, which leaves one or two dimensions; `None`: the last two, at index 0 of the others.
         names: The values of the variables in it.
+        axes: The dimensions of the value that are rows and columns. The slice may then leave one or two more, for
+            facets: a picture for each of their indices.
     """
 
     typed: SliceText | None = None
     names: Mapping[str, int] = field(default_factory=dict)
+    axes: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, text: str | None, namespace: Mapping[str, Any]) -> Plane:
+    def of(cls, text: str | None, namespace: Mapping[str, Any], axes: tuple[int, int] | None = None) -> Plane:
         """Returns the slice that was typed; an empty text gives the default."""
         if text is None or not text.strip():
             return cls()
         try:
             typed = parse_slice(text)
-            return cls(typed, {name: operator.index(namespace[name]) for name in typed.names})
+            return cls(typed, {name: operator.index(namespace[name]) for name in typed.names}, axes)
         except ValueError as error:
             raise ChosenPatchError("plane", str(error)) from None
         except (KeyError, TypeError) as error:
@@ -245,11 +251,51 @@ class Plane:
         except Exception as error:
             message = f"[{self.typed}] is not valid for a value of shape {shape}: {error}"
             raise ChosenPatchError("plane", message) from None
+        if self.axes is not None:
+            facets, kept = self.facets(tensor.dim()), self._kept(tensor.dim())
+            if len(facets) > 2 or math.prod(shape[dim] for dim in facets) > _MOST_FACETS:
+                what = f"{len(facets)} dimensions, {[shape[dim] for dim in facets]}"
+                message = f"facets of {what} are too many: at most two dimensions, and {_MOST_FACETS} pictures"
+                raise ChosenPatchError("plane", message)
+            return part.permute([kept.index(dim) for dim in (*facets, *self.axes)])
         if part.dim() > 2:
             message = f"[{self.typed}] of a value of shape {shape} leaves {part.dim()} dimensions, {list(part.shape)}"
             repair = f"a heatmap shows two: write numbers for the others, as in {Plane().text(len(shape))}"
             raise ChosenPatchError("plane", f"{message}; {repair}")
         return part
+
+    def parts(self, dims: int) -> list[int | slice]:
+        """Returns the index of each dimension of a value, if dimensions are rows and columns by choice.
+
+        Raises:
+            ChosenPatchError: The slice has other parts than numbers and ranges, or leaves out a row or column.
+        """
+        index = self.index(dims)
+        found = [*index] if isinstance(index, tuple) else [index]
+        at = next((at for at, part in enumerate(found) if part is ...), len(found))
+        found[at : at + 1] = [slice(None)] * (dims - len(found) + (at < len(found)))
+        if len(found) != dims or not all(isinstance(part, (int, slice)) for part in found):
+            raise ChosenPatchError(
+                "plane", f"to choose rows and columns, write a number or a range for each of {dims} dimensions"
+            )
+        if self.axes is not None and not {*self.axes} <= {dim for dim in range(dims) if isinstance(found[dim], slice)}:
+            raise ChosenPatchError("plane", f"the slice takes one index of dimension {self.axes[0]} or {self.axes[1]}")
+        return found
+
+    def _kept(self, dims: int) -> list[int]:
+        return [dim for dim, part in enumerate(self.parts(dims)) if isinstance(part, slice)]
+
+    def facets(self, dims: int) -> list[int]:
+        """Returns the dimensions with a picture for each index."""
+        return [] if self.axes is None else [dim for dim in self._kept(dims) if dim not in self.axes]
+
+    def at(self, shape: Sequence[int], indices: Sequence[int]) -> Plane:
+        """Returns the slice of one facet of a value, in the order of its dimensions."""
+        parts: list[Any] = self.parts(len(shape))
+        for dim, index in zip(self.facets(len(shape)), indices, strict=True):
+            parts[dim] = range(*parts[dim].indices(shape[dim]))[index]
+        words = [str(part) if isinstance(part, int) else _range_text(part) for part in parts]
+        return Plane(parse_slice(", ".join(words)))
 
     def text(self, dims: int) -> str | None:
         """Returns the slice of a value with this number of dimensions as text; `None` for all of it."""
@@ -264,11 +310,21 @@ def view_of(path: str, value: Any, plane: Plane, labels: TokenLabels | None, buf
     view = ActivationView(path, statistics_of(value, numbers), picture(numbers, plane, buffers), None, None)
     plot = view.plot
     # A cell of a block has several labels.
-    if labels is not None and isinstance(plot, Heatmap) and plot.full == (plot.rows, plot.columns):
+    shown = plot.plots[0] if isinstance(plot, Facets) else plot
+    if labels is not None and isinstance(shown, Heatmap) and shown.full == (shown.rows, shown.columns):
         tensor = numbers.tensor
         assert tensor is not None  # otherwise there is no heatmap
-        view.row_labels, view.column_labels = labels.of_axes(tensor, plane.index(tensor.dim()))
+        dims = tensor.dim()
+        one = plane if plane.axes is None else plane.at(tensor.shape, [0] * len(plane.facets(dims)))
+        found = labels.of_axes(tensor, one.index(dims))
+        is_turned = plane.axes is not None and plane.axes[0] > plane.axes[1]
+        view.row_labels, view.column_labels = found[::-1] if is_turned else found
     return view
+
+
+def _range_text(part: slice) -> str:
+    ends = ["" if end is None else str(end) for end in (part.start, part.stop)]
+    return ":".join([*ends, *([] if part.step is None else [str(part.step)])])
 
 
 def picture(numbers: Readable, plane: Plane, buffers: list[bytes]) -> Plot:
@@ -283,6 +339,8 @@ def picture(numbers: Readable, plane: Plane, buffers: list[bytes]) -> Plot:
     if found.min is None:
         why = f"{found.nan} NaN, {found.infinite} infinite" if found.count else f"its shape is {found.shape}"
         return NoPlot(f"it has no finite elements: {why}")
+    if part.dim() > 2:
+        return _facets(part, plane, tensor.shape, str(text), buffers)
     if part.dim() < 2 or 1 in part.shape:
         return _histogram(part, text, found)
     return _heatmap(part, text, found, numbers.remark, buffers)
@@ -297,9 +355,23 @@ def _histogram(part: Tensor, text: str | None, found: Statistics) -> Histogram:
     return Histogram(counts.long().tolist(), edges.tolist(), text)
 
 
-def _heatmap(part: Tensor, text: str | None, found: Statistics, remark: str | None, buffers: list[bytes]) -> Heatmap:
+def _facets(part: Tensor, plane: Plane, shape: Sequence[int], text: str, buffers: list[bytes]) -> Facets:
+    """Returns a picture for each index of the leading dimensions of a slice."""
+    titles, plots = [], []
+    for indices in np.ndindex(*part.shape[:-2]):
+        own, one = part[indices], plane.at(shape, indices)
+        index = one.index(len(shape))
+        titles.append(", ".join(f"dim {dim}: {index[dim]}" for dim in plane.facets(len(shape))))
+        plots.append(_heatmap(own, str(one.typed), statistics_of(own), None, buffers, _SIDE_OF_FACET))
+    return Facets(titles, plots, part.shape[1] if part.dim() > 3 else None, text)
+
+
+def _heatmap(
+    part: Tensor, text: str | None, found: Statistics, remark: str | None, buffers: list[bytes], most: int | None = None
+) -> Heatmap:
     rows, columns = part.shape
-    block = (math.ceil(rows / SIDE), math.ceil(columns / SIDE))
+    side = most or SIDE
+    block = (math.ceil(rows / side), math.ceil(columns / side))
     low, mean, high = float(found.min or 0), float(found.mean or 0), float(found.max or 0)
     # For few large values among many near zero, as in attention patterns, means would hide the large ones.
     takes_maxima = low >= 0 and high > _PEAKED * mean

@@ -528,7 +528,9 @@ class Runs:
 
     # -- activations ---------------------------------------------------------------------------------------------------
 
-    def start_activation(self, path: str, plane: str | None, is_patched: bool, inputs: str | None) -> int:
+    def start_activation(
+        self, path: str, plane: str | None, is_patched: bool, inputs: str | None, axes: tuple[int, int] | None = None
+    ) -> int:
         """Starts to get the value of a node, and returns the number of the job. Interrupts an earlier such job.
 
         Another slice of the value that is shown needs no run, unless a cell has run since.
@@ -538,6 +540,7 @@ class Runs:
             plane: The slice to plot, as the user typed it.
             is_patched: Whether the chosen patches are applied.
             inputs: The arguments of the call as Python code; `None`: the default ones.
+            axes: The dimensions that are rows and columns; `None`: the last two that the slice leaves.
 
         Raises:
             ChosenPatchError: `plane` or `inputs` is not valid, or `path` does not exist; `field` says which.
@@ -548,7 +551,7 @@ class Runs:
             target = resolve(captured(session.graph).root, path)
         except Unresolvable as problem:
             raise ChosenPatchError("path", problem.message) from None
-        wanted, chosen = Plane.of(plane, namespace), session.chosen
+        wanted, chosen = Plane.of(plane, namespace, axes), session.chosen
         # Any cell may have changed variables and weights: `_ih` is the history of IPython.
         cells = len(namespace.get("_ih", ()))
         version = chosen.version if is_patched else None

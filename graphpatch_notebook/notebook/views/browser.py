@@ -216,7 +216,7 @@ class Browser(LinkedView):
         if not path:
             raise SessionError(f"row {row} is not a node, so it does not have an activation")
         return context.runs.status(
-            context.runs.start_activation(path, payload.plane, payload.is_patched, payload.inputs)
+            context.runs.start_activation(path, payload.plane, payload.is_patched, payload.inputs, payload.axes)
         )
 
     _checked_trait = traitlets.validate("expanded", "selected", "query")(LinkedView.checked)

@@ -1,6 +1,6 @@
 /** Shows the value of a node on request: statistics, a plot of a 2-D slice, and steps to the other slices. */
 import type { ActivationStatus } from "../kernel/protocol";
-import { buttonElement, element, showFieldError } from "../page/dom";
+import { buttonElement, element, replaceChildren, setOptions, showFieldError } from "../page/dom";
 import { makeValue } from "../plots/plots";
 import { describeInputs, inputsOf, type JobReply, JobView, patchesKey } from "../runs/jobs";
 import { type Part, RequestFailed, type View } from "../view";
@@ -15,12 +15,14 @@ export class ActivationSection implements Part {
   private readonly inputs = element("p.gp-note");
   private readonly slice = element("input", { type: "text", class: "gp-field gp-mono", spellcheck: "false" });
   private readonly sliceError = element("p.gp-small-error.gp-error", { role: "alert", hidden: true });
-  private readonly steppers = element("div.gp-line");
+  private readonly dimensions = element("div.gp-line.gp-tight");
   private readonly sliceRow: HTMLElement;
   private readonly job: JobView<ActivationStatus>;
   /** The jobs whose values the kernel keeps. */
   private readonly ids = new Set<number>();
   private shape: number[] = [];
+  /** The dimensions of rows and columns; `null`: the last two that the slice leaves. */
+  private axes: [rows: number, columns: number] | null = null;
   /** The patches of the shown value; `null`: no value is shown, or it is without patches. */
   private patchesKey: string | null = null;
   private isClosed = false;
@@ -52,7 +54,7 @@ export class ActivationSection implements Part {
     this.sliceError.id = `${this.slice.id}-error`;
     const label = element("label.gp-muted", { for: this.slice.id }, "Activation slice");
     const field = element("div.gp-labeled", label, this.slice, this.sliceError);
-    this.sliceRow = element("div.gp-line.gp-activation-slice", { hidden: true }, field, this.steppers);
+    this.sliceRow = element("div.gp-line.gp-activation-slice", { hidden: true }, field, this.dimensions);
     const patched = element("label.gp-pair.gp-check", this.isPatched, "With the chosen patches");
     this.element = element(
       "section.gp-stack.gp-activation",
@@ -66,7 +68,10 @@ export class ActivationSection implements Part {
       this.job.outdated,
       result,
     );
-    this.slice.addEventListener("change", () => this.show(this.plane));
+    this.slice.addEventListener("change", () => {
+      this.axes = null;
+      this.show(this.plane);
+    });
     this.isPatched.addEventListener("change", () => {
       if (this.job.id !== null) this.show(this.plane);
     });
@@ -99,7 +104,7 @@ export class ActivationSection implements Part {
     this.inputs.replaceChildren("Inputs: ", element("code", describeInputs(view)));
     const isPatched = this.isPatched.checked;
     this.patchesKey = isPatched ? patchesKey(view.model.get("session")) : null;
-    const payload = { row, plane, is_patched: isPatched, inputs: inputsOf(view) };
+    const payload = { row, plane, axes: this.axes, is_patched: isPatched, inputs: inputsOf(view) };
     this.job.follow(this.trackJob(view.kernel.ask("activation", payload)));
   }
 
@@ -125,53 +130,115 @@ export class ActivationSection implements Part {
     const slice = plot.type === "none" ? null : plot.slice;
     if (slice !== null && !this.slice.matches(":focus")) this.slice.value = slice;
     this.sliceRow.hidden = this.shape.length < 2;
-    this.fillSteppers(steppedDimensions(slice, this.shape));
+    this.fillDimensions(slice);
     this.job.result.replaceChildren(...makeValue(shown, buffers, `Activation of ${path}`));
     this.onSession();
   }
 
-  /** Replaces the buttons, and restores the focus. */
-  private fillSteppers(leading: SteppedDimension[]): void {
-    const name = this.steppers.querySelector(":focus")?.getAttribute("aria-label");
-    this.steppers.replaceChildren(...leading.map((one) => this.stepper(one)));
-    for (const button of this.steppers.querySelectorAll("button")) {
-      if (button.getAttribute("aria-label") === name) button.focus();
+  /** A choice of what each dimension is, and a slider for those of which one index is shown. */
+  private fillDimensions(slice: string | null): void {
+    const roles = slice === null ? null : rolesOf(slice, this.shape, this.axes);
+    const shown = roles?.map(({ role }) => role).join() ?? "";
+    if (shown !== this.dimensions.dataset.roles) {
+      const name = this.dimensions.querySelector(":focus")?.getAttribute("aria-label");
+      const used = (roles ?? []).filter(({ size }) => size > 1);
+      replaceChildren(this.dimensions, ...used.map((one) => this.dimension(one)));
+      for (const field of this.dimensions.querySelectorAll<HTMLElement>("select, input"))
+        if (field.getAttribute("aria-label") === name) field.focus();
     }
+    this.dimensions.dataset.roles = shown;
+    for (const { dimension, index } of roles ?? []) this.showIndex(dimension, index);
   }
 
-  private stepper({ dimension, index, size }: SteppedDimension): HTMLElement {
-    const name = `Dimension ${dimension}`;
-    const step = (by: number, text: string, word: string) => {
-      const isOff = index + by < 0 || index + by >= size;
-      const attributes = { class: "gp-button gp-step", "aria-label": `${name}: ${word}`, "aria-disabled": isOff };
-      return buttonElement({ ...attributes, onclick: () => this.step(dimension, by) }, text);
-    };
-    const all = element("span.gp-muted", ` of 0–${size - 1}`);
-    return element(
-      "div.gp-pair.gp-stepper",
-      { role: "group", "aria-label": name },
-      element("span.gp-muted", `dim ${dimension}`),
-      step(-1, "‹", "previous"),
-      element("span.gp-number", `${index}`, all),
-      step(1, "›", "next"),
-    );
+  private showIndex(dimension: number, index: number): void {
+    const slider = this.dimensions.querySelector<HTMLInputElement>(`input[name="${dimension}"]`);
+    if (slider === null) return;
+    slider.value = String(index);
+    if (slider.nextSibling) slider.nextSibling.textContent = String(index);
   }
 
-  /** Steps from the requested slice, not from the shown one, so that quick clicks add up. */
-  private step(dimension: number, by: number): void {
-    const asked = steppedDimensions(this.plane, this.shape).find((one) => one.dimension === dimension);
-    const moved = asked && withIndex(this.slice.value, this.shape, dimension, asked.index + by);
-    if (!moved) return;
+  private dimension({ dimension, role, size }: Dimension): HTMLElement {
+    const choice = element("select.gp-field", { "aria-label": `Dimension ${dimension}` });
+    setOptions(choice, Object.entries(ROLES), role);
+    choice.addEventListener("change", () => this.choose(dimension, choice.value as Role));
+    const slider = element("input", {
+      type: "range",
+      name: dimension,
+      max: size - 1,
+      "aria-label": `Index of dimension ${dimension}`,
+      oninput: () => this.step(dimension, Number(slider.value)),
+    });
+    const text = element("span.gp-muted", `dim ${dimension} (${size})`);
+    const at = role === "index" && [slider, element("span.gp-number.gp-slider-index")];
+    return element("span.gp-pair.gp-dimension", text, choice, ...(at || []));
+  }
+
+  private step(dimension: number, index: number): void {
+    const moved = withIndex(this.slice.value, this.shape, dimension, index);
+    if (moved === null) return;
     this.slice.value = moved;
+    this.showIndex(dimension, index);
     this.show(moved);
+  }
+
+  /** Gives a dimension a role; the one that had it, of rows and columns, gets the other's. */
+  private choose(dimension: number, role: Role): void {
+    const roles = rolesOf(this.slice.value, this.shape, this.axes);
+    const own = roles?.[dimension];
+    const parts = expandSlice(this.slice.value, this.shape.length);
+    if (!roles || !own || !parts) return;
+    const isAxis = (one: Role) => one === "rows" || one === "columns";
+    const free = roles.filter((one) => one !== own && one.size > 1);
+    const other = isAxis(role)
+      ? free.find((one) => one.role === role)
+      : isAxis(own.role)
+        ? free.find((one) => !isAxis(one.role))
+        : undefined;
+    if (other) other.role = own.role;
+    if (other || !isAxis(own.role)) own.role = role;
+    this.axes = [roles.findIndex((one) => one.role === "rows"), roles.findIndex((one) => one.role === "columns")];
+    this.slice.value = parts
+      .map((part, at) =>
+        roles[at]?.role === "index" ? (part.includes(":") ? "0" : part) : part.includes(":") ? part : ":",
+      )
+      .join(", ");
+    this.show(this.slice.value);
   }
 }
 
-/** A dimension of which the slice takes one index. */
-interface SteppedDimension {
+/** What a dimension is in the picture. */
+type Role = "rows" | "columns" | "facets" | "index";
+const ROLES: Record<Role, string> = {
+  rows: "rows ↓",
+  columns: "columns →",
+  facets: "a picture each",
+  index: "one index",
+};
+
+interface Dimension {
   dimension: number;
-  index: number;
   size: number;
+  role: Role;
+  index: number;
+}
+
+/** What each dimension is; `null` for a slice that does not say so, or without rows and columns. */
+export function rolesOf(
+  slice: string,
+  shape: readonly number[],
+  axes: readonly [number, number] | null,
+): Dimension[] | null {
+  const parts = expandSlice(slice, shape.length);
+  const kept = parts?.flatMap((part, at) => (part.includes(":") ? [at] : [])) ?? [];
+  const [rows, columns] = axes ?? kept.slice(-2);
+  if (parts === null || rows === undefined || columns === undefined) return null;
+  return parts.map((part, dimension) => {
+    const size = shape[dimension] ?? 1;
+    const typed = Number(part);
+    const role =
+      dimension === rows ? "rows" : dimension === columns ? "columns" : kept.includes(dimension) ? "facets" : "index";
+    return { dimension, size, role, index: role === "index" ? (typed < 0 ? typed + size : typed) : 0 };
+  });
 }
 
 function expandSlice(slice: string, dimensions: number): string[] | null {
@@ -186,18 +253,6 @@ function expandSlice(slice: string, dimensions: number): string[] | null {
   while (parts.length < dimensions) parts.push(":");
   const isPlain = parts.every((part) => /^-?\d+$/.test(part) || part.includes(":"));
   return parts.length === dimensions && isPlain ? parts : null;
-}
-
-/** Empty for a slice without single indices, or with parts that cannot be parsed (`None`, names). */
-export function steppedDimensions(slice: string | null, shape: readonly number[]): SteppedDimension[] {
-  const parts = slice === null ? null : expandSlice(slice, shape.length);
-  return (parts ?? []).flatMap((part, dimension) => {
-    const size = shape[dimension] ?? 1;
-    if (part.includes(":") || size < 2) return [];
-    const typed = Number(part);
-    const index = typed < 0 ? typed + size : typed;
-    return index >= 0 && index < size ? [{ dimension, index, size }] : [];
-  });
 }
 
 /** The slice with another index of one dimension; `null` if it cannot be parsed or the index is out of range. */

@@ -180,9 +180,19 @@ export interface Histogram {
   slice: string | null;
 }
 
+/** A heatmap for each index of one or two dimensions, in the order of the indices. */
+export interface Facets {
+  type: "facets";
+  titles: string[];
+  plots: Heatmap[];
+  per_row: number | null; // How many are beside one another, of two dimensions; `null`: as many as there is room for.
+  slice: string;
+}
+
 export type Plot =
   | Heatmap
   | Histogram
+  | Facets
   | { type: "none"; why: string };
 
 /** A value with its plot. */
@@ -218,8 +228,8 @@ export interface ProbeReport {
   view: ActivationView | null; // `null`: it did not fire; `note` says so.
   note: string | null;
   change: OutputChange | null; // What the patches changed; `null`: nothing was patched, or there are no numbers.
-  before: Heatmap | Histogram | { type: "none"; why: string } | null; // Of the value without the patches, and of what they add; `null` if they change nothing.
-  difference: Heatmap | Histogram | { type: "none"; why: string } | null;
+  before: Heatmap | Histogram | Facets | { type: "none"; why: string } | null; // Of the value without the patches, and of what they add; `null` if they change nothing.
+  difference: Heatmap | Histogram | Facets | { type: "none"; why: string } | null;
 }
 
 /** What is among the most probable in either run, in the order of the larger probability. */
@@ -272,6 +282,7 @@ export interface RunRequest {
 export interface ActivationRequest {
   row: Natural;
   plane: string | null; // A slice with two dimensions (or one); `null`: the last two.
+  axes: [Natural, Natural] | null; // The dimensions of rows and columns; the slice may leave two more, for facets.
   is_patched: boolean;
   inputs: string | null;
 }

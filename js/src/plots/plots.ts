@@ -1,9 +1,10 @@
 /** A value: its statistics, and the plot that the kernel chose for it. */
-import type { ActivationView, Heatmap, Histogram, Plot, Statistics } from "../kernel/protocol";
+import type { ActivationView, Facets, Heatmap, Histogram, Plot, Statistics } from "../kernel/protocol";
 import { element, setAttribute, svgElement, toggleClasses } from "../page/dom";
 import { clamp, watchCells } from "../page/grid";
 import { formatCount, formatNumber, formatPercent, formatShape, sentence, visibleToken } from "../page/text";
 import { makeHeatmap, type PlotOptions } from "./heatmap";
+import { joined, readMatrix } from "./matrix";
 
 const WIDTH = 320;
 const HEIGHT = 120;
@@ -125,12 +126,35 @@ function constantText({ constant, slice }: Heatmap): string | null {
   return `All values${part} are ${formatNumber(constant)}.`;
 }
 
+/** A small heatmap for each index, all with the same colors. */
+function makeFacets(
+  { titles, plots, per_row }: Facets,
+  buffers: readonly DataView[],
+  options: PlotOptions,
+): HTMLElement {
+  const colorsOf = joined(plots.map((one) => readMatrix(one, buffers).values));
+  const pictures = plots.map((one, at) => {
+    const caption = titles[at] ?? "";
+    const own = { ...options, title: `${options.title}, ${caption}`, isSmall: true, colorsOf };
+    return element("div", element("div.gp-caption.gp-number", caption), makeHeatmap(one, buffers, own));
+  });
+  const grid = element(
+    "div.gp-beside.gp-facets",
+    { tabindex: 0, role: "group", "aria-label": options.title },
+    ...pictures,
+  );
+  if (per_row !== null) grid.style.gridTemplateColumns = `repeat(${per_row}, max-content)`;
+  setAttribute(grid, "data-grid", per_row !== null);
+  return grid;
+}
+
 export function makePlot(plot: Plot, buffers: readonly DataView[], options: PlotOptions): HTMLElement {
   if (plot.type === "heatmap") {
     const text = constantText(plot);
     return text === null ? makeHeatmap(plot, buffers, options) : element("p.gp-note", text);
   }
   if (plot.type === "histogram") return makeHistogram(plot, options);
+  if (plot.type === "facets") return makeFacets(plot, buffers, options);
   return element("p.gp-note", sentence(plot.why));
 }
 

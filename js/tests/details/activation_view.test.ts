@@ -4,6 +4,7 @@ import { setInputs } from "../../src/runs/jobs";
 import { RequestFailed } from "../../src/view";
 import { FakeView, patch } from "../fixtures";
 import { activation, activationStatus, HISTOGRAM, heatmap, statistics } from "../job_fixtures";
+import { choose } from "../panel_rig";
 
 let view: FakeView;
 let part: ActivationSection;
@@ -22,7 +23,8 @@ const alerts = () =>
   [...part.element.querySelectorAll<HTMLElement>("[role=alert]")]
     .filter((one) => !one.hidden)
     .map((one) => one.textContent);
-const step = (name: string) => query<HTMLButtonElement>(`[aria-label="Dimension 1: ${name}"]`);
+const role = (dimension: number) => query<HTMLSelectElement>(`[aria-label="Dimension ${dimension}"]`);
+const slider = (dimension: number) => query<HTMLInputElement>(`[aria-label="Index of dimension ${dimension}"]`);
 /** A value of which the histogram is shown, as of whatever slice is asked for. */
 const shown = (plane: string) => activation({ plot: { ...HISTOGRAM, slice: plane } });
 const done = (id: number, plane: string | null) =>
@@ -58,7 +60,13 @@ it("follows the run, then shows statistics and a plot", async () => {
   open({ activation: () => status, activation_status: () => status });
   setInputs(view, "ids2");
   await show();
-  expect(view.kernel.last("activation")).toEqual({ row: 12, plane: null, is_patched: true, inputs: "ids2" });
+  expect(view.kernel.last("activation")).toEqual({
+    row: 12,
+    plane: null,
+    axes: null,
+    is_patched: true,
+    inputs: "ids2",
+  });
   expect(query(".gp-progress").textContent).toContain("25% · 250 ms");
   expect(part.element.textContent).toContain("Inputs: ids2");
   status = done(3, null);
@@ -69,25 +77,37 @@ it("follows the run, then shows statistics and a plot", async () => {
   expect(slice().value).toBe("0, 0, :, :");
 });
 
-it("steps through the leading dimensions; fast clicks add up", async () => {
+it("has a slider for each dimension of which one index is shown; it stays while it is dragged", async () => {
   open({ activation: ({ plane }) => done(1, plane) });
   await show();
-  expect(query(".gp-stepper").textContent).toContain("dim 1‹0 of 0–3›");
-  expect(step("previous").getAttribute("aria-disabled")).toBe("true");
-  step("next").focus();
-  step("next").click();
-  step("next").click();
+  expect(part.element.querySelectorAll("select").length).toBe(3); // the first dimension has one index only
+  expect([slider(1).value, slider(1).max, role(1).value]).toEqual(["0", "3", "index"]);
+  const [own] = [slider(1)];
+  own.value = "2";
+  own.dispatchEvent(new Event("input"));
   await settle();
-  expect(view.kernel.last("activation")).toMatchObject({ plane: "0, 2, :, :" });
-  expect(query(".gp-stepper").textContent).toContain("2 of 0–3");
-  expect(document.activeElement).toBe(step("next"));
-  step("next").click();
-  await settle();
-  const asked = view.kernel.count("activation");
-  expect(step("next").getAttribute("aria-disabled")).toBe("true");
-  step("next").click();
-  await settle();
-  expect(view.kernel.count("activation")).toBe(asked);
+  expect(view.kernel.last("activation")).toMatchObject({ plane: "0, 2, :, :", axes: null });
+  expect(slider(1)).toBe(own);
+  expect(own.nextSibling?.textContent).toBe("2");
+});
+
+it("chooses rows, columns and facets; what had the place gets the other's", async () => {
+  open({ activation: ({ plane }) => done(1, plane) });
+  await show();
+  const chosen = async (dimension: number, value: string) => {
+    choose(role(dimension), value);
+    await settle();
+    const { plane, axes } = view.kernel.last("activation");
+    return [plane, axes];
+  };
+  expect(await chosen(1, "facets")).toEqual(["0, :, :, :", [2, 3]]);
+  expect(await chosen(3, "rows")).toEqual(["0, :, :, :", [3, 2]]);
+  expect([1, 2, 3].map((one) => role(one).value)).toEqual(["facets", "columns", "rows"]);
+  expect(await chosen(1, "columns")).toEqual(["0, :, :, :", [3, 1]]);
+  expect(await chosen(2, "index")).toEqual(["0, :, 0, :", [3, 1]]);
+  expect(await chosen(3, "index")).toEqual(["0, :, :, 0", [2, 1]]);
+  await type("0, 1, :, :");
+  expect(view.kernel.last("activation")).toMatchObject({ plane: "0, 1, :, :", axes: null });
 });
 
 it("ignores a late reply to an earlier request", async () => {

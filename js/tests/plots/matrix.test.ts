@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { steppedDimensions, withIndex } from "../../src/details/activation_view";
+import { rolesOf, withIndex } from "../../src/details/activation_view";
 import { cellSize, color, colorOf, type Matrix, type Rgb, readMatrix, summarize } from "../../src/plots/matrix";
 import { float32, heatmap } from "../job_fixtures";
 
@@ -119,17 +119,20 @@ describe("cells", () => {
   });
 });
 
-describe("leading dimensions", () => {
-  it("are the single positions of a slice", () => {
-    expect(steppedDimensions("0, 3, :, :", [1, 12, 8, 8])).toEqual([{ dimension: 1, index: 3, size: 12 }]);
-    expect(steppedDimensions("-1, ...", [4, 8, 8])).toEqual([{ dimension: 0, index: 3, size: 4 }]);
-    expect(steppedDimensions("2", [4, 8, 8])).toEqual([{ dimension: 0, index: 2, size: 4 }]);
-    expect(steppedDimensions("..., 5", [4, 8, 8])).toEqual([{ dimension: 2, index: 5, size: 8 }]);
+describe("dimensions", () => {
+  const words = (slice: string, shape: number[], axes: [number, number] | null = null) =>
+    rolesOf(slice, shape, axes)?.map(({ role, index }) => (role === "index" ? index : role));
+
+  it("are rows, columns, facets, or have one index", () => {
+    expect(words("0, 3, :, :", [1, 12, 8, 8])).toEqual([0, 3, "rows", "columns"]);
+    expect(words("-1, ...", [4, 8, 8])).toEqual([3, "rows", "columns"]);
+    expect(words("..., 5", [4, 8, 8])).toEqual(["rows", "columns", 5]);
+    expect(words("0, :, 2:, :", [1, 12, 8, 8], [3, 1])).toEqual([0, "columns", "facets", "rows"]);
   });
 
-  it("are none if the slice does not determine them", () => {
-    for (const slice of [null, "None, 0", "i, :", "0, ..., ...", "0, 0, 0, 0", "99"]) {
-      expect(steppedDimensions(slice, [4, 8, 8])).toEqual([]);
+  it("are not known if the slice does not determine them", () => {
+    for (const slice of ["None, 0", "i, :", "0, ..., ...", "0, 0, 0, 0", "0, 0, :"]) {
+      expect(rolesOf(slice, [4, 8, 8], null)).toBeNull();
     }
   });
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError
 from graphpatch_notebook.notebook import run_report as value_plots
+from graphpatch_notebook.notebook.messages import Facets
 from graphpatch_notebook.notebook.run_report import Plane, picture, readable
 
 SIDE = 10
@@ -193,3 +194,43 @@ def test_what_cannot_be_drawn_says_why(value: Any, why: str) -> None:
     found = drawn(value)
     assert found.plot["type"] == "none"
     assert re.search(why, found.plot["why"])
+
+
+@given(st.permutations(range(4)), st.integers(0, 2), st.data())
+def test_rows_columns_and_facets_are_the_dimensions_that_were_chosen(
+    order: list[int], count: int, data: st.DataObject
+) -> None:
+    shape = (2, 3, 4, 5)
+    value = torch.arange(120.0).reshape(shape)
+    facets, axes, others = sorted(order[:count]), (order[2], order[3]), order[count:2]
+    fixed = {dim: data.draw(st.integers(-shape[dim], shape[dim] - 1)) for dim in others}
+    plane = Plane.of(", ".join(str(fixed.get(dim, ":")) for dim in range(4)), {}, axes)
+    buffers: list[bytes] = []
+    plot = picture(readable(value), plane, buffers)
+    index = tuple(fixed.get(dim, slice(None)) for dim in range(4))
+    left = [dim for dim in range(4) if dim not in fixed]
+    wanted = (
+        value[index].permute([left.index(dim) for dim in (*facets, *axes)]).reshape(-1, *(shape[dim] for dim in axes))
+    )
+    plots = plot.plots if isinstance(plot, Facets) else [plot]
+    assert isinstance(plot, Facets) == bool(facets)
+    found = [np.frombuffer(buffers[one.buffer], "<f4").reshape(one.rows, one.columns) for one in plots]
+    assert np.array_equal(np.stack(found), wanted.numpy())
+    for one, own in zip(plots, wanted, strict=True):  # the slice of each takes it out, in the order of the dimensions
+        taken = value[Plane.of(one.slice, {}).index(4)]
+        assert torch.equal(taken.T if axes[0] > axes[1] else taken, own)
+
+
+@pytest.mark.parametrize(
+    ("plane", "axes", "match"),
+    [
+        (":, :, :, :, :", (3, 4), "facets of 3 dimensions"),
+        ("0, 0, :, 0, :", (3, 4), "one index of dimension 3"),
+        ("0, 0, [1], :, :", (3, 4), "a number or a range"),
+        ("0, 0, 0, :, :, :", (3, 4), "a number or a range|not valid"),
+    ],
+)
+def test_axes_that_a_slice_does_not_leave_are_refused(plane: str, axes: tuple[int, int], match: str) -> None:
+    with pytest.raises(ChosenPatchError, match=match) as caught:
+        picture(readable(torch.ones(2, 2, 2, 2, 2)), Plane.of(plane, {}, axes), [])
+    assert caught.value.field == "plane"
