@@ -66,7 +66,14 @@ SELECTION = """
 """.split()
 """The tests that are run, of those in `tests/`: the parts on which torch and transformers have a say; no widgets."""
 
-_IS_CHOSEN = " or ".join(["not test_law_", *CASES])
+QUICK = """
+    laws/test_law_01_unpatched.py laws/test_law_02_identity.py laws/test_law_03_edits.py patches/test_kinds.py
+    test_patchable_graph.py files/test_own_graphs.py notebook/export/test_patch_code.py
+    notebook/session/test_session.py experiments/methods/test_sweeps.py
+""".split()
+"""Those of them that CI runs on another Python."""
+QUICK_CASES = "torch-mlp awkward-called-twice gpt2-eager llama-sdpa t5-eager".split()
+
 _COLUMNS = ("python", "torch", "transformers", "passed", "failed", "skipped", "minutes")
 
 
@@ -130,13 +137,14 @@ class Environment:
         code = f"from importlib.metadata import version; print(version({package!r}))"
         return subprocess.run([self._python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
-    def outcome(self, arguments: Sequence[str]) -> Outcome:
-        """Runs the tests, and returns what came out."""
+    def outcome(self, arguments: Sequence[str], is_quick: bool) -> Outcome:
+        """Runs the tests, all or a few of them, and returns what came out."""
         report = self._folder / "report.xml"
         report.unlink(missing_ok=True)
-        files = [f"tests/{name}" for name in SELECTION]
+        files = [f"tests/{name}" for name in (QUICK if is_quick else SELECTION)]
+        chosen = " or ".join(["not test_law_", *(QUICK_CASES if is_quick else CASES)])
         settings = ["-q", "--tb=short", "-p", "no:cacheprovider", "-n", "auto", f"--junit-xml={report}"]
-        command = [str(self._python), "-m", "pytest", *settings, "-k", _IS_CHOSEN, *files, *arguments]
+        command = [str(self._python), "-m", "pytest", *settings, "-k", chosen, *files, *arguments]
         log = self._folder / "pytest.log"
         with log.open("w") as output:
             subprocess.run(command, check=False, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -170,14 +178,16 @@ def outcome_of(report: str, python: str, torch: str, transformers: str) -> Outco
     return Outcome(python, torch, transformers, len(cases) - len(failed) - len(skipped), names, len(skipped), seconds)
 
 
-def outcomes(rows: Sequence[tuple[str, str, str]], folder: Path, arguments: Sequence[str]) -> Iterator[Outcome]:
+def outcomes(
+    rows: Sequence[tuple[str, str, str]], folder: Path, arguments: Sequence[str], is_quick: bool
+) -> Iterator[Outcome]:
     """Runs the tests for each row, those with one Python and torch in one environment, which goes away after them."""
     for python, torch in dict.fromkeys(row[:2] for row in rows):
         with tempfile.TemporaryDirectory(dir=folder) as inner:
             environment = Environment(Path(inner) / "environment", python, torch)
             for *_, transformers in (row for row in rows if row[:2] == (python, torch)):
                 environment.install(transformers)
-                yield environment.outcome(arguments)
+                yield environment.outcome(arguments, is_quick)
 
 
 def chosen_rows(texts: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -196,22 +206,30 @@ def chosen_rows(texts: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def main() -> None:
-    """Reads the command line, runs the tests, prints the table; leaves with 1 where a test failed."""
+    """Reads the command line, runs the tests, prints the table.
+
+    Leaves with 1 where a test failed, and with 2 where an environment could not be made.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", help="'python3.12,torch==2.8.0,transformers<5'; all of `ROWS`, if none")
     parser.add_argument("--folder", type=Path, help="where environments are made, of up to 6 GB, one at a time")
+    parser.add_argument("--quick", action="store_true", help="fewer tests, as in CI: a minute or two")
     parser.add_argument("--pytest", action="append", default=[], metavar="ARGUMENT", help="one more for pytest")
     options = parser.parse_args()
     table = Table(*_COLUMNS, title="core of the tests")
     failed: list[str] = []
-    for found in outcomes(chosen_rows(options.rows), options.folder, options.pytest):
-        row = found.row()
-        table.add_row(*row)
-        print(*(f"{name} {value}" for name, value in zip(_COLUMNS, row, strict=True)), sep=", ", flush=True)
-        failed += [
-            f"Python {found.python}, torch {found.torch}, transformers {found.transformers}: {name}"
-            for name in found.failed
-        ]
+    try:
+        for found in outcomes(chosen_rows(options.rows), options.folder, options.pytest, options.quick):
+            row = found.row()
+            table.add_row(*row)
+            print(*(f"{name} {value}" for name, value in zip(_COLUMNS, row, strict=True)), sep=", ", flush=True)
+            failed += [
+                f"Python {found.python}, torch {found.torch}, transformers {found.transformers}: {name}"
+                for name in found.failed
+            ]
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        print(f"not run: {error}")
+        sys.exit(2)
     Console(width=100).print(table)
     print(*failed, sep="\n")
     sys.exit(1 if failed else 0)
