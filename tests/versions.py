@@ -223,15 +223,13 @@ def main() -> None:
             row = found.row()
             table.add_row(*row)
             print(*(f"{name} {value}" for name, value in zip(_COLUMNS, row, strict=True)), sep=", ", flush=True)
-            failed += [
-                f"Python {found.python}, torch {found.torch}, transformers {found.transformers}: {name}"
-                for name in found.failed
-            ]
+            for name in found.failed:
+                failed += [f"Python {found.python}, torch {found.torch}, transformers {found.transformers}: {name}"]
+                print(failed[-1], flush=True)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         print(f"not run: {error}")
         sys.exit(2)
     Console(width=100).print(table)
-    print(*failed, sep="\n")
     sys.exit(1 if failed else 0)
 
 
