@@ -6,9 +6,7 @@ where the files are read as they are.
 
 from __future__ import annotations
 
-import base64
 import inspect
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from sphinx.util.nodes import make_refnode
 
 import graphpatch_notebook
 from graphpatch_notebook import experiments
-from graphpatch_notebook.notebook.display.displayed_widget import packed
 
 project = "graphpatch-notebook"
 author = "graphpatch-notebook contributors"
@@ -114,19 +111,6 @@ def check_all_names_are_documented(app: Sphinx, env: BuildEnvironment) -> None:
             _logger.warning("%s: not in the reference", name)
 
 
-def add_front_end(app: Sphinx, page: str, source: list[str]) -> None:
-    """Gives the widgets of a notebook their front end, which the committed notebooks leave out."""
-    if app.env.doc2path(page).suffix != ".ipynb":
-        return
-    notebook = json.loads(source[0])
-    buffer = {"path": ["front_end"], "encoding": "base64", "data": base64.b64encode(packed()).decode()}
-    for saved in notebook["metadata"].get("widgets", {}).values():
-        for widget in saved["state"].values():
-            if "_esm" in widget["state"]:
-                widget.setdefault("buffers", []).append(buffer)
-    source[0] = json.dumps(notebook)
-
-
 def write_llms_txt(app: Sphinx, error: Exception | None) -> None:
     """Puts llms.txt into the root of the site: a list of all pages, with links to their sources, in Markdown."""
     if error is not None:
@@ -147,5 +131,4 @@ def setup(app: Sphinx) -> None:
     app.connect("missing-reference", resolve_public_name)
     app.connect("autodoc-process-docstring", check_docstring, priority=400)  # before napoleon rewrites it
     app.connect("env-check-consistency", check_all_names_are_documented)
-    app.connect("source-read", add_front_end)
     app.connect("build-finished", write_llms_txt)

@@ -432,6 +432,13 @@ class ActivationRequest(Message):
 # Views
 
 
+class ColumnsRequest(Message):
+    """Shows columns of the tree. Runs the model if they have not been measured for these inputs."""
+
+    names: list[str]
+    inputs: str | None  # As in a run.
+
+
 class LensRequest(Message):
     """Computes the numbers of a lens view for the patches as they are now, and for another stream."""
 
@@ -476,6 +483,7 @@ REQUESTS: dict[str, tuple[type[Message], type[Message]]] = {
     "edit": (EditRequest, Edited),
     "check": (CheckRequest, Checked),
     "details": (RowRequest, Details),
+    "columns": (ColumnsRequest, JobStatus),
     "components": (Empty, Empty),  # Finds the components, which takes a while; the trait has them.
     "run": (RunRequest, RunStatus),
     "run_status": (JobRef, RunStatus),

@@ -470,6 +470,12 @@ def norm(elements: Tensor) -> float:
     return min(float(elements[elements.isfinite()].norm()), sys.float_info.max)
 
 
+def norm_of(value: Any) -> float:
+    """Returns the norm of the finite elements of a value; 0 if it has none."""
+    tensor = readable(value).tensor
+    return 0.0 if tensor is None else norm(_flat(tensor))
+
+
 def statistics_of(value: Any, numbers: Readable | None = None) -> Statistics:
     """Returns the statistics of a value, of which `numbers` are the elements.
 

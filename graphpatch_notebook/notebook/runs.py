@@ -453,7 +453,7 @@ class Runs:
         has_examples = captured(self._session.graph).examples is not None or self._session.origin.arguments is not None
         return None if self.is_given or has_examples else _NO_INPUTS
 
-    def _calls(self, inputs: str | None) -> ModelCalls:
+    def calls(self, inputs: str | None) -> ModelCalls:
         """Returns calls on the inputs; `inputs` are arguments as Python code."""
         # Requests may arrive in a thread of the kernel, which does not have the settings of the user's thread.
         if self._settings.thread == threading.get_ident():
@@ -461,6 +461,11 @@ class Runs:
         typed = inputs if inputs is not None and inputs.strip() else self.typed
         found = inputs_for_run(self._session, self._namespace(), typed, self.inputs)
         return ModelCalls(self._session.graph, found, self._settings)
+
+    def key(self, inputs: str | None) -> Hashable:
+        """Returns a key of what a run without patches depends on. Any cell may have changed variables and weights."""
+        cells = len(self._namespace().get("_ih", ()))  # the history of IPython
+        return inputs, id(self.inputs), captured(self._session.graph).edits, cells
 
     # -- run -----------------------------------------------------------------------------------------------------------
 
@@ -473,7 +478,7 @@ class Runs:
         """
         self._check_idle()
         session, namespace = self._session, self._namespace()
-        chosen, calls = session.chosen, self._calls(inputs)
+        chosen, calls = session.chosen, self.calls(inputs)
         resolved = session.resolve(namespace, chosen)
         numbers = [one.number for one in chosen.enabled]
         alone = [one.number for one, _ in resolved.observing]  # for a call without the other patches
@@ -552,10 +557,8 @@ class Runs:
         except Unresolvable as problem:
             raise ChosenPatchError("path", problem.message) from None
         wanted, chosen = Plane.of(plane, namespace, axes), session.chosen
-        # Any cell may have changed variables and weights: `_ih` is the history of IPython.
-        cells = len(namespace.get("_ih", ()))
         version = chosen.version if is_patched else None
-        key = (target.text, version, inputs, id(self.inputs), captured(session.graph).edits, cells)
+        key = (target.text, version, self.key(inputs))
         for number, (job, other) in self._started.items():
             if other == key and job.state == "done" and job.result is not None and job.result.show(wanted):
                 return number
@@ -566,7 +569,7 @@ class Runs:
                 self.close_activation(number)
         self._check_idle()
         patches = dict(session.resolve(namespace, chosen).patch_map) if is_patched else {}
-        calls = None if is_held(target) and target.text not in patches else self._calls(inputs)
+        calls = None if is_held(target) and target.text not in patches else self.calls(inputs)
         tokenizer = self.tokenizer
 
         def run(job: Job[Any]) -> ShownValue:

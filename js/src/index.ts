@@ -11,6 +11,7 @@ import { tryEdit } from "./patches/edits";
 import { PatchList } from "./patches/patch_list";
 import { makeResultHeatmap, makeResultView } from "./plots/result_heatmap";
 import { RunPanel } from "./runs/run_panel";
+import { makeColumnHeads } from "./tree/columns";
 import { stopKeyPropagation, type TreeActions, watchKeys } from "./tree/keyboard";
 import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
 import { Toolbar } from "./tree/toolbar";
@@ -111,12 +112,14 @@ function showTree(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove:
   const circuit = makeCircuitPanel(view, state);
   const flow = new FlowPanel(view, state);
   const filtered = { element: makeFilterNote(view.filter, onRemove) };
+  const heads = makeColumnHeads(view, state);
   const parts = [
     circuit,
     toolbar,
     notices,
     filtered,
     flow,
+    heads,
     tree,
     popup,
     editor,

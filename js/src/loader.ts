@@ -1,6 +1,6 @@
 /**
- * The script that anywidget loads: decompresses the front end, which is in a trait, and runs it. Uncompressed, it
- * would be three times as large, in every message that shows a widget and in every notebook that is saved with one.
+ * The script that anywidget loads: finds the model that holds the compressed front end, which all views of a kernel
+ * refer to, and runs it. So a saved notebook has it once.
  */
 import { importText } from "./import_text";
 import { inflateText } from "./inflate";
@@ -11,33 +11,29 @@ interface FrontEnd {
   css: string;
   render: (context: { model: Model; el: HTMLElement }) => Promise<Undo>;
 }
-
-interface Unpacked {
-  readonly data: DataView;
-  readonly frontEnd: Promise<FrontEnd>;
+interface Manager {
+  get_model(id: string): Promise<{ get(name: string): unknown }>;
 }
 
 // Hosts load this script once for each widget. The front end is loaded once per page: ids that it gives to
 // elements stay unique, and only the first widget waits for it. Kernels of other versions send another front end.
-const page = globalThis as unknown as Record<symbol, Unpacked[] | undefined>;
-const UNPACKED = Symbol.for("graphpatch-notebook: front ends");
+const page = globalThis as unknown as Record<symbol, Map<string, Promise<FrontEnd>> | undefined>;
+const UNPACKED = Symbol.for("graphpatch-notebook: front ends by their digests");
 
-/** Returns the front end of a widget, from the cache if an earlier widget has the same one. */
-function frontEndOf(data: DataView): Promise<FrontEnd> {
-  page[UNPACKED] ??= [];
+/** Returns the front end of a widget, from the cache if an earlier widget has the same one; `null`: it was not saved. */
+async function frontEndOf(model: Model): Promise<FrontEnd | null> {
+  const manager = model.widget_manager as Manager;
+  const id = model.get("front_end")?.replace("IPY_MODEL_", "");
+  if (!id) return null;
+  const shared = await manager.get_model(id);
+  const [bundle, digest] = [shared.get("bundle") as DataView, String(shared.get("digest"))];
+  page[UNPACKED] ??= new Map();
   const known = page[UNPACKED];
-  const same = known.find((other) => isEqual(other.data, data));
-  if (same) return same.frontEnd;
-  const made = { data, frontEnd: unpack(data) };
-  known.push(made);
+  const found = known.get(digest) ?? unpack(bundle);
+  known.set(digest, found);
   // The next widget tries again; `render` says why this one failed.
-  made.frontEnd.catch(() => known.splice(known.indexOf(made), 1));
-  return made.frontEnd;
-}
-
-function isEqual(a: DataView, b: DataView): boolean {
-  const [left, right] = [a, b].map((data) => new Uint8Array(data.buffer, data.byteOffset, data.byteLength));
-  return left?.length === right?.length && left?.every((byte, at) => byte === right?.[at]) === true;
+  found.catch(() => known.delete(digest));
+  return found;
 }
 
 async function unpack(data: DataView): Promise<FrontEnd> {
@@ -47,20 +43,18 @@ async function unpack(data: DataView): Promise<FrontEnd> {
 
 /** Hosts call this when the model exists, before they render it. */
 function initialize({ model }: { model: Model }): void {
-  if (!model.get("front_end")?.byteLength) return;
-  void frontEndOf(model.get("front_end"));
+  frontEndOf(model).catch(() => undefined);
 }
 
 async function render(context: { model: Model; el: HTMLElement }): Promise<Undo> {
   const { model, el } = context;
-  // A notebook that was saved without the front end: the static HTML stays.
-  if (!model.get("front_end")?.byteLength) return () => undefined;
   const style = document.createElement("style");
   try {
-    const { css, render } = await frontEndOf(model.get("front_end"));
-    style.textContent = css;
+    const frontEnd = await frontEndOf(model);
+    if (frontEnd === null) return () => undefined; // the static HTML stays
+    style.textContent = frontEnd.css;
     el.append(style);
-    const undo = await render(context);
+    const undo = await frontEnd.render(context);
     return () => {
       undo();
       style.remove();

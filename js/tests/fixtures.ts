@@ -210,6 +210,7 @@ export const ABOUT: About = {
   has_given_inputs: false,
   no_inputs: null,
   has_tokenizer: false,
+  measures: { FLOPs: "operations", mean: "of its output" },
   patch_kinds: patchKinds as PatchKind[],
   version: "0.0.0",
 };
@@ -217,7 +218,7 @@ export const ABOUT: About = {
 /** The traits of a widget that shows `columns` and has no patches. Its skeleton is empty: `deflated` makes a true one. */
 export function traits(changes: Partial<Traits> = {}): Traits {
   return {
-    front_end: new DataView(new ArrayBuffer(0)),
+    front_end: "",
     skeleton: new DataView(new ArrayBuffer(0)),
     about: ABOUT,
     session: { version: 0, patches: [], can_undo: false, can_redo: false },
@@ -231,7 +232,7 @@ export function traits(changes: Partial<Traits> = {}): Traits {
     edges: new DataView(new ArrayBuffer(0)),
     components: new DataView(new ArrayBuffer(0)),
     scores: new DataView(new ArrayBuffer(0)),
-    scores_name: "",
+    score_names: [],
     circuit: null,
     run: null,
     ...changes,

@@ -83,7 +83,7 @@ const listen = (_, {{ msg, direction }}) => {{
     sent += bytes(msg);
     frontEnd += bytes({{ content: [state._esm, state._css] }});
     buffer_paths.forEach(([name], index) => {{
-      if (name === "front_end") frontEnd += msg.buffers[index].byteLength;
+      if (name === "bundle") frontEnd += msg.buffers[index].byteLength;
     }});
   }}
   if (msg.header.msg_type === "display_data") shown ??= performance.now();

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
 from tests.browser.chromium import opened
 from tests.browser.notebook_page import NotebookPage
-from tests.browser.server import Server
+from tests.browser.server import CHECKOUT, Server, environment
 from tests.browser.tree_page import TreePage, TreeView
 
 MODEL = """
@@ -92,6 +94,36 @@ def test_reopened_notebook_is_browsed_if_it_is_trusted(
         notebook.open("untrusted.ipynb", has_kernel=False)
         page.get_by_role("dialog").get_by_role("button", name="No Kernel").click()
         expect(static_tree(notebook.cell(0))).to_be_visible()
+
+
+def test_shipped_notebook_shows_its_views_if_it_is_trusted_and_else_folded_trees(
+    server: Server, context: BrowserContext
+) -> None:
+    file = server.folder / "shipped.ipynb"
+    content = nbformat.read(CHECKOUT / "examples" / "09_by_clicks.ipynb", as_version=4)
+    content.metadata["kernelspec"]["name"] = "elsewhere"
+    nbformat.write(content, file)
+    for is_trusted in (False, True):
+        if is_trusted:
+            command = [sys.executable, "-m", "jupyter", "trust", str(file)]
+            subprocess.run(command, env=environment(server.folder.parent), check=True)
+        with opened(context) as (page, _):
+            notebook = NotebookPage(page, server)
+            notebook.open(file.name, has_kernel=False)
+            page.get_by_role("dialog").get_by_role("button", name="No Kernel").click()
+            shown = notebook.cell(notebook.position("browser ="))
+            if is_trusted:
+                view = TreeView(page, shown)
+                view.search("op:softmax")
+                expect(view.row("pattern")).to_be_visible()
+                expect(shown.get_by_role("region", name="Attention")).to_be_visible()
+                icons = "views => views.map(view => getComputedStyle(view, '::before').display)"
+                assert {*shown.locator(".jupyter-widgets-disconnected").evaluate_all(icons)} == {"none"}
+            else:
+                expect(static_tree(shown)).to_be_hidden()  # it is in rows that are folded
+                expect(shown.locator("summary").filter(has_text="transformer").first).to_be_visible()
+                expect(shown.get_by_text("AttentionView of")).to_have_count(0)
+                expect(shown.get_by_text("├─")).to_have_count(0)
 
 
 def test_html_of_nbconvert_is_browsed_if_widgets_can_be_fetched(

@@ -56,7 +56,6 @@ def execute(notebook: NotebookNode, names: tuple[str, ...] = ()) -> tuple[Notebo
     report = running.cells.pop()
     for output in outputs(running):
         _remove_machine_folders(output)
-    _remove_front_end(running)
     return running, json.loads(report.outputs[0].text)
 
 
@@ -72,14 +71,6 @@ def text(cell: NotebookNode) -> str:
     """Returns what a code cell shows, as plain text."""
     shown = (output["text"] if "text" in output else output["data"].get("text/plain", "") for output in cell.outputs)
     return "".join(shown)
-
-
-def _remove_front_end(notebook: NotebookNode) -> None:
-    """Removes what the state of every widget holds again. Where the site is built, docs/conf.py puts it back."""
-    for saved in notebook.metadata.get("widgets", {}).values():
-        for model in saved["state"].values():
-            if "buffers" in model:
-                model["buffers"] = [buffer for buffer in model["buffers"] if buffer["path"] != ["front_end"]]
 
 
 def _remove_machine_folders(output: NotebookNode) -> None:

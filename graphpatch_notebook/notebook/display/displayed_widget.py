@@ -1,18 +1,20 @@
 """The base class of widgets, and the bundled front end that they send to the page.
 
-static/widget.js, widget.css  -> compressed, in a trait: a third of the size, in messages and in saved notebooks
+static/widget.js, widget.css  -> compressed, in `FrontEnd`: once in a kernel, and so in a saved notebook
 static/loader.js              -> `_esm`: unpacks them
 static/saved_page.js          -> in pages that `save_html` writes: shows the widget without a kernel
 
 With ANYWIDGET_HMR=1, anywidget reads the files themselves and reloads them when they change.
 
-A widget also displays HTML that works without a kernel, under a display id of its own. The HTML is updated when the
-widget changes: at once after a request of the front end, otherwise when the cell that changed the widget ends.
+A widget also displays HTML that works without a kernel, and its text, under a display id of its own. The HTML is
+updated when the widget changes: at once after a request of the front end, otherwise when the cell that changed the
+widget ends.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import uuid
@@ -27,6 +29,7 @@ import msgspec
 import traitlets
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
+from ipywidgets import widget_serialization
 from ipywidgets.embed import dependency_state, embed_data
 
 from graphpatch_notebook.errors import GraphError
@@ -104,6 +107,27 @@ def is_terminal() -> bool:
     return get_ipython() is not None and not has_front_end()
 
 
+class FrontEnd(anywidget.AnyWidget):
+    """The bundled front end, to which the views of a kernel refer: pages and saved notebooks have it once.
+
+    It is a widget of anywidget, since others lose their bytes when JupyterLab saves a notebook.
+    """
+
+    _esm = "export default {}"
+
+    bundle = traitlets.Bytes(packed(), read_only=True).tag(sync=True, echo_update=False)
+    digest = traitlets.Unicode(hashlib.sha256(packed()).hexdigest(), read_only=True).tag(sync=True)
+
+    _shared: ClassVar[FrontEnd | None] = None
+
+    @classmethod
+    def of_kernel(cls) -> FrontEnd:
+        """Returns the one of this kernel. Other hosts, such as marimo, close widgets with their cells: a new one."""
+        if cls._shared is None or cls._shared.comm is None or not has_front_end():
+            cls._shared = cls()
+        return cls._shared
+
+
 class DisplayedWidget(anywidget.AnyWidget):
     """The base class of widgets. Subclasses define the traits, and the text that replaces the widget in a terminal.
 
@@ -118,11 +142,12 @@ class DisplayedWidget(anywidget.AnyWidget):
     FRONT_END: ClassVar[Mapping[str, Any]] = {}
     """The traits that the front end may set, with their types."""
 
-    front_end = traitlets.Bytes(packed(), read_only=True).tag(sync=True, echo_update=False)
+    front_end = traitlets.Instance(FrontEnd, read_only=True).tag(sync=True, echo_update=False, **widget_serialization)
 
     def __init__(self, **traits: Any) -> None:
         self._display_id: str | None = None
         self._shown_html: str | None = None
+        self.set_trait("front_end", FrontEnd.of_kernel())
         super().__init__(model_id=self._own_id, **traits)
 
     @functools.cached_property
@@ -214,21 +239,25 @@ class DisplayedWidget(anywidget.AnyWidget):
         if self.comm is None or not has_front_end():
             raise NotImplementedError  # for all other objects
         bundle: Any = super()._repr_mimebundle_()
-        _display(bundle[0], metadata=bundle[1], raw=True)
+        data, metadata = bundle
         self._shown_html = self._marked_html()
+        # Where the widget is not shown, as in a notebook that is not trusted, its text would stand beside the HTML.
+        text = data.pop("text/plain") if self._shown_html is not None else ""
+        _display(data, metadata=metadata, raw=True)
         if self._shown_html is None:
             return
         if self._display_id is None:
             self._display_id = uuid.uuid4().hex
             _after_cells(weakref.WeakMethod(self.renew_html))
-        _display({"text/html": self._shown_html}, raw=True, display_id=self._display_id)
+        _display({"text/html": self._shown_html, "text/plain": text}, raw=True, display_id=self._display_id)
 
     def renew_html(self) -> None:
         """Updates the displayed HTML, everywhere that the widget is displayed, if it has changed."""
         html = self._marked_html() if self._display_id is not None else None
         if html is not None and html != self._shown_html:
             self._shown_html = html
-            _update_display({"text/html": html}, raw=True, display_id=self._display_id)
+            shown = {"text/html": html, "text/plain": repr(self)}
+            _update_display(shown, raw=True, display_id=self._display_id)
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         # In a terminal, texts have colors, which a MIME bundle would not have.

@@ -28,8 +28,18 @@ from graphpatch_notebook.inspection.node_path import Location, NodePath, locatio
 from graphpatch_notebook.inspection.resolution import is_patchable
 from graphpatch_notebook.inspection.tree import Row, TreeEntry, opened
 from graphpatch_notebook.notebook.display.tables import escaped, file_label, visible
-from graphpatch_notebook.notebook.messages import ActivationRequest, Details, Empty, JobRef, Link, Natural, Source
-from graphpatch_notebook.notebook.runs import RunResult
+from graphpatch_notebook.notebook.messages import (
+    ActivationRequest,
+    ColumnsRequest,
+    Details,
+    Empty,
+    JobRef,
+    JobStatus,
+    Link,
+    Natural,
+    Source,
+)
+from graphpatch_notebook.notebook.runs import Job, RunResult
 from graphpatch_notebook.notebook.session.chosen_patch import PATCH_KINDS, ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace, counted
@@ -42,6 +52,7 @@ from graphpatch_notebook.notebook.views.linked import (
     job_status,
     session_for_view,
 )
+from graphpatch_notebook.notebook.views.measures import MEASURES, Found, measure
 from graphpatch_notebook.notebook.views.results import picture_of, static_circuit
 from graphpatch_notebook.notebook.views.selection import item_of
 from graphpatch_notebook.notebook.views.skeleton import HIDDEN, PATCHABLE, SIZE, Skeleton, skeleton_of
@@ -96,7 +107,7 @@ class Browser(LinkedView):
     edges = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     components = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     scores = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
-    scores_name = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
+    score_names = traitlets.List(traitlets.Unicode(), read_only=True).tag(sync=True, echo_update=False)
     run = traitlets.Dict(default_value=None, allow_none=True, read_only=True).tag(sync=True, echo_update=False)
     circuit = traitlets.Dict(default_value=None, allow_none=True, read_only=True).tag(sync=True, echo_update=False)
 
@@ -125,6 +136,8 @@ class Browser(LinkedView):
         self._shown = weakref.ref(skeleton)
         self._scores: dict[str, float] = {}
         self._scores_name = ""
+        self._measured: Found = {}
+        self._measuring: tuple[Any, Job[Found]] | None = None
         self._circuit: Circuit | AttributionGraph | None = None
         self._has_components, self._has_edges = False, shows_graph
         self._opened_at = skeleton.path(row)
@@ -169,12 +182,42 @@ class Browser(LinkedView):
         skeleton = self._skeleton()
         self._scores = scores_by_path(scores, skeleton)
         self._scores_name = str(name or getattr(scores, "name", None) or "score")
-        self.renew("scores", "scores_name")
+        self.renew("scores", "score_names")
 
     def clear_scores(self) -> None:
         """Removes the scores."""
         self._scores, self._scores_name = {}, ""
-        self.renew("scores", "scores_name")
+        self.renew("scores", "score_names")
+
+    def show_columns(self, *names: str) -> None:
+        """Shows columns of numbers beside the rows, to sort by, and waits for the run of the model that fills them.
+
+        The run is that of *Run*, without the chosen patches. The columns replace those that were shown; scores stay.
+
+        Args:
+            names: Any of "parameters", "bytes", "FLOPs" (as `torch.utils.flop_counter` counts them), "ms" (the time
+                of a module's call), "mean", "std", "norm", "NaN" (the share of the elements) and "gradient" (the
+                norm of the gradient of the output's loss). Statistics of a module are those of its output.
+
+        Raises:
+            ValueError: There is not a column of this name.
+            SessionError: The run failed, or there is no loss for gradients.
+
+        Example:
+            >>> import torch
+            >>> browser = PatchableGraph(torch.nn.Linear(3, 2), torch.ones(4, 3)).browse()
+            >>> browser.show_columns("parameters", "FLOPs")
+            >>> browser.score_names
+            ['parameters', 'FLOPs']
+        """
+        if unknown := {*names} - MEASURES.keys():
+            raise ValueError(f"unknown column {unknown.pop()!r}; columns are {', '.join(map(repr, MEASURES))}")
+        job = self._measure(names, None) if names else None
+        if job is not None:
+            job.wait()
+            if job.state == "failed":
+                raise SessionError(job.error or "the run failed")
+        self._show_measured(names, job)
 
     def set_circuit(self, circuit: Circuit | AttributionGraph | None) -> None:
         """Shows the picture of a circuit above the tree; `None` removes it.
@@ -197,6 +240,7 @@ class Browser(LinkedView):
     def _handlers(self) -> Handlers:
         return {
             **super()._handlers(),
+            "columns": self._columns,
             "details": lambda _, payload: (details(self.graph, self._rows(), payload.row), []),
             "components": self._find_components,
             "activation": self._activation,
@@ -209,6 +253,41 @@ class Browser(LinkedView):
         self._has_components = True
         self.renew("components")
         return Empty(), []
+
+    def _columns(self, _: RequestContext, payload: ColumnsRequest) -> Answer:
+        names = [name for name in payload.names if name in MEASURES]
+        if not names:
+            self._show_measured((), None)
+            return JobStatus(id=0, state="done", seconds=0.0), []
+        job = self._measure(names, payload.inputs)
+        job.wait(_WAIT)
+        state = job.state
+        if state == "done":
+            self._show_measured(names, job)
+        error = job.error if state == "failed" else None
+        return JobStatus(id=0, state=state, seconds=job.seconds, error=error), []
+
+    def _measure(self, names: Sequence[str], inputs: str | None) -> Job[Found]:
+        """Returns the job that measures the columns: the last one if it has the same inputs."""
+        skeleton, timed, differentiated = self._rows(), "ms" in names, "gradient" in names
+        key = (self._runs.key(inputs), timed, differentiated)
+        if self._measuring is not None and self._measuring[0] == key and self._measuring[1].state != "failed":
+            return self._measuring[1]
+        if self._measuring is not None:
+            self._measuring[1].interrupt()
+        calls = self._runs.calls(inputs)
+
+        def work(job: Job[Found]) -> Found:
+            return measure(job, calls, skeleton, timed=timed, differentiated=differentiated)
+
+        job = Job(work)
+        self._measuring = key, job
+        return job
+
+    def _show_measured(self, names: Sequence[str], job: Job[Found] | None) -> None:
+        found = None if job is None else job.result
+        self._measured = {} if found is None else {name: found[name] for name in MEASURES if name in names}
+        self.renew("scores", "score_names")
 
     def _activation(self, context: RequestContext, payload: ActivationRequest) -> Answer:
         skeleton, row = self._rows(), payload.row
@@ -251,6 +330,7 @@ class Browser(LinkedView):
             with self._lock:
                 self._shown = weakref.ref(skeleton)
                 self._has_components = False
+                self._measured, self._measuring = {}, None
                 with self.hold_sync():
                     self.expanded, self.selected = None, 0
                     self.renew(*self._makers())
@@ -268,14 +348,20 @@ class Browser(LinkedView):
             "skeleton": lambda: skeleton.data,
             "edges": lambda: skeleton.packed_edges() if edges else b"",
             "components": lambda: skeleton.packed_components() if components else b"",
-            "scores": lambda: packed_scores(self._scores, skeleton) if self._scores else b"",
-            "scores_name": lambda: self._scores_name,
+            "scores": lambda: b"".join(packed(column, len(skeleton)) for _, column in self._score_columns(skeleton)),
+            "score_names": lambda: [name for name, _ in self._score_columns(skeleton)],
             "run": lambda: self._runs.state,
             "circuit": lambda: None if self._circuit is None else picture_of(self._circuit, skeleton.find),
         }
 
+    def _score_columns(self, skeleton: Skeleton) -> list[tuple[str, dict[int, float]]]:
+        """Returns the columns: the scores, and what was measured; paths without a row are ignored."""
+        scores = {row: number for path, number in self._scores.items() if (row := skeleton.find(path)) is not None}
+        return [*([(self._scores_name, scores)] if scores else []), *self._measured.items()]
+
     def _about(self) -> dict[str, Any]:
         return super()._about() | {
+            "measures": dict(MEASURES),
             "module": type(captured(self.graph).module).__name__,
             "nodes": len(self.graph.nodes),
             "arguments": self._runs.written(),
@@ -395,6 +481,8 @@ def browser_of(
 
 
 _LARGEST = 3.4028234663852886e38  # of a float32
+_WAIT = 0.05
+"""For so many seconds an answer waits for a run that may end soon."""
 
 
 def scores_by_path(scores: Mapping[str | NodePath, Any] | Any, skeleton: Skeleton) -> dict[str, float]:
@@ -435,13 +523,10 @@ def scores_by_path(scores: Mapping[str | NodePath, Any] | Any, skeleton: Skeleto
     return found
 
 
-def packed_scores(scores: Mapping[str, float], skeleton: Skeleton) -> bytes:
-    """Returns a little-endian float32 for each row, NaN without a score. Ignores paths without a row."""
-    column = [math.nan] * len(skeleton)
-    for path, number in scores.items():
-        if (row := skeleton.find(path)) is not None:
-            column[row] = number
-    return struct.pack(f"<{len(column)}f", *column)
+def packed(scores: Mapping[int, float], count: int) -> bytes:
+    """Returns a little-endian float32 for each of `count` rows, NaN without a score."""
+    column = [scores.get(row, math.nan) for row in range(count)]
+    return struct.pack(f"<{count}f", *(min(max(number, -_LARGEST), _LARGEST) for number in column))
 
 
 # --------------------------------------------------------------------------------------------------------------------

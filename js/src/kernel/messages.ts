@@ -282,9 +282,15 @@ export interface RunRequest {
 export interface ActivationRequest {
   row: Natural;
   plane: string | null; // A slice with two dimensions (or one); `null`: the last two.
-  axes: [Natural, Natural] | null; // The dimensions of rows and columns; the slice may leave two more, for facets.
+  axes: [Natural, Natural] | null;
   is_patched: boolean;
   inputs: string | null;
+}
+
+/** Shows columns of the tree. Runs the model if they have not been measured for these inputs. */
+export interface ColumnsRequest {
+  names: string[];
+  inputs: string | null; // As in a run.
 }
 
 /** Generates for the patches as they are now; adds a branch, or removes one. */
@@ -314,6 +320,7 @@ export interface Requests {
   edit: { payload: EditRequest; result: { version: number } };
   check: { payload: CheckRequest; result: Checked };
   details: { payload: { row: Natural }; result: Details };
+  columns: { payload: ColumnsRequest; result: JobStatus };
   components: { payload: Empty; result: Empty };
   run: { payload: RunRequest; result: RunStatus };
   run_status: { payload: JobRef; result: RunStatus };

@@ -54,8 +54,8 @@ export interface Columns {
 
 /** The traits of every view of a graph. Only `selection` is set by the front end. */
 export interface LinkedTraits {
-  /** Deflated JSON of `{css, js}`: the front end itself, which `loader.ts` unpacks. Empty where anywidget loads it from files. */
-  front_end: DataView;
+  /** `IPY_MODEL_` and the id of the model with the front end, which `loader.ts` unpacks. */
+  front_end: string;
   about: AboutView;
   session: SessionState;
   group: string; // Identifies the views that share a selection.
@@ -73,8 +73,8 @@ export interface Traits extends LinkedTraits {
   shows_graph: boolean; // Whether the dataflow is drawn.
   edges: DataView; // Deflated JSON of `Flow`. Empty: it has not been shown yet.
   components: DataView; // Deflated JSON of `Component[]`, layer by layer. Empty: not asked for yet.
-  scores: DataView; // A float32 per row, little-endian; NaN without a score. Empty: no scores.
-  scores_name: string;
+  scores: DataView; // By column: a float32 per row, little-endian; NaN without a score. Empty: no scores.
+  score_names: string[]; // Of the columns.
   run: { id: number; state: RunState } | null; // The current or last run of any view; `null` before the first one.
   circuit: CircuitPicture | null; // The circuit that is shown above the tree; `null`: none is.
 }
@@ -288,6 +288,7 @@ export interface About extends AboutView {
   /** Whether runs are made on inputs that were given to the browser instead of the example inputs. */
   has_given_inputs: boolean;
   has_tokenizer: boolean;
+  measures: Record<string, string>; // The columns that a run can fill, with what they say.
   /** All kinds of patches, in the order of the editor; the first is the one of a new patch. */
   patch_kinds: PatchKindForm[];
 }

@@ -35,9 +35,9 @@ const TAIL = 8;
 
 /** An element whose text loses its middle where there is no room: paths and names differ at their ends. */
 export function cutElement(tag: "span" | `span.${string}`, attributes: Attributes, text: string): HTMLElement {
-  if (text.length < 2 * TAIL) return element(tag, attributes, element("span.gp-cut", text));
+  if (text.length < 2 * TAIL) return element(`${tag}.gp-cut`, attributes, text);
   const [start, end] = [text.slice(0, -TAIL), text.slice(-TAIL)];
-  return element(tag, attributes, element("span.gp-cut", start), element("span.gp-tail", end));
+  return element(`${tag}.gp-middle`, attributes, element("span.gp-cut", start), element("span.gp-tail", end));
 }
 
 /** A field for Python or a number. */

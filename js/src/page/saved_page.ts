@@ -22,11 +22,13 @@ interface FrontEnd {
 /** An anywidget model without a kernel: the views of the page share its traits. */
 class SavedModel {
   /** Reports that there is no kernel. */
-  readonly widget_manager = { get_model: async () => ({ comm_live: false }) };
+  readonly comm_live = false;
+  readonly widget_manager: { get_model(id: string): Promise<SavedModel | undefined> };
   private readonly traits: Record<string, unknown>;
   private readonly listeners = new Map<string, Set<Listener>>();
 
-  constructor({ state, buffers = [] }: SavedState) {
+  constructor({ state, buffers = [] }: SavedState, models: Map<string, SavedModel>) {
+    this.widget_manager = { get_model: async (id) => models.get(id) };
     this.traits = { ...state };
     // The buffers of anywidget are whole traits.
     for (const { data, path } of buffers) if (path[0] !== undefined) this.traits[path[0]] = decoded(data);
@@ -79,19 +81,15 @@ function scripts<T>(type: string): [HTMLScriptElement, T][] {
 /** Inserts each view after its script element. */
 export async function showSavedViews(): Promise<void> {
   const states = Object.assign({}, ...scripts<{ state: object }>("widget-state").map(([, { state }]) => state));
-  const models = new Map<string, [SavedModel, Promise<FrontEnd>]>();
-  for (const [id, state] of Object.entries<SavedState>(states)) {
-    const code = state.state._esm;
-    if (typeof code === "string") models.set(id, [new SavedModel(state), importText<FrontEnd>(code)]);
-  }
+  const models = new Map<string, SavedModel>();
+  for (const [id, state] of Object.entries<SavedState>(states)) models.set(id, new SavedModel(state, models));
   await Promise.all(
     scripts<{ model_id: string }>("widget-view").map(async ([mark, { model_id }]) => {
-      const found = models.get(model_id);
-      if (found === undefined) return;
-      const [model, frontEnd] = found;
+      const model = models.get(model_id);
+      if (typeof model?.get("_esm") !== "string") return;
       const el = document.createElement("div");
       mark.after(el);
-      await (await frontEnd).render({ model, el });
+      await (await importText<FrontEnd>(String(model.get("_esm")))).render({ model, el });
     }),
   );
 }

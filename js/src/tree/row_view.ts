@@ -4,7 +4,7 @@ import { type Component, FLAG, type PatchState, type Spec } from "../kernel/prot
 import { buttonElement, cutElement, element, replaceChildren, setAttribute } from "../page/dom";
 import { formatCount, visible } from "../page/text";
 import { CLOSED, type Folded, LEAF, PLUMBING } from "./rows";
-import { scoreText, textOfBest } from "./scores";
+import { type Scores, scoreText, textOfBest } from "./scores";
 import type { Skeleton } from "./skeleton";
 import type { TreeState } from "./tree_state";
 
@@ -31,8 +31,9 @@ export class RowView {
   // In the row only if they are not empty, so that few elements exist for 50,000 rows.
   private readonly chevron = element("span.gp-chevron.gp-muted");
   private readonly badges = element("span.gp-badges");
-  private readonly score = element("span.gp-score");
+  private readonly cells = element("span.gp-cells");
   private badgesKey = "[0,0,[]]";
+  private cellsKey = "";
   private scoreText = "";
   private readonly op: HTMLElement;
   private readonly content: RowContent;
@@ -51,11 +52,11 @@ export class RowView {
     this.path = skeleton.path(id < 0 ? ~id : id);
     const { name, op, label, kind, isPatchable, countBadge: mark, note } = this.content;
     const path = folded ? name : visible(this.path);
-    this.op = cutElement("span.gp-op.gp-middle.gp-muted", { title: note ?? op }, mark ?? op);
+    this.op = cutElement("span.gp-op.gp-muted", { title: note ?? op }, mark ?? op);
     this.element = element(
       "div",
       { id: rowId(prefix, id), role: "treeitem", class: "gp-row", "data-id": id, "data-kind": kind },
-      cutElement("span.gp-name.gp-middle", { title: path }, name),
+      cutElement("span.gp-name", { title: path }, name),
       " ",
       this.op,
       " ",
@@ -84,7 +85,7 @@ export class RowView {
     const patches = this.tree.patched.at(this.id);
     const below = state === CLOSED ? countPatchesIn(this.tree, this.id) : 0;
     this.fillBadges(patches, below);
-    this.fillScore(state === CLOSED);
+    this.fillScores(state === CLOSED);
     setAttribute(row, "aria-label", this.name(patches, below));
   }
 
@@ -110,7 +111,7 @@ export class RowView {
     replaceChildren(this.badges, ...badges.flatMap((each) => [each, " "]));
     const hasBadges = components.length + patches.length + below > 0;
     this.element.classList.toggle("gp-badged", hasBadges);
-    this.togglePart(this.badges, hasBadges, this.score.parentNode ? this.score : this.op);
+    this.togglePart(this.badges, hasBadges, this.cells.parentNode ? this.cells : this.op);
   }
 
   private components(): readonly Component[] {
@@ -135,27 +136,47 @@ export class RowView {
     const type = this.componentType();
     return [
       element("span.gp-component-type", { "data-type": type, title }, type),
-      cutElement("span.gp-component.gp-middle.gp-muted", { title }, this.componentText()),
+      element("span.gp-component.gp-cut.gp-muted", { title }, this.componentText()),
     ];
   }
 
-  /** Shows the row's own score, or for a closed graph without a score the strongest score inside. */
-  private fillScore(isClosed: boolean): void {
-    const { scores } = this.tree;
-    const own = this.id < 0 ? null : (scores?.valueOf(this.id) ?? null);
-    const best = this.id < 0 ? undefined : scores?.best[this.id];
+  /** Shows a cell for each column of scores; a single column colors the whole row. */
+  private fillScores(isClosed: boolean): void {
+    const { columns, scores } = this.tree;
+    const cells = columns.map((column) => this.cellOf(column, isClosed));
+    const active = cells[scores ? columns.indexOf(scores) : -1];
+    this.element.style.setProperty("--gp-heat", active?.heat ?? "0%");
+    setAttribute(this.element, "data-heat", columns.length > 1 ? null : active?.side);
+    const key = JSON.stringify(cells);
+    if (this.cellsKey === key) return;
+    this.cellsKey = key;
+    this.scoreText = cells
+      .map(({ text }) => text)
+      .filter(Boolean)
+      .join(" ");
+    const shown = cells.flatMap(({ text, title, heat, side }) => {
+      const cell = element("span.gp-score", { title, "data-heat": side }, text);
+      cell.style.setProperty("--gp-heat", heat);
+      return [cell, " "];
+    });
+    replaceChildren(this.cells, ...shown);
+    this.togglePart(this.cells, this.scoreText !== "", this.op);
+  }
+
+  /** The row's own score, or for a closed graph without a score the strongest score inside. */
+  private cellOf(scores: Scores, isClosed: boolean) {
+    const own = this.id < 0 ? null : scores.valueOf(this.id);
+    const best = this.id < 0 ? undefined : scores.best[this.id];
     const value = own ?? (isClosed && best !== undefined && !Number.isNaN(best) ? best : null);
-    const strength = value === null || !scores ? 0 : scores.strength(value);
-    this.element.style.setProperty("--gp-heat", `${Math.round(Math.abs(strength) * 100)}%`);
-    setAttribute(this.element, "data-heat", value === null ? null : strength < 0 ? "cold" : "hot");
-    const isInside = own === null && value !== null && scores !== null && scores !== undefined;
-    const text = isInside ? textOfBest(value, scores) : value === null ? "" : scoreText(value);
-    if (this.scoreText === text) return;
-    this.scoreText = text;
-    replaceChildren(this.score, text, " ");
-    const most = scores?.isByMagnitude ? "The score of the largest size" : "The highest score";
-    setAttribute(this.score, "title", isInside ? `${most} in it` : null);
-    this.togglePart(this.score, text !== "", this.op);
+    if (value === null) return { text: "", title: null, heat: "0%", side: null };
+    const strength = scores.strength(value);
+    const most = scores.isByMagnitude ? "The score of the largest size" : "The highest score";
+    return {
+      text: own === null ? textOfBest(value, scores) : scoreText(value),
+      title: own === null ? `${most} in it` : null,
+      heat: `${Math.round(Math.abs(strength) * 100)}%`,
+      side: strength < 0 ? "cold" : "hot",
+    };
   }
 
   /** The accessible name: the visible text in the same order, then what only colors and marks show. */

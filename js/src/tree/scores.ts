@@ -69,12 +69,16 @@ export class Scores {
     return places;
   }
 
-  /** The scores in the traits; `null` without any. */
-  static of(data: DataView, name: string, skeleton: Skeleton): Scores | null {
-    if (data.byteLength !== 4 * skeleton.length) return null;
-    const values = Float32Array.from({ length: skeleton.length }, (_, row) => data.getFloat32(4 * row, true));
-    const scores = new Scores(values, name || "score", skeleton);
-    return scores.count > 0 ? scores : null;
+  /** The columns in the traits that have scores. */
+  static all(data: DataView, names: readonly string[], skeleton: Skeleton): Scores[] {
+    const { length } = skeleton;
+    const count = data.byteLength / (4 * length);
+    if (!Number.isInteger(count)) return [];
+    const columns = Array.from({ length: count }, (_, column) => {
+      const value = (_: unknown, row: number) => data.getFloat32(4 * (column * length + row), true);
+      return new Scores(Float32Array.from({ length }, value), names[column] ?? "score", skeleton);
+    });
+    return columns.filter((scores) => scores.count > 0);
   }
 
   valueOf(row: number): number | null {
@@ -131,10 +135,13 @@ export function textOfBest(value: number, scores: Scores): string {
   return scores.isByMagnitude ? `≤ |${scoreText(value)}|` : `≤ ${scoreText(value)}`;
 }
 
-/** A score in few characters: `0.123`, `-4.57e-6`, `12,300`. */
+const COMPACT = new Intl.NumberFormat("en-US", { notation: "compact", maximumSignificantDigits: 3 });
+
+/** A score in few characters: `0.123`, `-4.57e-6`, `12,300`, `124M`. */
 export function scoreText(value: number): string {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "-∞";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("e+", "e");
+  if (size >= 1e6 && size < 1e15) return COMPACT.format(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(2).replace("e+", "e");
   return Number.isInteger(value) ? formatNumber(value) : String(Number(value.toPrecision(3)));
 }

@@ -2,6 +2,7 @@
 import { buttonElement, element, icon, iconButton, replaceChildren, setAttribute } from "../page/dom";
 import { formatCount, formatNumber } from "../page/text";
 import type { Part, View } from "../view";
+import { makeColumnMenu } from "./columns";
 import { KEYS } from "./keyboard";
 import { type ScoreFilter, type Scores, scoreText } from "./scores";
 import type { TreeState } from "./tree_state";
@@ -83,6 +84,7 @@ export class Toolbar implements Part {
       this.components,
       this.sizes,
       this.folding,
+      makeColumnMenu(this.view, tree).element,
       iconButton("expand", "Expand all", {
         title: "Expand all below the selected row",
         onclick: () => tree.expandBelow(tree.activeRow),
@@ -176,7 +178,7 @@ is:patched  is:opaque  is:parameter  is:size
 function keysHelp(): HTMLElement {
   const pairs = KEYS.flatMap(([keys, what]) => [element("dt", keys), element("dd", what)]);
   const summary = element("summary.gp-button.gp-quiet", { "aria-label": "Keys", title: "Keys" }, "?");
-  return element("details.gp-keys", summary, element("dl", ...pairs));
+  return element("details.gp-menu", summary, element("dl.gp-menu-list.gp-keys", ...pairs));
 }
 
 function toggle(label: string, title: string, onclick: () => void): HTMLButtonElement {

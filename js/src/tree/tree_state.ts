@@ -54,6 +54,8 @@ export class TreeState {
   isFolded = true;
   /** Whether the lines are layers and their components, instead of graphs and their nodes. */
   isByComponent = false;
+  /** The columns of scores, and the one that colors, sorts and filters the rows. */
+  columns: readonly Scores[] = [];
   scores: Scores | null = null;
   /** The rows that pass the filter of another view; `null`: all. */
   filteredRows: readonly number[] | null = null;
@@ -97,7 +99,7 @@ export class TreeState {
     traits.listen("shows_sizes", () => this.update(() => undefined));
     traits.listen("session", () => this.update(() => this.onSession()));
     traits.listen("scores", () => this.update(() => this.readScores()));
-    traits.listen("scores_name", () => this.update(() => this.readScores()));
+    traits.listen("score_names", () => this.update(() => this.readScores()));
   }
 
   onChange(listener: (change: Change) => void): () => void {
@@ -305,7 +307,9 @@ export class TreeState {
   }
 
   /** Changes how the tree is sorted, folded or filtered. Closed rows of another filter are open again. */
-  change(choice: Partial<Pick<TreeState, "isSorted" | "isFolded" | "filter" | "filteredRows" | "scores">>): void {
+  change(
+    choice: Partial<Pick<TreeState, "isSorted" | "isFolded" | "filter" | "filteredRows" | "scores" | "columns">>,
+  ): void {
     this.update(() => {
       Object.assign(this, choice);
       if (!("isSorted" in choice)) this.closedMatches.clear();
@@ -315,7 +319,13 @@ export class TreeState {
 
   /** Hides the scores in this view, until there are new ones. */
   clearScores(): void {
-    this.change({ scores: null, isSorted: false, filter: null });
+    this.change({ columns: [], scores: null, isSorted: false, filter: null });
+  }
+
+  /** Colors the rows by a column and sorts them; a second time, ends the sorting. */
+  sortBy(scores: Scores): void {
+    const isSorted = scores !== this.scores || !this.isSorted;
+    this.change({ scores, isSorted, ...(scores === this.scores ? {} : { filter: null }) });
   }
 
   isShown(row: number): boolean {
@@ -422,8 +432,10 @@ export class TreeState {
   }
 
   private readScores(): void {
-    this.scores = Scores.of(this.traits.get("scores"), this.traits.get("scores_name"), this.skeleton);
-    if (this.scores) return;
+    this.columns = Scores.all(this.traits.get("scores"), this.traits.get("score_names"), this.skeleton);
+    const same = this.columns.find(({ name }) => name === this.scores?.name);
+    this.scores = same ?? this.columns[0] ?? null;
+    if (same) return;
     this.isSorted = false;
     this.filter = null;
   }

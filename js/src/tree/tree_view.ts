@@ -119,7 +119,9 @@ export class TreeView implements Part {
     }
     this.space.append(...fresh);
     setAttribute(this.element, "aria-activedescendant", rowId(this.prefix, lines.ids[activeLine] ?? 0));
-    setAttribute(this.element, "data-scored", this.tree.scores !== null);
+    const { columns } = this.tree;
+    setAttribute(this.element, "data-scored", columns.length > 0);
+    this.element.parentElement?.style.setProperty("--gp-columns", String(columns.length));
     setAttribute(this.element, "data-searched", this.tree.found.matches !== null);
   }
 

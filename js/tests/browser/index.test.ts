@@ -46,7 +46,7 @@ test.each(["true", "false"])("no accessibility violations; light: %s", async (is
   };
   const { el, model } = await shown(columns, {
     scores: new DataView(scores.buffer),
-    scores_name: "effect",
+    score_names: ["effect"],
     session: {
       version: 1,
       can_undo: true,

@@ -1,9 +1,24 @@
 import { expect, test } from "vitest";
 import loader from "../../src/loader";
+import type { Model } from "../../src/view";
 import { deflatedParts, FakeModel, traits } from "../fixtures";
 
-function packed(parts: { css: string; js: string }): Promise<DataView> {
-  return deflatedParts([JSON.stringify(parts)]);
+/** A widget whose manager has the model of its front end, if there is one. */
+async function widget(parts: { css: string; js: string } | null, query = "") {
+  const bundle = parts && (await deflatedParts([JSON.stringify(parts)]));
+  const shared = new Map<string, unknown>([
+    ["bundle", bundle],
+    ["digest", JSON.stringify(parts)],
+  ]);
+  const model: Model = new FakeModel(traits({ front_end: parts ? "IPY_MODEL_shared" : "", query }));
+  const asked: string[] = [];
+  model.widget_manager = {
+    get_model: async (id: string) => {
+      asked.push(id);
+      return shared;
+    },
+  };
+  return { model, asked };
 }
 
 function host(): HTMLElement {
@@ -14,7 +29,8 @@ function host(): HTMLElement {
 
 test("shows nothing if the front end was not saved with the widget", async () => {
   const el = host();
-  await loader.render({ model: new FakeModel(traits({ front_end: new DataView(new ArrayBuffer(0)) })), el });
+  const { model } = await widget(null);
+  await loader.render({ model, el });
   expect(el.childElementCount).toBe(0);
 });
 
@@ -24,11 +40,10 @@ test("unpacks and shows the front end with its style; leaves nothing behind afte
     const p = document.createElement("p"); p.className = "unpacked"; p.textContent = model.get("query"); el.append(p);
     return () => p.remove();
   } };`;
-  const model = new FakeModel(
-    traits({ front_end: await packed({ css: ".unpacked { height: 77px; }", js }), query: "é☃" }),
-  );
+  const { model, asked } = await widget({ css: ".unpacked { height: 77px; }", js }, "é☃");
   loader.initialize({ model });
   const undo = await loader.render({ model, el });
+  expect(asked).toEqual(["shared", "shared"]);
   const shown = el.querySelector("p");
   expect(shown?.textContent).toBe("é☃");
   expect(shown?.getBoundingClientRect().height).toBe(77);
@@ -37,17 +52,12 @@ test("unpacks and shows the front end with its style; leaves nothing behind afte
 });
 
 test("widgets with the same front end load it once; a different one is loaded separately", async () => {
-  const load = async (front_end: DataView) => {
+  const load = async (name: string) => {
     const el = host();
-    await loader.render({ model: new FakeModel(traits({ front_end })), el });
+    const js = `let shown = 0; export default {
+      async render({ el }) { el.append("${name}" + ++shown); return () => undefined; } };`;
+    await loader.render({ model: (await widget({ css: "", js })).model, el });
     return el.textContent;
   };
-  const js = (name: string) => `let shown = 0; export default {
-    async render({ el }) { el.append("${name}" + ++shown); return () => undefined; } };`;
-  const pack = (name: string) => packed({ css: "", js: js(name) });
-  expect([await load(await pack("a")), await load(await pack("b")), await load(await pack("a"))]).toEqual([
-    "a1",
-    "b1",
-    "a2",
-  ]);
+  expect([await load("a"), await load("b"), await load("a")]).toEqual(["a1", "b1", "a2"]);
 });

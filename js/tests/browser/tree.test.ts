@@ -1,11 +1,13 @@
-import { afterEach, expect, test } from "vitest";
+import { afterEach, expect, test, vi } from "vitest";
 import { page, userEvent } from "vitest/browser";
 import type { Columns } from "../../src/kernel/protocol";
+import { makeColumnHeads } from "../../src/tree/columns";
 import { Skeleton } from "../../src/tree/skeleton";
 import { Toolbar } from "../../src/tree/toolbar";
 import { TreeState } from "../../src/tree/tree_state";
 import { TreeView } from "../../src/tree/tree_view";
 import "../../src/style.css";
+import { accessibilityViolations } from "../accessibility";
 import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "../fixtures";
 
 const views: FakeView[] = [];
@@ -270,6 +272,64 @@ test.each([
   const { view } = withScores(Array.from({ length: 30 }, (_, row) => (values[row % 3] ?? 0) * (row + 1)));
   const texts = [...view.root.querySelectorAll(".gp-scores button, .gp-scores option")].map((one) => one.textContent);
   expect(texts).toEqual(expect.arrayContaining(expected));
+});
+
+test("columns of a run are chosen in a menu; their heads stand above the numbers and sort the rows", async () => {
+  const { view, tree, state } = shown();
+  const heads = makeColumnHeads(view, state).element;
+  tree.element.before(heads);
+  const [first, second] = ["transformer.h_1", "transformer.h_2"].map((path) => view.row(path));
+  const { length } = view.skeleton;
+  const send = (names: readonly string[]) => {
+    const numbers: Record<string, Record<number, number>> = {
+      FLOPs: { [first ?? 0]: 3e9, [second ?? 0]: 1 },
+      mean: { [first ?? 0]: 0.5, [second ?? 0]: -2, 0: 1 },
+    };
+    const columns = names.flatMap((name) => Array.from({ length }, (_, row) => numbers[name]?.[row] ?? Number.NaN));
+    view.model.set("score_names", [...names]);
+    view.model.set("scores", new DataView(Float32Array.from(columns).buffer));
+  };
+  let isAnswered = false;
+  view.kernel.script.columns = ({ names }) => {
+    if (isAnswered) send(names);
+    const state = isAnswered ? ("done" as const) : ("running" as const);
+    return { result: { id: 0, state, seconds: 0.1, fraction: null, error: null }, buffers: [] };
+  };
+  state.change({ isFolded: false });
+  state.setAllOpen([0, view.row("transformer")], true);
+  await page.getByText("Columns", { exact: true }).click();
+  await page.getByLabelText("FLOPs").click();
+  await page.getByLabelText("mean").click(); // while the model runs
+  await expect.element(page.getByText("The model runs …")).toBeVisible();
+  expect(view.kernel.last("columns")).toEqual({ names: ["FLOPs", "mean"], inputs: null });
+  isAnswered = true;
+  await vi.waitFor(() => expect(state.columns.map(({ name }) => name)).toEqual(["FLOPs", "mean"]));
+  await page.getByText("Columns", { exact: true }).click();
+  await frame();
+  const row = (id: number | undefined) => tree.element.querySelector(`[data-id="${id}"]`) as HTMLElement;
+  const cells = [...row(first).querySelectorAll<HTMLElement>(".gp-score")];
+  expect(cells.map((cell) => cell.textContent)).toEqual(["3B", "0.5"]);
+  expect(row(first).getAttribute("aria-label")).toContain("3B 0.5");
+  const buttons = [...heads.querySelectorAll("button")];
+  for (const [at, button] of buttons.entries()) {
+    const [above, below] = [button, cells[at] as HTMLElement].map((one) => one.getBoundingClientRect());
+    expect(above?.right).toBeCloseTo(below?.right ?? 0, 0);
+    expect(above?.bottom).toBeLessThanOrEqual(below?.top ?? 0);
+  }
+  const colors = [first, second].map((id) => getComputedStyle(row(id).querySelectorAll(".gp-score")[1] as Element));
+  expect(colors[0]?.backgroundColor).not.toBe(colors[1]?.backgroundColor);
+  const order = () => [first, second].map((id) => state.lines.lineOf(id ?? 0));
+  expect(order()).toEqual(order().sort((a, b) => a - b));
+  buttons[1]?.click(); // by mean: the one of the largest size comes first
+  expect(heads.querySelectorAll("button")[1]?.ariaPressed).toBe("true");
+  expect(order()).toEqual(order().sort((a, b) => b - a));
+  heads.querySelectorAll("button")[1]?.click();
+  expect(state.isSorted).toBe(false);
+  expect(await accessibilityViolations(view.root)).toEqual([]);
+  await page.getByText("Columns", { exact: true }).click();
+  await page.getByLabelText("mean").click();
+  await vi.waitFor(() => expect(state.columns.map(({ name }) => name)).toEqual(["FLOPs"]));
+  expect(heads.hidden).toBe(true);
 });
 
 /** Of two colors as browsers compute them. */

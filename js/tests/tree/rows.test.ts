@@ -279,7 +279,7 @@ test("two views of one model stay in sync", () => {
 function scored(values: Record<string, number>) {
   const data = new Float32Array(skeleton.length).fill(Number.NaN);
   for (const [path, value] of Object.entries(values)) data[row(path)] = value;
-  return { scores: new DataView(data.buffer), scores_name: "effect" };
+  return { scores: new DataView(data.buffer), score_names: ["effect"] };
 }
 
 test("sorting by score puts siblings with the best rows first", () => {
@@ -365,7 +365,7 @@ test("rows with the same score up to rounding share a rank; those of the other s
 });
 
 test("scores of the wrong size are ignored; infinite ones do not affect the range", () => {
-  expect(Scores.of(new DataView(new ArrayBuffer(8)), "x", skeleton)).toBeNull();
+  expect(Scores.all(new DataView(new ArrayBuffer(8)), ["x"], skeleton)).toEqual([]);
   const { tree } = opened(
     scored({ "lm_head.linear": Number.POSITIVE_INFINITY, "lm_head.weight": 1, "lm_head.input": 3 }),
   );
@@ -378,7 +378,9 @@ test.each([
   [-4.5678e-6, "-4.57e-6"],
   [12300, "12,300"],
   [0, "0"],
-  [2.5e7, "2.50e7"],
+  [2.5e7, "25M"],
+  [-1.2345e9, "-1.23B"],
+  [2.5e17, "2.50e17"],
   [Number.NEGATIVE_INFINITY, "-∞"],
 ])("the score %d is written %s", (value, text) => {
   expect(scoreText(value)).toBe(text);

@@ -121,7 +121,7 @@ def test_the_first_message_has_all_that_a_view_needs(graph: PatchableGraph) -> N
     assert about["model_id"] == browser.model_id == line_of(browser).comm_id
     assert about["no_inputs"] is None
     assert about["has_tokenizer"] is False
-    front_end = json.loads(zlib.decompress(browser.front_end))
+    front_end = json.loads(zlib.decompress(browser.front_end.bundle))
     assert "gp-root" in front_end["js"]
     assert ".gp-root" in front_end["css"]
 
@@ -166,7 +166,7 @@ def test_the_front_end_sets_what_is_its_own(graph: PatchableGraph) -> None:
         ("shows_sizes", 1),
         ("session", {}),
         ("about", {}),
-        ("scores_name", "x"),
+        ("score_names", ["x"]),
         ("run", {"id": 1, "state": "done"}),
     ],
 )
@@ -250,12 +250,12 @@ def test_scores(graph: PatchableGraph) -> None:
     expected = {0: 5.0, skeleton.row("sub_0"): 0.5, skeleton.row("sub_0.linear"): 2.0, skeleton.row("sub_1.relu"): 1.0}
     assert {row: number for row, number in enumerate(unpacked(browser)) if not math.isnan(number)} == expected
     assert len(unpacked(browser)) == len(skeleton)
-    assert browser.scores_name == "effect"
-    assert line_of(browser).states()[-1]["scores_name"] == "effect"
+    assert browser.score_names == ["effect"]
+    assert line_of(browser).states()[-1]["score_names"] == ["effect"]
     browser.set_scores({"output": 1})
-    assert browser.scores_name == "score"
+    assert browser.score_names == ["score"]
     browser.clear_scores()
-    assert (browser.scores, browser.scores_name) == (b"", "")
+    assert (browser.scores, browser.score_names) == (b"", [])
 
 
 @pytest.mark.parametrize(
@@ -315,36 +315,38 @@ def test_a_cell_shows_the_widget_and_a_tree_without_it(kernel: Kernel, cell: str
     messages = kernel.ok(cell).messages
     live, static = shown(messages)
     assert live["data"][WIDGET_VIEW]["model_id"]
-    assert live["data"]["text/plain"].startswith("<root>: CompiledGraphModule")
-    assert static["data"].keys() == {"text/html"}
+    assert live["data"].keys() == {WIDGET_VIEW}
+    assert static["data"]["text/plain"].startswith("<root>: CompiledGraphModule")
     assert f'class="gp-static gp-static-{live["data"][WIDGET_VIEW]["model_id"]}"' in static["data"]["text/html"]
     assert "zero sub_0.linear[:, 0]" in static["data"]["text/html"]
     if not cell.startswith("display"):
         assert kernel.value("type(_).__mro__[1].__name__") == "'Browser'"
 
 
-def outputs_and_saved_widget(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """Runs a notebook of one cell; returns the cell's outputs, and what the notebook saves of the widget shown."""
+def outputs_and_saved_widgets(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Runs a notebook of one cell; returns the cell's outputs, and what the notebook saves of widgets."""
     for name, value in environment(folder).items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     client = NotebookClient(notebook, timeout=600, startup_timeout=600, kernel_name="python3", store_widget_state=True)
     client.execute()
     nbformat.validate(notebook)
-    outputs = notebook.cells[0].outputs
     models = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
-    return outputs, models[outputs[0]["data"][WIDGET_VIEW]["model_id"]]
+    return notebook.cells[0].outputs, models
 
 
-def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_that_was_run_has_the_front_end_once_and_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = (
         "import torch\nfrom graphpatch_notebook import PatchableGraph\n"
         "pg = PatchableGraph(torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(50)]), torch.ones(2, 4))\n"
-        "pg.browse()"
+        "display(*(pg.browse() for _ in range(3)))"
     )
-    (live, static), saved = outputs_and_saved_widget(source, tmp_path, monkeypatch)
-    assert f"gp-static-{live['data'][WIDGET_VIEW]['model_id']}" in static["data"]["text/html"]
-    bundle = [saved["state"].pop("_esm"), *(one for one in saved["buffers"] if one["path"] == ["front_end"])]
-    assert len(json.dumps(bundle)) < 100_000 * 4 / 3  # in base64
-    saved["buffers"] = [one for one in saved["buffers"] if one["path"] != ["front_end"]]
-    assert len(json.dumps(saved)) < 10_000
+    outputs, models = outputs_and_saved_widgets(source, tmp_path, monkeypatch)
+    shown = [output["data"][WIDGET_VIEW]["model_id"] for output in outputs[::2]]
+    for number, static in zip(shown, outputs[1::2], strict=True):
+        assert f"gp-static-{number}" in static["data"]["text/html"]
+    (front_end,) = {models[number]["state"]["front_end"] for number in shown}
+    assert len(json.dumps(models.pop(front_end.removeprefix("IPY_MODEL_")))) < 100_000 * 4 / 3  # in base64
+    assert len(json.dumps(models)) < 3 * 13_000

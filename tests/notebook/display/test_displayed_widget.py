@@ -50,7 +50,7 @@ def test_a_saved_page_holds_the_widget_and_nothing_of_the_model_that_runs(tmp_pa
     assert page.scripts.keys() == {kind.format("state"), kind.format("view"), "module"}
     assert json.loads(page.scripts[kind.format("view")])["model_id"] == browser.model_id
     states = json.loads(page.scripts[kind.format("state")])["state"]
-    assert states.keys() == {browser.model_id, browser.layout.model_id}
+    assert states.keys() == {widget.model_id for one in (browser, browser.front_end) for widget in (one, one.layout)}
     saved = states[browser.model_id]
     sent = browser.get_state()
     kept = {*saved["state"], *(buffer["path"][0] for buffer in saved["buffers"])}
