@@ -85,6 +85,7 @@ from graphpatch_notebook.experiments.plotting import (
     show_generation,
     show_heatmap,
     show_lens,
+    show_tokens,
 )
 from graphpatch_notebook.experiments.results import load_result, save_result
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -152,6 +153,7 @@ __all__ = [
     "show_generation",
     "show_heatmap",
     "show_lens",
+    "show_tokens",
     "steer",
     "sweep",
     "top_scores",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.views.generation import GenerationView
     from graphpatch_notebook.notebook.views.lens import LensView
     from graphpatch_notebook.notebook.views.results import CircuitView, ResultHeatmap
+    from graphpatch_notebook.notebook.views.tokens import TokensView
     from graphpatch_notebook.patchable_graph import PatchableGraph
 
 
@@ -309,6 +310,58 @@ def show_lens(
 
     workspace, given = _for_view(inputs, input_kwargs)
     return lens_of(pg, workspace, given, target=target, stream=stream, tokens=tokens, row=row, stack=stack)
+
+
+def show_tokens(
+    pg: PatchableGraph,
+    path: str,
+    *inputs: Any,
+    score: Any = None,
+    names: Sequence[str] | None = None,
+    tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
+    **input_kwargs: Any,
+) -> TokensView:
+    """Returns a view of the tokens of the inputs for the notebook, colored by an activation.
+
+    The color of a token is one number of the value at its position: of a neuron, along a direction, of a latent, or
+    what a probe says. Pointing at a token reads its number out; a click selects its position in all views of the graph.
+    With patches, the tokens without and with them are shown; it follows the patches that are chosen in any view.
+
+    Args:
+        pg: The graph.
+        path: A component or node whose value has the dimensions batch, position, and perhaps channels.
+        *inputs: Inputs of the model, positional; without inputs, those of the browser, or the example inputs.
+        score: What is taken of each position: the number of a channel, or several; a direction, of shape (channels), or
+            several, of shape (directions, channels); or a function of the value, of shape (batch, position, ...), that
+            returns one number for each token, of shape (batch, position), or several, of shape (batch, position, n).
+            `None` if the value has one number for each token.
+        names: The names of several scores.
+        tokens: The texts of the tokens, or those of each row of the batch; `None` for those that `pg.tokenizer` gives.
+        **input_kwargs: Inputs of the model, by keyword.
+
+    Raises:
+        ExperimentError: The value has no positions, or `score` or `names` do not fit it.
+        SessionError: There are no inputs, or a patch context is active.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> from graphpatch_notebook.experiments import show_tokens
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(6)[None])
+        >>> show_tokens(pg, "layers[1].resid_post", score=torch.randn(8))  # a direction
+        <TokensView of pg: layers[1].resid_post, 1 x 6>
+        >>> show_tokens(pg, "layers[1].mlp.post", score=[3, 5])
+        <TokensView of pg: 2 scores of layers[1].mlp.post, 1 x 6>
+
+    Source:
+        CircuitsVis, for colored tokens.
+    """
+    from graphpatch_notebook.notebook.views.tokens import tokens_of
+
+    workspace, given = _for_view(inputs, input_kwargs)
+    return tokens_of(pg, workspace, path, given, score=score, names=names, tokens=tokens)
 
 
 def show_generation(

@@ -494,7 +494,7 @@ REQUESTS: dict[str, tuple[type[Message], type[Message]]] = {
     "activation_close": (JobRef, Empty),
     "lens": (LensRequest, JobStatus),
     "generation": (GenerationRequest, JobStatus),
-    "attend": (Empty, JobStatus),  # Computes the patterns of an attention view for the patches as they are now.
+    "update": (Empty, JobStatus),  # Computes the numbers of a view for the patches as they are now.
     "head": (HeadRequest, Head),
     "export": (RunRequest, Code),
 }

@@ -23,6 +23,7 @@ import { makeGenerationView } from "./views/generation_view";
 import { makeLensView } from "./views/lens_view";
 import { link, type MakeView } from "./views/linked_view";
 import { makeFilterNote } from "./views/selection";
+import { makeTokensView } from "./views/tokens_view";
 
 type Undo = () => void;
 /** The model of one of the views; `about`, or another trait, says which. */
@@ -33,6 +34,7 @@ interface AnyModel extends Pick<Model, "on" | "off"> {
 const VIEWS: Partial<Record<string, MakeView<never>>> = {
   attention: makeAttentionView,
   lens: makeLensView,
+  tokens: makeTokensView,
   generation: makeGenerationView,
   result: makeResultView,
 };

@@ -1,7 +1,7 @@
 """The attention view: the patterns of all heads of a model, without and with the chosen patches.
 
 `show_attention` -> `patterns.patterns_of_run` -> traits `attention` and `cells`
-front end        -> requests: `attend` runs the model with the patches, `head` returns a whole pattern
+front end        -> requests: `update` runs the model with the patches, `head` returns a whole pattern
 
 The front end is js/src/views/attention_view.ts. A page without scripts shows a picture of the heads.
 """
@@ -127,7 +127,7 @@ class AttentionView(ComputedView):
         super().__init__(graph, session, workspace)
 
     def _handlers(self) -> Handlers:
-        return {**super()._handlers(), "attend": lambda *_: self._follow(), "head": self._head}
+        return {**super()._handlers(), "head": self._head}
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 

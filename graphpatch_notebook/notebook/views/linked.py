@@ -429,6 +429,9 @@ class ComputedView(LinkedView):
             self._keep(self._run(graph, patches))
         super().__init__(graph, session, workspace)
 
+    def _handlers(self) -> Handlers:
+        return {**super()._handlers(), "update": lambda *_: self._follow()}
+
     def _compute(self, graph: PatchableGraph, patches: Patches) -> Any:
         """Computes the numbers with the patches, in the thread of a job."""
         raise NotImplementedError

@@ -148,8 +148,7 @@ class _Place:
         name = item["name"]
         if not name:
             raise SessionError("this selection is not a value that can be patched; select a cell or a head")
-        shape = session.check(ChosenPatch(name, "zero", any_shape=True)).shape
-        axes = _axes_of(session, name, () if shape is None else tuple(shape))
+        axes = axes_of(session, name)
         wanted = {"head": ("head",), "position": _POSITIONS, "key": ("key",)}
         at: dict[int, int] = {}
         along = None
@@ -195,6 +194,16 @@ def _has_positions(session: Session, name: str) -> bool:
     except ChosenPatchError:
         return False
     return True
+
+
+def axes_of(session: Session, name: str) -> tuple[str | None, ...]:
+    """Returns the names of the dimensions of a value; empty if they are not known.
+
+    Raises:
+        ChosenPatchError: There is no such value.
+    """
+    shape = session.check(ChosenPatch(name, "zero", any_shape=True)).shape
+    return _axes_of(session, name, () if shape is None else tuple(shape))
 
 
 def _axes_of(session: Session, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:

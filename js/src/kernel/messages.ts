@@ -331,7 +331,7 @@ export interface Requests {
   activation_close: { payload: JobRef; result: Empty };
   lens: { payload: { stream: string | null }; result: JobStatus };
   generation: { payload: GenerationRequest; result: JobStatus };
-  attend: { payload: Empty; result: JobStatus };
+  update: { payload: Empty; result: JobStatus };
   head: { payload: HeadRequest; result: { scale: number } };
   export: { payload: RunRequest; result: { code: string } };
 }

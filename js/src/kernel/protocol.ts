@@ -147,6 +147,20 @@ export interface GenerationTraits extends LinkedTraits {
   numbers: DataView; // Deflated numbers: see `readGeneration` in generation_view.ts.
 }
 
+/** The traits of a view of colored tokens, which `show_tokens` shows. */
+export interface TokensTraits extends LinkedTraits {
+  coloring: Coloring;
+  numbers: DataView; // Deflated float32, by run, score, row and position.
+}
+
+export interface Coloring {
+  name: string; // The path of the value.
+  scores: string[];
+  rows: string[][]; // The texts of the tokens of each row of the batch.
+  runs: 1 | 2; // 1: without patches; 2: also with the patches.
+  version: number; // The version of the patches that the numbers are for.
+}
+
 export type Score = "probability" | "entropy";
 
 /** Generated tokens: a line without patches, one with them if there are any, and branches. */
@@ -273,7 +287,7 @@ export interface ResultSide {
 }
 
 interface AboutView {
-  view: "tree" | "attention" | "lens" | "generation" | "result"; // Which view it is.
+  view: "tree" | "attention" | "lens" | "tokens" | "generation" | "result"; // Which view it is.
   name: string; // The variable that holds the graph: `pg`.
   model_id: string; // The widget's model id, by which it is found among the outputs of a notebook.
   version: string; // The version of graphpatch-notebook.

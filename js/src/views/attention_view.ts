@@ -97,7 +97,7 @@ class AttentionView implements Part {
     const updates = makeUpdates(
       view,
       () => model.get("attention").patches,
-      () => kernel.ask("attend", {}),
+      () => kernel.ask("update", {}),
       this.large,
     );
     const common = checkbox("One scale for all heads", false, (isChecked) => {

@@ -1,25 +1,16 @@
 /** The generation view: tokens colored by a score of each step, branches at a token, and patches of steps. */
 import { PackedNumbers } from "../inflate";
 import type { Act, Generation, GenerationTraits, Requests, Score } from "../kernel/protocol";
-import {
-  buttonElement,
-  consume,
-  element,
-  iconButton,
-  replaceChildren,
-  setAttribute,
-  setOptions,
-  textField,
-} from "../page/dom";
-import { gridTarget } from "../page/grid";
+import { buttonElement, element, iconButton, replaceChildren, setAttribute, setOptions, textField } from "../page/dom";
 import { formatNumber, formatPercent, visibleToken } from "../page/text";
 import { tryEdit } from "../patches/edits";
 import { makeRange } from "../plots/heatmap";
-import { color, cssColor, isLight } from "../plots/matrix";
+import { color } from "../plots/matrix";
 import { makeTokenTable } from "../plots/plots";
 import type { Linked, Part } from "../view";
 import { labeled, type MakeView, makePatchStrip, makeUpdates, showRemarks, showTraits } from "./linked_view";
 import { itemOf } from "./selection";
+import { paintToken, watchTokens } from "./tokens_view";
 
 const SCORES: Record<Score, string> = { probability: "probability", entropy: "entropy (nats)" };
 /** The actions of the form, with an example of their value. */
@@ -93,7 +84,7 @@ class GenerationView implements Part {
     );
     this.form = new StepForm(view);
     this.scores.addEventListener("change", () => this.colorTokens());
-    this.lines.addEventListener("keydown", (event) => this.onKey(event));
+    watchTokens(this.lines, () => this.tokens);
     const bar = element(
       "div.gp-line",
       element("h3.gp-heading.gp-muted", "Generation"),
@@ -197,9 +188,7 @@ class GenerationView implements Part {
     this.tokens.forEach((buttons, line) => {
       buttons.forEach((button, step) => {
         const score = this.scoreOf(line, step);
-        const shade = color(score / high, "sequential");
-        button.style.background = cssColor(shade);
-        button.style.color = isLight(shade) ? "#000" : "#fff";
+        paintToken(button, color(score / high, "sequential"));
         const token = this.text(this.numbers.lines[line]?.tokens[step] ?? 0);
         setAttribute(button, "aria-label", `step ${step}: ${token}, ${SCORES[this.score]} ${this.format(score)}`);
       });
@@ -231,18 +220,6 @@ class GenerationView implements Part {
     }
     this.form.show([...chosen]);
     this.showDetails();
-  }
-
-  private onKey(event: KeyboardEvent): void {
-    const focused = event.target as HTMLButtonElement;
-    const line = this.tokens.findIndex((buttons) => buttons.includes(focused));
-    const step = this.tokens[line]?.indexOf(focused) ?? -1;
-    const [to, at] = gridTarget(event, [line, step], this.tokens.length, this.tokens[line]?.length ?? 0) ?? [-1, -1];
-    const target = this.tokens[to]?.[at];
-    if (line < 0 || target === undefined || event.ctrlKey || event.metaKey) return;
-    consume(event);
-    for (const button of this.tokens.flat()) button.tabIndex = button === target ? 0 : -1;
-    target.focus();
   }
 
   /** Shows the probable tokens of a step, each with a button for a branch. */

@@ -262,7 +262,7 @@ test("actions edit the patches; changed patches make the kernel run again", asyn
   await vi.waitFor(() => expect(model.sent.length).toBe(2));
   expect(model.sent[1]).toMatchObject({ payload: { based_on: 1, edit: { act: "steer", value: "2 * d" } } });
   model.set("session", { version: 2, patches: [], can_undo: true, can_redo: false });
-  await vi.waitFor(() => expect(model.sent.at(-1)).toMatchObject({ request: "attend" }));
+  await vi.waitFor(() => expect(model.sent.at(-1)).toMatchObject({ request: "update" }));
 });
 
 test("without a kernel, heads can be chosen; patches and batch rows say why they cannot", async () => {

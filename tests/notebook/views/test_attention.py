@@ -132,11 +132,11 @@ class Front:
         return found
 
     def attend(self) -> None:
-        status = self.ask("attend")
+        status = self.ask("update")
         end = time.monotonic() + 60
         while status["state"] == "running" and time.monotonic() < end:
             time.sleep(0.01)
-            status = self.ask("attend")
+            status = self.ask("update")
         assert status["state"] == "done"
 
 
