@@ -36,59 +36,62 @@ batch. `metrics` has the metrics, `results` makes and stores the arrays, `grids`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.errors import removed
-from graphpatch_notebook.experiments.attribution.attribute import attribute, top_scores
-from graphpatch_notebook.experiments.attribution.direct_logits import direct_logit_attribution
-from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph, GraphNode
-from graphpatch_notebook.experiments.circuits.attribution_runs import attribute_score, attribution_graph, steer
-from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
-from graphpatch_notebook.experiments.circuits.edges import attribute_edges
-from graphpatch_notebook.experiments.circuits.runs import circuit, circuit_patches, faithfulness
-from graphpatch_notebook.experiments.datasets.batches import average, mean_values
-from graphpatch_notebook.experiments.datasets.feature_pages import FeaturePage, feature_pages, show_feature
-from graphpatch_notebook.experiments.datasets.probes import Probe, Probes, probes
-from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
-from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
-from graphpatch_notebook.experiments.engine import RayExecutor, map_batches, remote
-from graphpatch_notebook.experiments.interventions.directions import direction, project_out
-from graphpatch_notebook.experiments.interventions.modules import (
-    DAS,
-    BoundlessDAS,
-    Intervention,
-    L0Mask,
-    LoReFT,
-    LowRankSteering,
-)
-from graphpatch_notebook.experiments.interventions.training import fit, intervene
-from graphpatch_notebook.experiments.interventions.tuned_lens import TunedLens
-from graphpatch_notebook.experiments.methods.ablation import ablate
-from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
-from graphpatch_notebook.experiments.methods.heads import composition_scores, head_scores, keep_heads
-from graphpatch_notebook.experiments.methods.lens import logit_lens
-from graphpatch_notebook.experiments.methods.path_patching import path_patch
-from graphpatch_notebook.experiments.metrics import (
-    AnswerLogProbability,
-    Generated,
-    KLDivergence,
-    LogitDifference,
-    LogProbability,
-    Loss,
-    Probability,
-)
-from graphpatch_notebook.experiments.plotting import (
-    plot_heads,
-    plot_heatmap,
-    show_attention,
-    show_circuit,
-    show_generation,
-    show_heatmap,
-    show_lens,
-    show_tokens,
-)
-from graphpatch_notebook.experiments.results import load_result, save_result
+from graphpatch_notebook.lazy_names import lazy_names
 from graphpatch_notebook.patchable_graph import PatchableGraph
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.experiments.attribution.attribute import attribute, top_scores
+    from graphpatch_notebook.experiments.attribution.direct_logits import direct_logit_attribution
+    from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph, GraphNode
+    from graphpatch_notebook.experiments.circuits.attribution_runs import attribute_score, attribution_graph, steer
+    from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
+    from graphpatch_notebook.experiments.circuits.edges import attribute_edges
+    from graphpatch_notebook.experiments.circuits.runs import circuit, circuit_patches, faithfulness
+    from graphpatch_notebook.experiments.datasets.batches import average, mean_values
+    from graphpatch_notebook.experiments.datasets.feature_pages import FeaturePage, feature_pages, show_feature
+    from graphpatch_notebook.experiments.datasets.probes import Probe, Probes, probes
+    from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
+    from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
+    from graphpatch_notebook.experiments.engine import RayExecutor, map_batches, remote
+    from graphpatch_notebook.experiments.interventions.directions import direction, project_out
+    from graphpatch_notebook.experiments.interventions.modules import (
+        DAS,
+        BoundlessDAS,
+        Intervention,
+        L0Mask,
+        LoReFT,
+        LowRankSteering,
+    )
+    from graphpatch_notebook.experiments.interventions.training import fit, intervene
+    from graphpatch_notebook.experiments.interventions.tuned_lens import TunedLens
+    from graphpatch_notebook.experiments.methods.ablation import ablate
+    from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
+    from graphpatch_notebook.experiments.methods.heads import composition_scores, head_scores, keep_heads
+    from graphpatch_notebook.experiments.methods.lens import logit_lens
+    from graphpatch_notebook.experiments.methods.path_patching import path_patch
+    from graphpatch_notebook.experiments.metrics import (
+        AnswerLogProbability,
+        Generated,
+        KLDivergence,
+        LogitDifference,
+        LogProbability,
+        Loss,
+        Probability,
+    )
+    from graphpatch_notebook.experiments.plotting import (
+        plot_heads,
+        plot_heatmap,
+        show_attention,
+        show_circuit,
+        show_generation,
+        show_heatmap,
+        show_lens,
+        show_tokens,
+    )
+    from graphpatch_notebook.experiments.results import load_result, save_result
 
 sweep = PatchableGraph.sweep
 __all__ = [
@@ -159,6 +162,60 @@ __all__ = [
     "top_scores",
 ]
 
+_MODULES = {
+    "attribution.attribute": ("attribute", "top_scores"),
+    "attribution.direct_logits": ("direct_logit_attribution",),
+    "circuits.attribution_graph": ("AttributionGraph", "GraphNode"),
+    "circuits.attribution_runs": ("attribute_score", "attribution_graph", "steer"),
+    "circuits.circuit": ("Circuit", "Edge"),
+    "circuits.edges": ("attribute_edges",),
+    "circuits.runs": ("circuit", "circuit_patches", "faithfulness"),
+    "datasets.batches": ("average", "mean_values"),
+    "datasets.feature_pages": ("FeaturePage", "feature_pages", "show_feature"),
+    "datasets.probes": ("Probe", "Probes", "probes"),
+    "datasets.ridge_probes": ("ridge_probes",),
+    "datasets.store": ("ActivationStore", "record_to"),
+    "engine": ("RayExecutor", "map_batches", "remote"),
+    "interventions.directions": ("direction", "project_out"),
+    "interventions.modules": ("BoundlessDAS", "DAS", "Intervention", "L0Mask", "LoReFT", "LowRankSteering"),
+    "interventions.training": ("fit", "intervene"),
+    "interventions.tuned_lens": ("TunedLens",),
+    "methods.ablation": ("ablate",),
+    "methods.causal_tracing": ("Noise", "causal_trace"),
+    "methods.heads": ("composition_scores", "head_scores", "keep_heads"),
+    "methods.lens": ("logit_lens",),
+    "methods.path_patching": ("path_patch",),
+    "metrics": (
+        "AnswerLogProbability",
+        "Generated",
+        "KLDivergence",
+        "LogProbability",
+        "LogitDifference",
+        "Loss",
+        "Probability",
+    ),
+    "plotting": (
+        "plot_heads",
+        "plot_heatmap",
+        "show_attention",
+        "show_circuit",
+        "show_generation",
+        "show_heatmap",
+        "show_lens",
+        "show_tokens",
+    ),
+    "results": ("load_result", "save_result"),
+}
+"""Where the names are: a first sweep does not wait for all of these."""
+
+_lazy_name = lazy_names(__name__, __all__, _MODULES)
+
 
 def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return _lazy_name(name)
     raise removed(name) or AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

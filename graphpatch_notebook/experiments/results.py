@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from torch import Tensor
@@ -50,8 +50,9 @@ def data_array(
     baseline: Measurement,
     metric: Callable[[Any], Any],
     remarks: Sequence[str],
+    more_attrs: Mapping[str, Any],
 ) -> DataArray:
-    """Returns the results as an array, with NaN for cells that failed or did not run.
+    """Returns the results as an array, with NaN for cells that failed or did not run; a `ResultArray`.
 
     An axis of component names becomes several, as `with_component_dims` has it; `layer` keeps the names.
 
@@ -61,8 +62,6 @@ def data_array(
     Raises:
         ExperimentError: All cells failed.
     """
-    from xarray import DataArray
-
     data = np.full([len(cells), *baseline.values.shape], np.nan)
     errors, failed = [], []
     for cell in cells:
@@ -82,21 +81,75 @@ def data_array(
             "experiment",
         )
     plain = [(name, tuple(map(plain_label, values))) for name, values in axes.items()]
-    attrs: dict[str, Any] = {"baseline": baseline.values.tolist(), "remarks": list(remarks), "errors": errors}
+    attrs: dict[str, Any] = {
+        "baseline": baseline.values.tolist(),
+        "remarks": list(remarks),
+        "errors": errors,
+        **more_attrs,
+    }
     if baseline.names is not None:
         plain.append(("metric", baseline.names))
         attrs["metrics"] = list(baseline.names)  # kept when one of them is selected
     data = data.reshape([*(len(values) for values in axes.values()), *baseline.values.shape])
     data, plain, components = with_component_dims(data, plain)
-    array = DataArray(
-        data,
-        {name: _coordinate(name, values) for name, values in plain},
-        [*(name for name, _ in plain if name != "metric"), *metric_dims(baseline, axes)],
-        name=metric_name(metric),
-        attrs=attrs,
-    )
-    keep_components(array, components)
-    return array
+    coordinates = {name: _coordinate(name, values) for name, values in plain}
+    dims = [*(name for name, _ in plain if name != "metric"), *metric_dims(baseline, axes)]
+
+    def made() -> DataArray:
+        from xarray import DataArray
+
+        array = DataArray(data, coordinates, dims, name=metric_name(metric), attrs=attrs)
+        keep_components(array, components)
+        return array
+
+    return cast("DataArray", ResultArray(made))
+
+
+class ResultArray:
+    """An `xarray.DataArray` that is made when something of it is first asked for.
+
+    To import xarray, and pandas with it, takes longer than many a sweep, and 80 MB. All that a `DataArray` has is here,
+    and `isinstance` takes it for one; what is computed with it, copied or pickled is one.
+    """
+
+    __slots__ = ("__weakref__", "_array")
+
+    def __init__(self, make: Callable[[], DataArray]) -> None:
+        object.__setattr__(self, "_array", functools.cache(make))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._array(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._array(), name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._array().__reduce_ex__(protocol)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._array())
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[misc]  # for `isinstance`
+        return type(self._array())
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: ResultArray, *args: Any) -> Any:
+        return getattr(self._array(), name)(*args)
+
+    return method
+
+
+_BINARY = "add sub mul truediv floordiv mod pow and or xor".split()
+for _name in (
+    *(f"{prefix}{name}" for name in _BINARY for prefix in ("", "r", "i")),
+    *"lt le gt ge eq ne matmul rmatmul neg pos abs invert".split(),
+    *"len iter contains getitem setitem delitem bool int float complex".split(),
+    *"array array_ufunc array_wrap repr str format copy deepcopy".split(),
+):
+    setattr(ResultArray, f"__{_name}__", _forwarded(f"__{_name}__"))
+ResultArray.__hash__ = None  # type: ignore[assignment]  # as that of a `DataArray`
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from tests.benchmarks.ratios import median_times
 from tests.benchmarks.report import Row, report, row
 
 NEW_TOKENS = 20
+ASKED = {GPT2_124M.name: 1.1, LLAMA_SMALL.name: 1.1, GPT2_SMALL.name: 1.04}
 ROUNDS = {GPT2_124M.name: 9, LLAMA_SMALL.name: 31, GPT2_SMALL.name: 101}
 
 
@@ -54,7 +55,7 @@ def generating(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
     step = times["model"] / NEW_TOKENS * 1000
     yield row(f"{benchmarked.name}: model.generate, a step", f"{step:.2f} ms", "", True)
     for what, seconds in list(times.items())[1:]:
-        found, limit = seconds / times["model"], 1.01 if what == "without patches" else benchmarked.asked.generate
+        found, limit = seconds / times["model"], 1.01 if what == "without patches" else ASKED[benchmarked.name]
         yield row(
             f"{benchmarked.name}: {what} / model", f"{found:.3f}x", f"under {limit:.2f}x", round(found, 2) <= limit
         )

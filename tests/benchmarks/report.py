@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
@@ -41,6 +42,7 @@ def report(title: str, about: str | None, sections: Callable[[bool], Iterable[It
             continue
         for what, measured, must, holds in section:
             table.add_row(what, measured, must, "ok" if holds else "MISSED")
+            print(what, measured, must, file=sys.stderr, flush=True)  # it takes minutes
     console = Console(width=120)
     console.print(table)
     console.print(f"{time.perf_counter() - started:.0f} s")

@@ -29,7 +29,7 @@ from graphpatch_notebook.experiments.engine.runner import Baseline, CellRunner, 
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric, check_metric_position
 from graphpatch_notebook.experiments.results import data_array, metric_dims, metric_name, plain_label
 from graphpatch_notebook.inspection.meanings import Meanings, meanings
-from graphpatch_notebook.lazy_names import extra
+from graphpatch_notebook.lazy_names import check_extra, extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import declares
@@ -67,7 +67,7 @@ def run_sweep(
     check_input_names(pg.nodes.root, inputs.kwargs, PatchableGraph.sweep)
     inputs = with_generation(pg, inputs_of(pg, inputs.args, inputs.kwargs), metric)
     check_metric_position(pg, inputs, metric)
-    extra("xarray", "the result of a sweep")
+    check_extra("xarray", "the result of a sweep")
     _check_options(batch, checkpoint_key)
     if executor is not None:
         check_executor(executor, recipe, pg)
@@ -109,8 +109,8 @@ def run_sweep(
     told = [*remarks, *runner.remarks]
     if not is_whole:
         told.append(f"interrupted: {len(cells) - len(ledger.results)} of {len(cells)} cells did not run and are NaN")
-    result = data_array(values, cells.unmade, ledger.results, ledger.baseline, metric, list(dict.fromkeys(told)))
-    result.attrs |= inputs.attrs(pg)
+    told, attrs = list(dict.fromkeys(told)), inputs.attrs(pg)
+    result = data_array(values, cells.unmade, ledger.results, ledger.baseline, metric, told, attrs)
     if not is_whole:
         raise SweepInterrupted(_stopped(len(ledger.results), len(cells), checkpoint), result)
     return result
