@@ -129,8 +129,8 @@ class ResultArray:
     def __dir__(self) -> list[str]:
         return dir(self._array())
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # for `isinstance`
+    @property  # type: ignore[misc]  # for `isinstance`
+    def __class__(self) -> Any:
         return type(self._array())
 
 

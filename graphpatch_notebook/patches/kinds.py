@@ -391,8 +391,8 @@ class ProbePatch(Patch[Any]):
     _version: int | None = field(default=None, init=False, repr=False)
 
     def op(self, original_output: Any) -> Any:
-        self._kept = original_output
-        self._version = version_of(original_output)
+        state = self.__dict__  # not by `__setattr__`: all values of a model may be probed
+        state["_kept"], state["_version"] = original_output, version_of(original_output)
         return original_output
 
     @property

@@ -412,7 +412,7 @@ class PatchContext:
         # before they are patched, and patched inputs. What is only kept is changed by no hook but those there are.
         outputs = self.plan.with_outputs.values()
         called = [module for module, is_changed in outputs if is_changed or runs_hooks(module)]
-        self._swaps.hold(self.plan.watched.values(), called)
+        self._swaps.hold([*self.plan.watched.values(), *self.plan.unpatched.values()], called)
         for module, is_patched in self.plan.with_inputs.values():
             if is_patched or runs_hooks(module):
                 self._handles.append(module.register_forward_pre_hook(self._on_inputs, with_kwargs=True))

@@ -286,6 +286,8 @@ class Plan:
         own_graphs: The graph modules whose graph runs in place of the module.
         custom: Custom graphs by the id of the module that each replaces, in all its calls.
         watched: The modules whose forwards must be seen, by id.
+        unpatched: Modules that frames under the function mode call, and that run without it, by id: nothing in them is
+            patched, or it enters the mode itself.
         with_outputs: The modules whose outputs are patched, or only kept; and whether they are changed.
         with_inputs: The modules whose inputs are patched, or kept with gradients; and whether they are patched.
         restricted: Those of the entries that are for some steps or positions only.
@@ -294,7 +296,6 @@ class Plan:
         all_entries: The patches, and what calls the splices in which something is patched.
         sees_ops: Whether some frame runs under the function mode.
         on_the_way: The frames that lead to patched values, each with one of the entries on these.
-        held: What was held on the way when a context was last entered; `None` before.
     """
 
     def __init__(
@@ -341,9 +342,16 @@ class Plan:
                 _, has_changes = self.with_inputs.get(id(module), (module, False))
                 self.with_inputs[id(module)] = module, has_changes or plan.changes_inputs
         self.sees_ops = any(plan.needs_mode for plan in plans.values())
-        above = {id(f): (f, entry) for entry in self.all_entries for f in entry.target.frame.frames_above()}
+        self.unpatched = {
+            id(call.frame.module): call.frame.module
+            for plan in plans.values()
+            if plan.sites is not None
+            for call in plan.frame.calls()
+            if id(call.frame.module) not in self.watched and callers.is_worth_leaving_mode(call.frame)
+        }
+        by_frame = {id(entry.target.frame): entry for entry in self.all_entries}.values()
+        above = {id(f): (f, entry) for entry in by_frame for f in entry.target.frame.frames_above()}
         self.on_the_way = list(above.values())
-        self.held: list[_Held] | None = None
         self.custom = {
             id(graph.frame.module): FramePlan(graph.frame, graph)
             for graph in reversed(own_graphs)
@@ -386,10 +394,20 @@ def _refuse_before_hooks(entry: Entry, plans: dict[int, FramePlan]) -> None:
         )
 
 
+_WORTH_LEAVING_MODE = 5
+"""How many operations a module must have: to leave and enter the mode takes as long as a few of them under it."""
+
+
 class Callers:
-    """The frames that call each module, in a whole capture."""
+    """The frames that call each module, in a whole capture.
+
+    Attributes:
+        held: What is held on the way to each frame, by its id, where that was looked at: it was as it was captured.
+    """
 
     def __init__(self, root: Frame) -> None:
+        self.held: dict[int, list[_Held]] = {}
+        self._operations: dict[int, int] = {}  # in each frame and those that it calls
         self._frames: dict[int, list[Frame]] = {}
         for frame in root.walk(with_splices=True):
             self._frames.setdefault(id(frame.module), []).append(frame)
@@ -398,6 +416,17 @@ class Callers:
     def frames_of(self, module: Module) -> list[Frame]:
         """Returns the frames of `module`, in order of execution."""
         return self._frames.get(id(module), [])
+
+    def is_worth_leaving_mode(self, frame: Frame) -> bool:
+        """Whether a frame has so many operations that it is faster to leave the function mode for it."""
+        return not self._has_fused and self._operations_in(frame) >= _WORTH_LEAVING_MODE
+
+    def _operations_in(self, frame: Frame) -> int:
+        if (found := self._operations.get(id(frame))) is None:
+            own = sum(node.kind == "op" for node in frame.nodes)
+            found = own + sum(self._operations_in(call.frame) for call in frame.calls())
+            self._operations[id(frame)] = found
+        return found
 
     def frames_to_recognize(self, root: Frame, wanted: Iterable[Frame]) -> list[Frame]:
         """Returns the root, the `wanted` frames, and the frames that a run needs to tell which call each of them is.
@@ -429,15 +458,17 @@ def refuse_exchanged(plan: Plan) -> None:
 
     Or if that computes attention in another way, of which the captured names are not.
     """
-    if plan.held is not None and all(holder.get(name) is held for holder, name, held in plan.held):
-        return  # as at the last entry
-    seen: list[_Held] = []
+    known = plan.callers.held
     for frame, entry in plan.on_the_way:
+        if all(holder.get(name) is held for holder, name, held in known.get(id(frame), _UNKNOWN)):
+            continue  # as when it was last looked at
         (now, held), before, attention = _held_now(frame), frame.conditions.attention, attention_named_by(frame.module)
         if now in (None, frame.module) and before in (None, attention):
             config = frame.module.__dict__.get("config")
-            seen += [*held, (frame.module.__dict__, "config", config)]
-            seen.append((getattr(config, "__dict__", {}), ATTENTION_IN_CONFIG, attention))
+            attributes = getattr(config, "__dict__", {})
+            known[id(frame)] = [
+                *held, (frame.module.__dict__, "config", config), (attributes, ATTENTION_IN_CONFIG, attention)
+            ]  # fmt: skip
             continue
         where = f" {frame.attribute_path_from_root!r}" if frame.parent is not None else ""
         change = f"its attention is {attention!r}, and was {before!r}"
@@ -448,7 +479,6 @@ def refuse_exchanged(plan: Plan) -> None:
             f"{entry.target.text!r}: the model's{where} was changed since it was captured: {change}; capture "
             "it again, PatchableGraph(model, ...)"
         )
-    plan.held = seen
 
 
 def _held_now(frame: Frame) -> tuple[object, list[_Held]]:
@@ -481,6 +511,7 @@ def _held_now(frame: Frame) -> tuple[object, list[_Held]]:
 
 
 _MISSING = object()
+_UNKNOWN: list[_Held] = [({}, "", _MISSING)]
 
 
 # -- patch maps: checked, all of it, before anything runs --------------------------------------------------------------

@@ -154,6 +154,8 @@ class Run(TorchFunctionMode):
     ) -> Any:
         """Runs one frame, with its patches."""
         if id(module) not in self.plan.watched:  # swapped for another context, or for what sees all frames
+            if self.is_under_mode and id(module) in self.plan.unpatched and function_mode_depth() == self._depth:
+                return self._without_mode(module, forward, args, kwargs)
             return self._call(module, forward, args, kwargs)
         if len(self.stack) == 1:
             self._begin(module, args, kwargs)
@@ -283,6 +285,18 @@ class Run(TorchFunctionMode):
         finally:
             self.is_under_mode = False
 
+    def _without_mode(self, module: Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Calls `forward` without this mode, which is the innermost one: all calls of torch in it are faster."""
+        depth = self._depth
+        try:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.is_under_mode = False
+            return self._call(module, forward, args, kwargs)
+        finally:
+            if function_mode_depth() < depth:  # else it was interrupted before
+                self.__enter__()
+            self.is_under_mode = True
+
     # -- inputs and skipped calls --------------------------------------------------------------------------------------
 
     def _patched_inputs(
@@ -346,13 +360,25 @@ class Run(TorchFunctionMode):
     def at_boundary(self, entries: Sequence[Entry], value: Any) -> Any:
         """Applies entries to a value of a frame."""
         for entry in entries:
-            if entry.keep and not self.is_under_mode and isinstance(value, Tensor) and value.shape == entry.plain_shape:
-                self.fired.add(id(entry))  # before: the last patch of `pg.record` ends the run
-                for keep in entry.keep:
-                    keep(value)
-            else:
+            if not entry.keep:
                 value = self.apply(entry, value)
+                continue
+            if self.is_under_mode:
+                with without_torch_functions():  # to look at a tensor is a call of torch, too
+                    is_kept = self._keep(entry, value)
+            else:
+                is_kept = self._keep(entry, value)
+            value = value if is_kept else self.apply(entry, value)
         return value
+
+    def _keep(self, entry: Entry, value: Any) -> bool:
+        """Hands a value to patches that only keep it, if it is as recorded; returns whether it was."""
+        if not isinstance(value, Tensor) or value.shape != entry.plain_shape:
+            return False
+        self.fired.add(id(entry))  # before: the last patch of `pg.record` ends the run
+        for keep in entry.keep:
+            keep(value)
+        return True
 
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry, and keeps that it fired, or why it could not."""
