@@ -170,6 +170,8 @@ def check_input_names(
         ExperimentError: A name is similar to that of an option, or it is that of a field of patches, and no module of
             the model has a parameter of that name.
     """
+    if not names:
+        return
     options, known = _option_names(like or function), _input_names(root)
     for name in sorted({*names} - known):
         if name in _GONE:

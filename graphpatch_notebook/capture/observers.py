@@ -134,6 +134,8 @@ def declared_forward(module: Module, forward: Callable[..., Any]) -> Callable[..
 def all_modules(module: Module) -> list[Module]:
     """Returns `module` and all modules in it, each once: faster than `module.modules()`, which makes their names."""
     found = [module]
+    if not module._modules:
+        return found
     seen = {id(module)}
     for current in found:
         for inside in current._modules.values() if current._modules else ():

@@ -213,6 +213,8 @@ def _is_empty(part: slice, size: int | None) -> bool:
 
 
 def _used_by(part: Any) -> int:
+    if type(part) is slice and part == slice(None):  # most are
+        return 1
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     numbers = (part.start, part.stop, part.step) if isinstance(part, slice) else (part,)
