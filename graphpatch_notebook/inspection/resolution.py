@@ -233,11 +233,13 @@ class Unresolvable(Exception):  # noqa: N818  # no error that a user sees
 
     Attributes:
         message: What is wrong, and what may be meant.
+        output: The path of the first value that a module returns, if the path is that of a module.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, output: str | None = None) -> None:
         super().__init__(message)
         self.message = message
+        self.output = output
 
 
 def resolve(root: Frame, path: str | ParsedPath) -> Target:
@@ -453,9 +455,11 @@ def _respelled(frame: Frame, before: tuple[str, ...], names: tuple[str, ...], di
 
 def _stops_at_graph(frame: Frame, parsed: ParsedPath) -> Unresolvable:
     path = format_path(parsed.names) or "<root>"
-    candidates = [*_leaf_paths(parsed.names, frame.output_node), *_graph_paths(frame, parsed.names)]
+    outputs = _leaf_paths(parsed.names, frame.output_node)
+    candidates = [*outputs, *_graph_paths(frame, parsed.names)]
     such_as = f", such as {candidates[0]!r}" if candidates else ""
-    return Unresolvable(f"{path!r} is a graph ({graph_class(frame)}); patch a node in it{such_as}")
+    output = outputs[0] if outputs and not parsed.dig else None
+    return Unresolvable(f"{path!r} is a graph ({graph_class(frame)}); patch a node in it{such_as}", output)
 
 
 def _beyond_node(root: Frame, parsed: ParsedPath, depth: int) -> Unresolvable:

@@ -38,6 +38,8 @@ class Extension:
         shell.register_magic_function(self.graphpatch, magic_kind="line_cell", magic_name=_NAME)
         shell.input_transformers_cleanup.append(mark_cell)
         shell.ast_transformers.append(self._transformer)
+        # A graph that a cell made again gets its patches then, and not when they are looked at.
+        shell.events.register("post_run_cell", self._after_cell)
 
         # Before all other matchers: where a path is expected, no other matcher has a completion, and need not search.
         @context_matcher(identifier=_NAME, priority=1000)  # type: ignore[untyped-decorator,unused-ignore]
@@ -46,6 +48,10 @@ class Extension:
 
         self._matcher = matcher
         shell.Completer.custom_matchers.append(matcher)
+
+    def _after_cell(self, _: Any) -> None:
+        if "workspace" in self.__dict__:  # no command has run before
+            self.workspace.notice_new_graphs()
 
     @functools.cached_property
     def _completer(self) -> PathCompleter:
@@ -69,6 +75,7 @@ class Extension:
             shell.magics_manager.magics[kind][_NAME] = magic
         _remove(shell.input_transformers_cleanup, mark_cell)
         _remove(shell.ast_transformers, self._transformer)
+        shell.events.unregister("post_run_cell", self._after_cell)
 
     # -- `%graphpatch`: a line is a command, and a cell runs under the chosen patches ---------------------------------
 

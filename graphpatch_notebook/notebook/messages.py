@@ -71,6 +71,7 @@ class SessionState(Message):
     patches: list[PatchState]
     can_undo: bool
     can_redo: bool
+    note: str = ""  # Where they are from, until the next edit.
 
 
 class PatchInput(Message):
@@ -396,6 +397,7 @@ class JobStatus(Message, kw_only=True):
     seconds: float
     fraction: float | None = None  # The part of the calls that have ended; `null` before the first one has.
     error: str | None = None  # Why it failed.
+    waits_for: str | None = None  # After an interrupt: the line of Python that must end first.
 
 
 class RunStatus(JobStatus, kw_only=True):

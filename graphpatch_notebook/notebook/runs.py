@@ -12,6 +12,7 @@ import ast
 import ctypes
 import itertools
 import os
+import sys
 import threading
 import time
 import traceback
@@ -60,6 +61,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _TORCH, _PACKAGE = (f"{folder}{os.sep}" for folder in (torch.__path__[0], Path(__file__).parents[1]))
+_THREADING = threading.__file__
 _MOST_KEPT = 8
 _NO_INPUTS = (
     "there are no example inputs for this graph; type the arguments of a call in the field Inputs, or give some: "
@@ -243,9 +245,24 @@ class Job(Generic[T]):
                 ident, kind = ctypes.c_ulong(self._thread.ident), ctypes.py_object(KeyboardInterrupt)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, kind)
 
+    @property
+    def waits_for(self) -> str | None:
+        """The line that must end before an interrupt takes effect; `None` if it was not interrupted."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None or not self.is_interrupted or self.state != "running":
+            return None
+        return "".join(_innermost(traceback.extract_stack(frame))) or None
+
     def wait(self, seconds: float | None = None) -> None:
         """Waits until the job has finished."""
         self._thread.join(seconds)
+
+
+def _innermost(stack: Sequence[traceback.FrameSummary]) -> list[str]:
+    """Returns the innermost line of the user's code, or else of torch, if there is one."""
+    lines = [line for line in stack if not line.filename.startswith(_PACKAGE)]
+    own = [line for line in lines if not line.filename.startswith((_TORCH, _THREADING))] or lines
+    return [f"{file_label(one.filename)}:{one.lineno}, in {one.name}: {one.line}".rstrip(": ") for one in own[-1:]]
 
 
 def in_words(error: BaseException) -> str:
@@ -253,11 +270,7 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, GraphPatchError):
         return str(error)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith(_PACKAGE)]
-    own = [line for line in lines if not line.filename.startswith(_TORCH)] or lines
-    where = [
-        f"{file_label(line.filename)}:{line.lineno}, in {line.name}: {line.line}".rstrip(": ") for line in own[-1:]
-    ]
+    where = _innermost(traceback.extract_tb(error.__traceback__))
     return "\n".join([text, *where, *map(str, getattr(error, "__notes__", ()))])
 
 
@@ -607,6 +620,7 @@ class Runs:
         known: dict[str, Any] = {"id": number, "state": state, "seconds": job.seconds}
         known["fraction"] = 1.0 if state == "done" else job.done / job.total or None
         known["error"] = job.error if state == "failed" else None
+        known["waits_for"] = job.waits_for
         result = job.result if state == "done" else None
         if key is not None:
             view, buffers = (None, []) if result is None else (result.view, result.buffers)

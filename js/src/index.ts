@@ -16,7 +16,7 @@ import { stopKeyPropagation, type TreeActions, watchKeys } from "./tree/keyboard
 import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
 import { Toolbar } from "./tree/toolbar";
 import { connectFilter, connectSelection, TreeState } from "./tree/tree_state";
-import { TreeView } from "./tree/tree_view";
+import { makeOpenedNote, TreeView } from "./tree/tree_view";
 import { listen, type Model, type View } from "./view";
 import { makeAttentionView } from "./views/attention_view";
 import { makeGenerationView } from "./views/generation_view";
@@ -41,7 +41,7 @@ const VIEWS: Partial<Record<string, MakeView<never>>> = {
 
 /** Shows the model in `el`. Returns a function that removes the view. */
 async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Promise<Undo> {
-  const root = element("div.gp-root", { "data-lm-suppress-shortcuts": "true" });
+  const root = element("div.gp-root");
   el.append(root);
   let undos: Undo[] = [];
   let shown = 0;
@@ -115,6 +115,7 @@ function showTree(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove:
   const flow = new FlowPanel(view, state);
   const filtered = { element: makeFilterNote(view.filter, onRemove) };
   const heads = makeColumnHeads(view, state);
+  const opened = makeOpenedNote(view, state);
   const parts = [
     circuit,
     toolbar,
@@ -123,6 +124,7 @@ function showTree(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove:
     flow,
     heads,
     tree,
+    opened,
     popup,
     editor,
     new PatchList(view),

@@ -221,7 +221,7 @@ export function traits(changes: Partial<Traits> = {}): Traits {
     front_end: "",
     skeleton: new DataView(new ArrayBuffer(0)),
     about: ABOUT,
-    session: { version: 0, patches: [], can_undo: false, can_redo: false },
+    session: { version: 0, patches: [], can_undo: false, can_redo: false, note: "" },
     group: "one",
     selection: [],
     expanded: null,

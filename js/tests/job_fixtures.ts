@@ -36,7 +36,7 @@ export function statistics(changes: Partial<Statistics> = {}): Statistics {
 /** Of a probe that the patches do not change. */
 export const UNCHANGED = { change: null, before: null, difference: null };
 
-const JOB = { seconds: 0.25, fraction: null, error: null };
+const JOB = { seconds: 0.25, fraction: null, error: null, waits_for: null };
 
 export function runStatus(id: number, changes: Partial<RunStatus> = {}): JobReply<RunStatus> {
   return { result: { ...JOB, id, state: "running", report: null, ...changes }, buffers: [] };

@@ -53,7 +53,7 @@ export class Rig {
 
   session(patches: PatchState[], more: Partial<SessionState> = {}): void {
     const version = this.model.get("session").version + 1;
-    this.model.set("session", { version, patches, can_undo: true, can_redo: false, ...more });
+    this.model.set("session", { version, patches, can_undo: true, can_redo: false, note: "", ...more });
   }
 }
 

@@ -50,7 +50,7 @@ from graphpatch_notebook.notebook.session.chosen_patch import (
 )
 from graphpatch_notebook.notebook.session.expressions import Origin, evaluate, evaluated_call, variable_name
 from graphpatch_notebook.notebook.session.session import session_of
-from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace, counted, is_a, transfer
+from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace, counted
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.paths import nearest, parse_path
@@ -174,12 +174,10 @@ def wrap(workspace: Workspace, args: Namespace) -> None:
     texts = [ast.unparse(argument) for argument in (*call.args, *call.keywords)]
     if inputs and isinstance(inputs[0], ExtractionOptions):  # they are not an input
         texts = [*texts[1:], f"extraction_options={texts[0]}"]
-    before, session = namespace.get(name), session_of(graph)
-    session.origin = Origin(name, model, ", ".join(texts))
+    session_of(graph).origin = Origin(name, model, ", ".join(texts))
     namespace[name] = graph
     print(f"{workspace.use(name).title} ({seconds:.1f} s)")
-    if is_a(before, PatchableGraph):
-        transfer(session_of(before).chosen.patches, session)
+    workspace.notice_new_graphs()
 
 
 def parsed_assignment(text: str) -> tuple[str, ast.Call]:
@@ -259,8 +257,13 @@ def choose(workspace: Workspace, kind: PatchKind, args: Namespace) -> None:
     shape = "" if check.sliced is None else f" -> {'list of ' * added.definition.keeps_list}{tuple(check.sliced)}"
     note = workspace.results.overwritten([added])
     print(f"#{added.number} {visible(str(added), 200)}{shape}" + (f"; {note}" if note else ""))
-    if check.warning:
-        print(f"warning: {one_line(check.warning)}")
+    warnings = [check.warning]
+    try:
+        session.try_out(added)
+    except ChosenPatchError as problem:
+        warnings.append(str(problem))
+    for warning in filter(None, warnings):
+        print(f"warning: {one_line(warning)}")
     if unknown := unknown_names(added, workspace.namespace):
         print(f"note: {unknown}")
 

@@ -103,6 +103,33 @@ def is_plain(text: str) -> bool:
     return all(isinstance(node, _PLAIN) for node in ast.walk(parsed(text)))
 
 
+_MAKERS = frozenset("tensor zeros ones full eye arange linspace rand randn".split())
+
+
+def is_quick(text: str, namespace: Mapping[str, Any]) -> bool:
+    """Whether an expression only computes with numbers and tensors: it may be evaluated while it is typed.
+
+    These are in variables, or torch makes them.
+
+    Example:
+        >>> variables = {"torch": torch, "x": torch.ones(3), "model": torch.nn.ReLU()}
+        >>> is_quick("0.5 * x[0] + torch.ones(3)", variables), is_quick("model(x)", variables)
+        (True, False)
+    """
+
+    def is_allowed(node: ast.AST) -> bool:
+        if isinstance(node, ast.Name):
+            value = namespace.get(node.id)
+            return value is torch or type(value) in (torch.Tensor, torch.nn.Parameter, int, float, bool, complex)
+        made = node.func if isinstance(node, ast.Call) else node
+        if isinstance(made, ast.Attribute):
+            is_of_torch = isinstance(made.value, ast.Name) and namespace.get(made.value.id) is torch
+            return is_of_torch and (made.attr in _MAKERS or isinstance(getattr(torch, made.attr, None), torch.dtype))
+        return isinstance(node, (*_PLAIN, ast.keyword))
+
+    return all(map(is_allowed, ast.walk(parsed(text))))
+
+
 def evaluate(text: str, namespace: dict[str, Any], title: str) -> Any:
     """Returns the value of an expression in the user's namespace, not in a copy: functions in it see later changes."""
     return eval(compile(ast.Expression(parsed(text)), f"<{title}>", "eval"), namespace)

@@ -19,16 +19,18 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.names import is_component_name
-from graphpatch_notebook.errors import ChosenPatchError, GraphPatchWarning, SessionError, cut
+from graphpatch_notebook.errors import ChosenPatchError, GraphPatchWarning, PatchValueError, SessionError, cut
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve
 from graphpatch_notebook.notebook.display.tables import visible
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
-from graphpatch_notebook.notebook.session.expressions import Origin, sliced_shape
+from graphpatch_notebook.notebook.session.expressions import Origin, is_quick, sliced_shape
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patches.slices import index_problem, selection_problem
 from graphpatch_notebook.patching import check_call, target_of_call
 from graphpatch_notebook.paths import ParsedPath, numbered, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
@@ -117,6 +119,7 @@ class Session:
         self._undone: list[_Patches] = []
         self._done: list[_Patches] = []
         self._listeners: list[Callable[[], object]] = []
+        self.note = ""  # where the patches are from, until the next edit
 
     @property
     def graph(self) -> PatchableGraph:
@@ -244,6 +247,7 @@ class Session:
             )
 
     def _publish(self, patches: _Patches) -> None:
+        self.note = ""
         self._chosen = ChosenPatches(self._chosen.version + 1, patches)
         for listener in tuple(self._listeners):
             try:
@@ -297,6 +301,46 @@ class Session:
         return Check(
             patch.with_fields(path=target.text), shape, sliced, "; ".join(filter(None, [warning, used])) or None
         )
+
+    def try_out(self, patch: ChosenPatch) -> None:
+        """Applies a patch to zeros of the recorded shape, if its value is quick to compute (`is_quick`).
+
+        Raises:
+            ChosenPatchError: The slice, or the value, does not fit; `field` says which.
+        """
+        target, namespace = _target(captured(self.graph).root, patch), dict(self.variables())
+        spec = target.spec
+        if not isinstance(spec, TensorSpec) or patch.any_shape or not names_used([patch]) <= {*namespace}:
+            return
+        zeros = torch.zeros(spec.shape, dtype=spec.dtype, device="meta")
+        if patch.index is not None:
+            index, shown = patch.index.index(namespace), f"the value recorded here, of shape {tuple(spec.shape)},"
+            problem = index_problem(index, spec.shape)
+            if problem := problem or selection_problem(
+                index, fixed_sizes_of(target), shown, allow_empty=patch.allow_empty
+            ):
+                raise ChosenPatchError("slice", problem)
+            if selection_problem(index, spec.shape, shown):  # only at the sizes of the example
+                return
+        if patch.value is None or not is_quick(patch.value, namespace):
+            return
+        try:
+            with torch.random.fork_rng(devices=[]):
+                made: Any = patch.patch(namespace)
+        except Exception as error:
+            raise ChosenPatchError("value", f"{type(error).__name__}: {error}") from None
+        if not isinstance(made.value, Tensor):
+            return
+        with suppress(NotImplementedError):  # of a mask, the size of what it selects is not known
+            given, part = tuple(made.value.shape), patch.part(zeros, namespace)
+            made.value = made.value.to("meta")
+            try:
+                made.op(zeros)
+            except RuntimeError:
+                what = f"a value of shape {given} does not broadcast to {tuple(part.shape)}"
+                raise ChosenPatchError("value", f"{what}, the shape of what is patched") from None
+            except PatchValueError as error:
+                raise ChosenPatchError("value", str(error)) from None
 
     def free_name(self, path: str, taken: Container[str] = ()) -> str:
         """Returns a name for the variable of a probe: the end of the path, with a number if that name is taken.
@@ -386,10 +430,16 @@ def by_value(root: Frame, patches: Sequence[ChosenPatch]) -> dict[str, list[Chos
 
 
 def _target(root: Frame, patch: ChosenPatch) -> Target:
-    """Returns the value that a patch is on: what a module returns, if the patch replaces its call."""
+    """Returns the value that a patch is on: for a module, the first value that it returns."""
     replaces_call = patch.definition.patch.replaces_call
-    call = target_of_call(root, patch.path) if replaces_call else None
-    target = call or resolve(root, patch.path)
+    target = target_of_call(root, patch.path) if replaces_call else None
+    if target is None:
+        try:
+            target = resolve(root, patch.path)
+        except Unresolvable as problem:
+            if problem.output is None or not patch.path:
+                raise
+            target = resolve(root, problem.output)
     if replaces_call and patch.value is None:
         try:
             check_call(target, patch.definition.patch())

@@ -47,6 +47,7 @@ class Workspace:
         self._namespace = namespace
         self.put_in_new_cell = put_in_new_cell
         self.results = Results(namespace)
+        self.news: list[str] = []  # about patches of graphs that were made again, until it is printed or shown
         self._used = ""
         self._sessions: dict[str, Session] = {}
 
@@ -67,7 +68,6 @@ class Workspace:
         """Makes the graph in a variable the active one."""
         active = self.named(name)
         self._used = name
-        self._sessions[name] = active.session
         index_of(active.graph)  # so that the first search does not wait for it
         return active
 
@@ -113,20 +113,19 @@ class Workspace:
         return [name for name, value in modules if not is_a(value, PatchableGraph)]
 
     def notice_new_graphs(self) -> None:
-        """Transfers patches to the new graph if a variable holds another graph than at the previous command."""
-        for name, before in list(self._sessions.items()):
-            value = self.namespace.get(name)
-            if not is_a(value, PatchableGraph):
-                continue
-            session = self._sessions[name] = session_of(value)
-            if session is not before and session.chosen.version == 0 and before.chosen.patches:
-                session.origin = replace(before.origin, model=None)
-                transfer(before.chosen.patches, session)
+        """Looks for other graphs in the variables of known ones, and prints which patches were carried over."""
+        for name in [*self._sessions]:
+            if is_a(value := self.namespace.get(name), PatchableGraph):
+                self._active(name, value)
+        print(*self.news, sep="\n", end="\n" * bool(self.news))
+        self.news.clear()
 
     def _active(self, name: str, graph: PatchableGraph) -> ActiveGraph:
+        """Returns the graph in a variable. Patches stay with the name: a new graph has those of the one before."""
         session = session_of(graph)
         session.variables = self._namespace
-        self._sessions.setdefault(name, session)
+        before = self._sessions.get(name, session)
+        self._sessions[name] = session
         if session.origin.graph != name:
             session.origin = replace(session.origin, graph=name)
         if session.origin.model is None:
@@ -136,6 +135,8 @@ class Workspace:
         if session.origin.arguments is None and examples is not None:
             written = written_arguments(examples.args, examples.kwargs, self.namespace)
             session.origin = replace(session.origin, arguments=written)
+        if before is not session and session.chosen.version == 0 and before.chosen.patches:
+            self.news.append(transfer(before.chosen.patches, session))
         return ActiveGraph(name, graph, session)
 
 
@@ -207,8 +208,8 @@ def counted(count: int) -> str:
     return "1 patch" if count == 1 else f"{count} patches"
 
 
-def transfer(patches: tuple[ChosenPatch, ...], session: Session) -> None:
-    """Chooses the patches of the graph that the variable held before, and prints which were dropped."""
+def transfer(patches: tuple[ChosenPatch, ...], session: Session) -> str:
+    """Chooses the patches of the graph that the variable held before; returns which were carried over and dropped."""
     kept: list[ChosenPatch] = []
     variables = PatchVariables()
     dropped: list[str] = []
@@ -219,7 +220,7 @@ def transfer(patches: tuple[ChosenPatch, ...], session: Session) -> None:
         except ChosenPatchError as problem:
             dropped.append(f"dropped #{patch.number} {patch}: {problem}")
             continue
-    if kept:
-        session.edit(lambda _: kept)
-        dropped.insert(0, f"{counted(len(kept))} carried over from the previous graph in {session.origin.graph}")
-    print(*dropped, sep="\n", end="\n" * bool(dropped))
+    carried = f"{counted(len(kept))} carried over from the previous graph in {session.origin.graph}"
+    session.edit(lambda _: kept)
+    session.note = "\n".join([carried] * bool(kept) + dropped)
+    return session.note

@@ -473,6 +473,7 @@ def browser_of(
     above = [known[name](graph, workspace) for name in wanted if name != "graph"]
     browser = Browser(graph, session, workspace, path, above, shows_graph="graph" in wanted)
     browser.set_circuit(circuit)
+    workspace.news.clear()  # the browser shows it
     return browser
 
 

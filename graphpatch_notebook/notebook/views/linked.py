@@ -142,7 +142,7 @@ def session_state(session: Session, row_of: Callable[[str], int | None] = lambda
             warning=found.warning,
         )
         patches.append(state)
-    return SessionState(chosen.version, patches, session.can_undo, session.can_redo)
+    return SessionState(chosen.version, patches, session.can_undo, session.can_redo, session.note)
 
 
 def _edit(context: RequestContext, payload: EditRequest) -> Answer:
@@ -195,6 +195,7 @@ def _check(context: RequestContext, payload: CheckRequest) -> Answer:
         typed = msgspec.structs.replace(typed, kind="zero")
     patch = _patch(context, typed).with_fields(number=payload.number or 0)
     found = session.check(patch, others)
+    session.try_out(patch)
     namespace = context.workspace.namespace
     notes = [found.warning, unknown_names(patch, namespace)]
     if before is None or before.name != patch.name:

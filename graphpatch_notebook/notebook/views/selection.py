@@ -148,6 +148,7 @@ class _Place:
         name = item["name"]
         if not name:
             raise SessionError("this selection is not a value that can be patched; select a cell or a head")
+        name = session.check(ChosenPatch(name, "zero", any_shape=True)).patch.path  # of a module, its output
         axes = axes_of(session, name)
         wanted = {"head": ("head",), "position": _POSITIONS, "key": ("key",)}
         at: dict[int, int] = {}

@@ -5,7 +5,7 @@ import { buttonElement, copyText, element, icon } from "../page/dom";
 import { Dialog } from "../page/floating";
 import { visible, visibleLines } from "../page/text";
 import { shapeText } from "../patches/edits";
-import { whyUnpatchable } from "../tree/skeleton";
+import { patchedRow, whyUnpatchable } from "../tree/skeleton";
 import type { Part, View } from "../view";
 import { ActivationSection } from "./activation_view";
 
@@ -108,8 +108,8 @@ export class NodePopup implements Part {
 
   private body(details: Details): HTMLElement {
     const { row } = details;
-    const hasValue = whyUnpatchable(this.view.skeleton, row) === null;
-    this.activation = hasValue ? new ActivationSection(this.view, row) : null;
+    const valueRow = patchedRow(this.view.skeleton, row);
+    this.activation = valueRow === null ? null : new ActivationSection(this.view, valueRow);
     return element(
       "div.gp-floating-body",
       { tabindex: -1 },
@@ -145,26 +145,21 @@ export class NodePopup implements Part {
   }
 
   private patching(row: number): HTMLElement {
-    const unpatchable = whyUnpatchable(this.view.skeleton, row);
+    const { skeleton } = this.view;
+    const unpatchable = whyUnpatchable(skeleton, row);
     const edit = (target: number) => (event: MouseEvent) => {
       const anchor = this.anchor?.isConnected ? this.anchor : (event.currentTarget as Element);
       this.view.editPatch({ row: target }, anchor);
       this.close();
     };
-    if (unpatchable === null) {
-      const button = buttonElement({ class: "gp-button gp-primary", onclick: edit(row) }, "Patch");
-      return element("div.gp-line.gp-popup-actions", button);
-    }
-    const { why, instead } = unpatchable;
+    const instead = unpatchable === null ? patchedRow(skeleton, row) : unpatchable.instead;
+    const name = instead === null || instead === row ? "" : shortened(skeleton.path(instead), skeleton.path(row));
     return element(
       "div.gp-line.gp-popup-actions",
-      element("p.gp-muted", why),
+      unpatchable && element("p.gp-muted", unpatchable.why),
       instead === null
         ? null
-        : buttonElement(
-            { class: "gp-button gp-primary", onclick: edit(instead) },
-            `Patch ${visible(shortened(this.view.skeleton.path(instead), this.view.skeleton.path(row)))}`,
-          ),
+        : buttonElement({ class: "gp-button gp-primary", onclick: edit(instead) }, `Patch ${visible(name)}`.trim()),
     );
   }
 

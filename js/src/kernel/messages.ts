@@ -34,6 +34,7 @@ export interface SessionState {
   patches: PatchState[];
   can_undo: boolean;
   can_redo: boolean;
+  note: string; // Where they are from, until the next edit.
 }
 
 /** What a user types as the value of a patch. */
@@ -261,6 +262,7 @@ export interface JobStatus {
   seconds: number;
   fraction: number | null; // The part of the calls that have ended; `null` before the first one has.
   error: string | null; // Why it failed.
+  waits_for: string | null; // After an interrupt: the line of Python that must end first.
 }
 
 /** The status of a run. */

@@ -25,6 +25,13 @@ export function buttonElement(attributes: Attributes, ...children: Child[]): HTM
   return element("button", { type: "button", class: "gp-button", ...attributes }, ...children);
 }
 
+/** A listener of clicks that ignores the second click of a double click. */
+export function oncePerClick(act: () => unknown): (event: MouseEvent) => void {
+  return (event) => {
+    if (event.detail < 2) act();
+  };
+}
+
 /** A button that is only a picture, with a name for screen readers. */
 export function iconButton(picture: keyof typeof ICONS, name: string, more: Attributes): HTMLButtonElement {
   return buttonElement({ class: "gp-button gp-quiet", "aria-label": name, title: name, ...more }, icon(picture));

@@ -1,7 +1,7 @@
 /** The messages of a view: to screen readers, in an error bar, and about a kernel that is busy, lost, or was never there. */
 
 import type { Kernel, Notices, Part } from "../view";
-import { element, icon, iconButton } from "./dom";
+import { buttonElement, element, icon, iconButton } from "./dom";
 
 const BUSY = "The kernel is busy: the answer follows when it is idle.";
 const LOST_TOO = "You can still browse the tree.";
@@ -34,6 +34,20 @@ export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void
     },
     clear,
   };
+}
+
+/** A line of text with a button; `say` changes the text, and hides both if it is empty, or the button alone. */
+export function makeOffer(button: string, act: () => void): Part & { say(text: string, isOffered?: boolean): void } {
+  const words = element("span");
+  const line = element("p.gp-line.gp-note.gp-offer", { role: "status", hidden: true }, words);
+  const offer = buttonElement({ onclick: act }, button);
+  line.append(offer);
+  const say = (text: string, isOffered = true) => {
+    words.textContent = text;
+    line.hidden = text === "";
+    offer.hidden = !isOffered;
+  };
+  return { element: line, say };
 }
 
 function kernelNotice({ state, lostReason: why = "The kernel has stopped.", isSaved }: Kernel): HTMLElement[] {

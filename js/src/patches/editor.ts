@@ -4,7 +4,7 @@ import { asRequestError } from "../kernel/kernel";
 import type { Checked, PatchFields, PatchKind, PatchState, RequestError } from "../kernel/protocol";
 import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
 import { Dialog } from "../page/floating";
-import { whyUnpatchable } from "../tree/skeleton";
+import { patchedRow, whyUnpatchable } from "../tree/skeleton";
 import { listen, type Part, type PatchTarget, type View } from "../view";
 import { areEqual, describe, describeAll, makeEdit, shapeText } from "./edits";
 
@@ -85,7 +85,7 @@ export class PatchEditor implements Part {
       return;
     }
     this.edited = chosen;
-    this.row = "row" in target ? target.row : (chosen?.row ?? -1);
+    this.row = "row" in target ? (patchedRow(this.view.skeleton, target.row) ?? target.row) : (chosen?.row ?? -1);
     const { component, positions = "" } = "row" in target ? target : {};
     this.path = chosen?.path ?? component ?? this.view.skeleton.path(this.row);
     const unpatchable = chosen === null ? whyUnpatchable(this.view.skeleton, this.row) : null;

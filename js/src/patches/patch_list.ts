@@ -1,8 +1,18 @@
 /** The chosen patches, in the order in which they are applied, and their export as Python. */
 import { asRequestError, property } from "../kernel/kernel";
 import type { Edit, PatchState, SessionState } from "../kernel/protocol";
-import { buttonElement, copyText, element, type ICONS, icon, replaceChildren, setAttribute } from "../page/dom";
+import {
+  buttonElement,
+  copyText,
+  element,
+  type ICONS,
+  icon,
+  oncePerClick,
+  replaceChildren,
+  setAttribute,
+} from "../page/dom";
 import { focusedElement } from "../page/floating";
+import { makeOffer } from "../page/notices";
 import { visible } from "../page/text";
 import { inputsOf } from "../runs/jobs";
 import { listen, type Part, type View } from "../view";
@@ -28,6 +38,7 @@ export class PatchList implements Part {
   private readonly insert = this.button("Insert cell", "insert", () =>
     this.exportCode((code) => this.insertCell(code)),
   );
+  private readonly carried = makeOffer("Undo", () => this.edit(() => ({ action: "undo" }), "undone"));
   private readonly box = element("div.gp-stack.gp-code-box", { hidden: true });
   private dragged: number | null = null;
 
@@ -41,7 +52,7 @@ export class PatchList implements Part {
       group("Copy the patches as code", this.copy, this.insert),
     );
     const attributes = { class: "gp-stack gp-box gp-patch-list", role: "region", "aria-label": "Patches" };
-    this.element = element("section", attributes, header, this.empty, this.list, this.box);
+    this.element = element("section", attributes, header, this.carried.element, this.empty, this.list, this.box);
     const show = () => this.show(view.model.get("session"));
     listen(view, "change:session", show);
     this.watchDrags();
@@ -55,6 +66,7 @@ export class PatchList implements Part {
     replaceChildren(this.list, ...patches.map((patch, at) => this.item(patch, at, patches.length)));
     this.list.hidden = patches.length === 0;
     this.empty.hidden = patches.length > 0;
+    this.carried.say(session.note, session.can_undo);
     const enabled = patches.filter((patch) => patch.is_enabled).length;
     this.count.textContent =
       enabled === patches.length ? `${enabled || ""}` : `${enabled} of ${patches.length} applied`;
@@ -181,7 +193,7 @@ export class PatchList implements Part {
     const { model, root } = this.view;
     const place = findCellInserter(model.widget_manager, model.get("about").model_id, root);
     if (place !== null) {
-      place.insert(code.trimEnd());
+      void focusCell(root, place.insert(code.trimEnd()));
       return this.showDone(this.insert, "Inserted", "a cell with the patches was inserted below");
     }
     const isCopied = await copyText(code, this.element);
@@ -215,10 +227,9 @@ export class PatchList implements Part {
   }
 
   private button(name: string, picture: keyof typeof ICONS, onclick: () => unknown): HTMLButtonElement {
-    const button = buttonElement({}, icon(picture), name);
-    button.addEventListener("click", () => {
-      if (button.getAttribute("aria-disabled") !== "true") onclick();
-    });
+    const press = () => button.getAttribute("aria-disabled") !== "true" && onclick();
+    const isStep = picture === "undo" || picture === "redo";
+    const button = buttonElement({ onclick: isStep ? press : oncePerClick(press) }, icon(picture), name);
     return button;
   }
 
@@ -328,8 +339,8 @@ interface SharedNotebook {
 }
 
 export interface CellInserter {
-  /** Inserts a code cell after the cell of the view. */
-  insert(source: string): void;
+  /** Inserts a code cell after the cell of the view; returns its position. */
+  insert(source: string): number;
 }
 
 /** Returns where cells can be inserted; `null` if widgets cannot do so, or if the notebook is read-only. */
@@ -339,14 +350,23 @@ export function findCellInserter(manager: unknown, modelId: string, root: Elemen
   if (!isNotebook(shared) || property(notebookModel, "readOnly") === true) return null;
   return {
     insert: (source) => {
-      shared.insertCell(positionAfter(shared, modelId, root), {
-        cell_type: "code",
-        source,
-        // The user has asked for this cell, so its outputs may be shown.
-        metadata: { trusted: true },
-      });
+      const position = positionAfter(shared, modelId, root);
+      // The user has asked for this cell, so its outputs may be shown.
+      shared.insertCell(position, { cell_type: "code", source, metadata: { trusted: true } });
+      return position;
     },
   };
+}
+
+/** Puts the focus into the editor of a cell that was inserted, once JupyterLab or Notebook 7 has drawn it. */
+async function focusCell(root: Element, position: number): Promise<void> {
+  const notebook = root.closest(".jp-Notebook");
+  const cell = () => notebook?.querySelector(`[${CELL}="${position}"]`);
+  const before = cell();
+  for (let frames = 0; frames < 120 && (!cell() || cell() === before); frames++) {
+    await new Promise(requestAnimationFrame);
+  }
+  cell()?.querySelector<HTMLElement>(".cm-content")?.focus();
 }
 
 function isNotebook(shared: unknown): shared is SharedNotebook {
@@ -362,10 +382,12 @@ function positionAfter(notebook: SharedNotebook, modelId: string, root: Element)
   return showing[0] === undefined ? notebook.cells.length : showing[0] + 1;
 }
 
-/** The position of the view's cell, if known: JupyterLab 4 and Notebook 7 number their cells. */
+/** JupyterLab 4 and Notebook 7 number their cells. */
+const CELL = "data-windowed-list-index";
+
+/** The position of the view's cell, if known. */
 function cellOf(root: Element, count: number): number | null {
-  const numbered = root.closest<HTMLElement>("[data-windowed-list-index]");
-  const index = Number(numbered?.dataset.windowedListIndex ?? Number.NaN);
+  const index = Number(root.closest(`[${CELL}]`)?.getAttribute(CELL) ?? Number.NaN);
   return Number.isInteger(index) && index >= 0 && index < count ? index : null;
 }
 

@@ -76,6 +76,7 @@ export class JobView<J extends JobStatus> {
   isRunning = false;
   private readonly bar: HTMLProgressElement;
   private readonly text = element("span.gp-progress-text.gp-cut.gp-muted");
+  private readonly waits = element("span.gp-waits.gp-muted", { role: "status", hidden: true });
   private readonly stop: HTMLButtonElement;
   private readonly poller: Poller<J>;
   private stopWaiting: (() => void) | null = null;
@@ -87,7 +88,14 @@ export class JobView<J extends JobStatus> {
   ) {
     this.bar = element("progress.gp-progress-bar", { max: 1, "aria-label": actions.name });
     this.stop = buttonElement({ onclick: () => this.interrupt() }, "Interrupt");
-    this.progress = element("div.gp-line.gp-tight.gp-progress", { hidden: true }, this.bar, this.text, this.stop);
+    this.progress = element(
+      "div.gp-line.gp-tight.gp-progress",
+      { hidden: true },
+      this.bar,
+      this.text,
+      this.stop,
+      this.waits,
+    );
     this.poller = new Poller<J>((id) => actions.status(id), {
       onStatus: (reply) => this.onStatus(reply),
       onError: (reason) => this.onError(reason),
@@ -121,6 +129,8 @@ export class JobView<J extends JobStatus> {
   }
 
   showOutdated(isOutdated: boolean, repair: string): void {
+    // An error goes with its cause.
+    if (isOutdated) this.message.hidden = true;
     this.outdated.hidden = !isOutdated;
     this.outdated.textContent = isOutdated ? `The chosen patches have changed since: ${repair}.` : "";
   }
@@ -158,7 +168,7 @@ export class JobView<J extends JobStatus> {
   }
 
   private onStatus(reply: JobReply<J>): void {
-    const { id, state, fraction, seconds, error } = reply.result;
+    const { id, state, fraction, seconds, error, waits_for } = reply.result;
     this.id = id;
     if (state === "running") {
       if (!this.isRunning) this.begin();
@@ -167,6 +177,8 @@ export class JobView<J extends JobStatus> {
       else this.bar.value = fraction;
       const percent = fraction === null ? "" : `${Math.floor(100 * fraction)}% · `;
       this.text.textContent = `${percent}${formatSeconds(seconds)}`;
+      this.waits.textContent = `The interrupt waits for ${waits_for}`;
+      this.waits.hidden = waits_for === null;
       return;
     }
     this.end();

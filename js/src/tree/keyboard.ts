@@ -4,6 +4,7 @@ import type { Edit } from "../kernel/protocol";
 import type { View } from "../view";
 import { ROW } from "./row_view";
 import { CLOSED, OPEN } from "./rows";
+import { patchedRow } from "./skeleton";
 import type { Toolbar } from "./toolbar";
 import type { TreeState } from "./tree_state";
 import type { TreeView } from "./tree_view";
@@ -23,6 +24,7 @@ export const KEYS: readonly (readonly [keys: string, what: string])[] = [
   ["Delete, Backspace", "remove its patches"],
   ["Ctrl+C", "copy its path"],
   ["Ctrl+Z; Ctrl+Shift+Z, Ctrl+Y", "undo; redo"],
+  ["?", "these keys"],
 ];
 
 const TYPING_PAUSE_MS = 700;
@@ -154,7 +156,8 @@ export class TreeKeys {
   }
 
   private removePatches(id: number): void {
-    const numbers = this.tree.patched.at(id).map((patch) => patch.number);
+    const row = patchedRow(this.view.skeleton, id) ?? id;
+    const numbers = this.tree.patched.at(row).map((patch) => patch.number);
     if (numbers.length) this.edit({ action: "remove", numbers });
     else this.view.notices.announce("There is no patch on this row.");
   }
@@ -176,7 +179,7 @@ export class TreeKeys {
 
   /** Goes to the next row whose name starts with the typed letters; the same letter again goes to the next such row. */
   private onLetter(event: KeyboardEvent): boolean {
-    if (!isPrintable(event) || event.key === "/") return false;
+    if (!isPrintable(event) || "/?".includes(event.key)) return false;
     const isPaused = event.timeStamp - this.typedAt > TYPING_PAUSE_MS;
     this.typed = isPaused || this.typed === event.key ? event.key : this.typed + event.key;
     this.typedAt = event.timeStamp;
@@ -199,16 +202,20 @@ export class TreeKeys {
 }
 
 /** Handles the keys that work everywhere in the tree's widget. */
-export function watchKeys(view: View, search: Pick<Toolbar, "focus" | "goToMatch" | "clearSearch">): void {
+export function watchKeys(
+  view: View,
+  toolbar: Pick<Toolbar, "focus" | "goToMatch" | "clearSearch" | "showKeys">,
+): void {
   const { root } = view;
   const onKey = (event: KeyboardEvent) => {
     const isTyping = isEditable(event.composedPath()[0]);
     const isPlain = !hasCommandKey(event) && !event.altKey;
     if (event.defaultPrevented || event.isComposing) return;
-    if (event.key === "F3" && isPlain) search.goToMatch(event.shiftKey ? -1 : 1);
-    else if (event.key === "/" && isPlain && !isTyping) search.focus();
+    if (event.key === "F3" && isPlain) toolbar.goToMatch(event.shiftKey ? -1 : 1);
+    else if (event.key === "/" && isPlain && !isTyping) toolbar.focus();
+    else if (event.key === "?" && isPlain && !isTyping) toolbar.showKeys();
     else if (event.key === "Escape") {
-      if (isInTree(event)) search.clearSearch();
+      if (isInTree(event)) toolbar.clearSearch();
       view.focusTree();
     } else return;
     event.preventDefault();
@@ -219,13 +226,16 @@ export function watchKeys(view: View, search: Pick<Toolbar, "focus" | "goToMatch
 }
 
 /**
- * Keeps keys of a widget from the notebook around it. JupyterLab also handles Enter in text fields of its cells (by
- * `beforeinput`): their forms would not be submitted.
+ * Keeps the keys that a widget uses from the notebook around it, which gets all others: Ctrl+S saves. JupyterLab also
+ * handles Enter in text fields of its cells (by `beforeinput`): their forms would not be submitted.
  */
 export function stopKeyPropagation(root: HTMLElement, onRemove: (undo: () => void) => void): void {
   const onKey = (event: KeyboardEvent) => {
     const isTyping = isEditable(event.composedPath()[0]);
-    if (event.defaultPrevented || isTyping || isPrintable(event) || WIDGET_KEYS.has(event.key)) event.stopPropagation();
+    const isOurs = hasCommandKey(event)
+      ? isTyping && (EDITING_KEYS.includes(event.key.toLowerCase()) || WIDGET_KEYS.has(event.key))
+      : isTyping || isPrintable(event) || WIDGET_KEYS.has(event.key);
+    if (event.defaultPrevented || isOurs) event.stopPropagation();
   };
   root.addEventListener("keydown", onKey);
   onRemove(() => root.removeEventListener("keydown", onKey));
@@ -235,6 +245,9 @@ export function stopKeyPropagation(root: HTMLElement, onRemove: (undo: () => voi
 const WIDGET_KEYS = new Set(
   "ArrowUp ArrowDown ArrowLeft ArrowRight Home End PageUp PageDown Enter Delete Backspace Escape F3".split(" "),
 );
+
+/** With Ctrl, in a text field: select all, copy, cut, paste, undo, redo. */
+const EDITING_KEYS = [..."acxvzy"];
 
 function isInTree(event: Event): boolean {
   return event.composedPath().some((node) => node instanceof Element && node.getAttribute("role") === "tree");

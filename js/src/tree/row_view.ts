@@ -5,7 +5,7 @@ import { buttonElement, cutElement, element, replaceChildren, setAttribute } fro
 import { formatCount, visible } from "../page/text";
 import { CLOSED, type Folded, LEAF, PLUMBING } from "./rows";
 import { type Scores, scoreText, textOfBest } from "./scores";
-import type { Skeleton } from "./skeleton";
+import { patchedRow, type Skeleton } from "./skeleton";
 import type { TreeState } from "./tree_state";
 
 /** The height of a row, `--gp-row` in theme.css. */
@@ -19,6 +19,7 @@ interface RowContent {
   /** The text in the op column: torch function, class of the module, or kind. */
   op: string;
   label: string;
+  spec: Spec | null;
   kind: string;
   isPatchable: boolean;
   /** Why the row is opaque or unused. */
@@ -50,7 +51,7 @@ export class RowView {
     const shown = folded ? contentOfFolded(skeleton, folded) : contentOfRow(skeleton, id, rootName);
     this.content = tree.isByComponent && id !== 0 ? { ...shown, name: visible(tree.nameOf(id)) } : shown;
     this.path = skeleton.path(id < 0 ? ~id : id);
-    const { name, op, label, kind, isPatchable, countBadge: mark, note } = this.content;
+    const { name, op, label, spec, kind, isPatchable, countBadge: mark, note } = this.content;
     const path = folded ? name : visible(this.path);
     this.op = cutElement("span.gp-op.gp-muted", { title: note ?? op }, mark ?? op);
     this.element = element(
@@ -60,7 +61,7 @@ export class RowView {
       " ",
       this.op,
       " ",
-      label && valueLabel(label, skeleton.specOf(id)),
+      label && valueLabel(label, spec),
       !folded && rowButton("info", `Details of ${name}`, "Details (Enter)"),
       isPatchable && rowButton("add", `Patch ${name}`, "Patch (+)"),
     );
@@ -68,7 +69,7 @@ export class RowView {
     if (folded?.name === PLUMBING) this.element.dataset.mark = PLUMBING;
   }
 
-  fill(line: number, isActive: boolean): void {
+  fill(line: number, isActive: boolean, isSelected: boolean): void {
     const { lines } = this.tree;
     const level = lines.levels[line] ?? 1;
     const state = lines.states[line];
@@ -79,7 +80,8 @@ export class RowView {
     setAttribute(row, "aria-posinset", lines.positions[line]);
     setAttribute(row, "aria-setsize", lines.sizes[line]);
     setAttribute(row, "aria-expanded", state === LEAF ? null : state !== CLOSED);
-    setAttribute(row, "aria-selected", isActive);
+    setAttribute(row, "aria-selected", isSelected);
+    setAttribute(row, "data-active", isActive);
     setAttribute(row, "data-found", this.tree.found.has(this.id));
     this.togglePart(this.chevron, state !== LEAF, row.firstChild);
     const patches = this.tree.patched.at(this.id);
@@ -239,12 +241,14 @@ function contentOfRow(skeleton: Skeleton, row: number, rootName: string): RowCon
   const note = written === null ? null : visible(written);
   const mark = skeleton.has(row, FLAG.opaque) ? "opaque" : kind === "unused" ? "unused" : null;
   const op = visible(skeleton.opOf(row));
+  const value = patchedRow(skeleton, row);
   return {
     name: visible(row === 0 ? rootName : skeleton.nameOf(row)),
     op,
-    label: visible(skeleton.labelOf(row)),
+    label: visible(skeleton.labelOf(value ?? row)),
+    spec: skeleton.specOf(value ?? row),
     kind,
-    isPatchable: skeleton.has(row, FLAG.patchable),
+    isPatchable: value !== null,
     note: note ?? (mark ? `${mark} ${op}` : null),
     countBadge: mark && `${mark} ${op}`,
   };
@@ -253,13 +257,13 @@ function contentOfRow(skeleton: Skeleton, row: number, rootName: string): RowCon
 const ABOUT_PLUMBING = "Masks, indices and positions: integers, booleans, and what is made of them alone";
 
 function contentOfFolded(skeleton: Skeleton, { name, period, rows, times }: Folded): RowContent {
-  const folded = { label: "", kind: "folded", isPatchable: false, note: null };
+  const folded = { label: "", spec: null, kind: "folded", isPatchable: false, note: null };
   const count = formatCount(rows.length, name === PLUMBING ? "row" : "component");
   if (name === PLUMBING) return { ...folded, name, op: count, note: ABOUT_PLUMBING, countBadge: count };
   if (name !== undefined) return { ...folded, name: visible(name), op: count, kind: "graph", countBadge: null };
   const [first = 0, last = 0] = [rows[0], rows.at(-1)];
   const op = `×${times} ${period === 1 ? visible(skeleton.opOf(first)) : formatCount(period, "row")}`;
-  const label = period === 1 ? visible(skeleton.labelOf(first)) : "";
+  const label = period === 1 ? visible(skeleton.labelOf(patchedRow(skeleton, first) ?? first)) : "";
   return {
     ...folded,
     name: visible(`${skeleton.nameOf(first)} … ${skeleton.nameOf(last)}`),

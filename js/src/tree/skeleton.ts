@@ -174,18 +174,21 @@ interface Unpatchable {
   instead: number | null;
 }
 
+/** The row whose value a patch of `row` changes: for a module, the first value that it returns; `null`: there is none. */
+export function patchedRow(skeleton: Skeleton, row: number): number | null {
+  if (skeleton.has(row, FLAG.patchable)) return row;
+  return skeleton.kind[row] === GRAPH ? outputOf(skeleton, row) : null;
+}
+
 /** Returns why a row cannot be patched; `null` if it can. */
 export function whyUnpatchable(skeleton: Skeleton, row: number): Unpatchable | null {
-  if (skeleton.has(row, FLAG.patchable)) return null;
+  if (patchedRow(skeleton, row) !== null) return null;
   const kind = skeleton.kindOf(row);
   if (kind === "unused") {
     return { why: "The run on the example inputs never called this module: there is nothing to patch.", instead: null };
   }
   if (kind === "graph") {
-    return {
-      why: "A module does not have a value: patch its output, or a node inside of it.",
-      instead: outputOf(skeleton, row),
-    };
+    return { why: "This module returns neither a tensor nor a number: patch a node inside of it.", instead: null };
   }
   if (kind === "constant") {
     return { why: "This constant is written in the code: patch the node that uses it.", instead: null };

@@ -23,6 +23,7 @@ export class Toolbar implements Part {
   private readonly folding: HTMLButtonElement;
   private readonly components: HTMLButtonElement;
   private readonly graph: HTMLButtonElement;
+  private readonly keys = keysHelp();
   private announceTimer: ReturnType<typeof setTimeout> | undefined;
   private rowWhenTyped: number | null = null;
 
@@ -71,8 +72,16 @@ export class Toolbar implements Part {
     this.view.notices.announce(`Match ${formatNumber(number)} of ${this.countText()}: ${path}`);
   }
 
+  /** Ends the search; the selected row stays visible. */
   clearSearch(): void {
+    const { active } = this.tree;
     this.tree.search("");
+    if (active > 0) this.view.reveal(active);
+  }
+
+  showKeys(): void {
+    this.keys.open = !this.keys.open;
+    if (this.keys.open) this.keys.querySelector("summary")?.focus();
   }
 
   private bar(): HTMLElement {
@@ -90,7 +99,7 @@ export class Toolbar implements Part {
         onclick: () => tree.expandBelow(tree.activeRow),
       }),
       iconButton("collapse", "Collapse all", { onclick: () => tree.collapseAll() }),
-      keysHelp(),
+      this.keys,
     );
   }
 
@@ -175,10 +184,20 @@ op:mul  shape:64  shape:[1,*,64]
 is:patched  is:opaque  is:parameter  is:size
 -term  without`;
 
-function keysHelp(): HTMLElement {
+function keysHelp(): HTMLDetailsElement {
   const pairs = KEYS.flatMap(([keys, what]) => [element("dt", keys), element("dd", what)]);
   const summary = element("summary.gp-button.gp-quiet", { "aria-label": "Keys", title: "Keys" }, "?");
-  return element("details.gp-menu", summary, element("dl.gp-menu-list.gp-keys", ...pairs));
+  const close = () => {
+    details.open = false;
+  };
+  const onkeydown = (event: KeyboardEvent) => event.key === "Escape" && close();
+  const details = element(
+    "details.gp-menu",
+    { onkeydown, onfocusout: close },
+    summary,
+    element("dl.gp-menu-list.gp-keys", ...pairs),
+  );
+  return details;
 }
 
 function toggle(label: string, title: string, onclick: () => void): HTMLButtonElement {

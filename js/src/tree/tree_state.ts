@@ -49,6 +49,10 @@ export class TreeState {
   /** The line that has the focus: a row, or `~first` for the marker of folded rows. */
   active: number;
   readonly found: SearchResult;
+  /** Whether the active row is selected: another view may have ended the selection. */
+  isSelected: boolean;
+  /** The rows that were opened together with the last one, which they are equal to; empty: none were. */
+  openedToo: readonly number[] = [];
   /** Whether the row is added to the selection of all views, instead of replacing it. */
   addsToSelection = false;
   isFolded = true;
@@ -83,6 +87,7 @@ export class TreeState {
     this.patched = this.readPatched();
     this.open = this.readOpen();
     this.active = this.readSelected();
+    this.isSelected = this.active > 0 || view.selection.items.length > 0;
     this.readScores();
     this.readQuery();
     this.lines = this.layOut();
@@ -147,16 +152,22 @@ export class TreeState {
   /** Selects a row on a click, even if it is selected, so that all views follow; `isMore`: adds it to the selection. */
   click(id: number, isMore: boolean): void {
     this.addsToSelection = isMore;
-    if (id === this.active) this.listeners.notify("selected");
-    else this.select(id);
+    this.isSelected = false;
+    this.select(id);
     this.addsToSelection = false;
   }
 
   select(id: number): void {
-    if (id === this.active) return;
+    if (id === this.active && this.isSelected) return;
     this.active = id;
+    this.isSelected = true;
     this.traits.set("selected", id < 0 ? ~id : id);
     this.listeners.notify("selected");
+  }
+
+  unselect(): void {
+    this.isSelected = false;
+    this.listeners.notify("lines");
   }
 
   selectLine(line: number): void {
@@ -199,6 +210,7 @@ export class TreeState {
 
   setAllOpen(rows: readonly number[], isOpen: boolean): void {
     const ids = this.folding ? rows.flatMap((id) => this.corresponding(id)) : rows;
+    const others = ids.filter((id) => !rows.includes(id) && !this.isOpen(id));
     this.update(() => {
       for (const id of ids) {
         const [set, at] = id < 0 ? [this.openFolded, ~id] : [this.open, id];
@@ -207,6 +219,28 @@ export class TreeState {
       }
       if (!this.isFiltered) this.saveOpen();
     });
+    if (isOpen) {
+      this.openedToo = others;
+      this.listeners.notify("lines");
+    } else this.selectShown();
+  }
+
+  private isOpen(id: number): boolean {
+    return id < 0 ? this.openFolded.has(~id) : this.open.has(id);
+  }
+
+  /** Closes the rows that were opened together with the last one. */
+  closeOthers(): void {
+    const others = this.openedToo;
+    this.update(() => {
+      for (const id of others) setMember(id < 0 ? this.openFolded : this.open, id < 0 ? ~id : id, false);
+      this.saveOpen();
+    });
+  }
+
+  /** Selects the row around the selected one, if that was closed. */
+  private selectShown(): void {
+    if (this.isSelected && !this.lines.has(this.active)) this.selectLine(this.activeLine);
   }
 
   /** Opens a row and everything below it; in the view by components, all layers. */
@@ -259,6 +293,7 @@ export class TreeState {
       this.open = new Set([0]);
       this.saveOpen();
     });
+    this.selectShown();
   }
 
   setByComponent(isByComponent: boolean): void {
@@ -371,6 +406,7 @@ export class TreeState {
   }
 
   private update(change: () => void): void {
+    this.openedToo = [];
     change();
     this.lines = this.layOut();
     this.listeners.notify("lines");
@@ -484,6 +520,9 @@ export function connectFilter(view: View, state: TreeState): void {
   if (filter.isFromOtherView) applyFilter();
 }
 
+/** How the kernel calls the whole model. */
+const ROOT = "<root>";
+
 export function connectSelection(view: View, state: TreeState): void {
   let isFollowing = false;
   // The name of a component that was selected before the kernel has sent the components.
@@ -496,9 +535,10 @@ export function connectSelection(view: View, state: TreeState): void {
   };
   const applySelection = () => {
     const name = view.selection.items.at(-1)?.name ?? null;
-    const row = rowOf(name);
+    if (name === null && state.active >= 0) state.unselect();
+    const row = name === ROOT ? 0 : rowOf(name);
     pendingName = row === null ? name : null;
-    if (row === null || row === state.activeRow) return;
+    if (row === null || (row === state.activeRow && state.isSelected)) return;
     isFollowing = true;
     view.reveal(row);
     isFollowing = false;
@@ -506,7 +546,7 @@ export function connectSelection(view: View, state: TreeState): void {
   const shareSelection = () => {
     const row = state.active;
     // A marker represents several rows: none of them is selected.
-    const name = row < 0 ? "" : (state.components.get(row)?.[0]?.name ?? view.skeleton.path(row));
+    const name = row < 0 ? "" : (state.components.get(row)?.[0]?.name ?? (view.skeleton.path(row) || ROOT));
     if (!state.addsToSelection) view.selection.set(name ? [itemOf(name)] : []);
     else if (name) view.selection.click(itemOf(name), true);
   };

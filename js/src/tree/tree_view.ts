@@ -1,6 +1,8 @@
 /** The tree: a scroll container that has elements only for the visible rows and a few more. */
 
 import { element, setAttribute } from "../page/dom";
+import { makeOffer } from "../page/notices";
+import { formatCount } from "../page/text";
 import type { Part, View } from "../view";
 import { type TreeActions, TreeKeys } from "./keyboard";
 import { ROW, RowView, rowId } from "./row_view";
@@ -102,22 +104,23 @@ export class TreeView implements Part {
     const { scrollTop } = this.element;
     const seen = Math.ceil((this.element.clientHeight || this.height) / ROW);
     const first = Math.max(0, Math.min(Math.floor(scrollTop / ROW), lines.length - seen) - OVERSCAN);
-    const wanted = new Set(lines.ids.slice(first, first + seen + 2 * OVERSCAN));
     // The element of `aria-activedescendant` must exist, even if it is out of view.
-    wanted.add(lines.ids[activeLine] ?? 0);
+    const shown = new Set([activeLine]);
+    for (let line = first; line < Math.min(first + seen + 2 * OVERSCAN, lines.length); line++) shown.add(line);
+    const wanted = new Map([...shown].sort((a, b) => a - b).map((line) => [lines.ids[line] ?? 0, line]));
     for (const [id, row] of this.rows) if (!wanted.has(id)) this.removeRow(id, row);
-    const fresh: HTMLElement[] = [];
-    for (const id of wanted) {
+    // In the order of the lines, which is that of screen readers.
+    let next = this.space.firstElementChild;
+    for (const [id, line] of wanted) {
       let row = this.rows.get(id);
       if (!row) {
         row = new RowView(this.tree, this.view.skeleton, id, this.prefix, this.rootName);
         this.rows.set(id, row);
-        fresh.push(row.element);
       }
-      const line = lines.lineOf(id);
-      row.fill(line, line === activeLine);
+      row.fill(line, line === activeLine, line === activeLine && this.tree.isSelected);
+      if (row.element === next) next = next.nextElementSibling;
+      else this.space.insertBefore(row.element, next);
     }
-    this.space.append(...fresh);
     setAttribute(this.element, "aria-activedescendant", rowId(this.prefix, lines.ids[activeLine] ?? 0));
     const { columns } = this.tree;
     setAttribute(this.element, "data-scored", columns.length > 0);
@@ -133,9 +136,15 @@ export class TreeView implements Part {
     const isOnControl = (event.target as Element).closest("button, .gp-chevron, [data-action], [data-number]");
     if (isOnControl) this.tree.select(id);
     else this.tree.click(id, event.shiftKey);
+    this.act(event);
   }
 
+  /** A click without a pointer, as of screen readers: with one, the row may have moved since the button went down. */
   private onClick(event: MouseEvent): void {
+    if (event.detail === 0) this.act(event);
+  }
+
+  private act(event: MouseEvent): void {
     const target = event.target as Element;
     const id = idOf(target);
     if (id === null) return;
@@ -164,6 +173,17 @@ export class TreeView implements Part {
     else this.tree.setOpen(id, state === CLOSED);
     this.element.scrollTop += (this.tree.lines.lineOf(id) - before) * ROW;
   }
+}
+
+/** Says that equal rows were opened together, and offers to open one alone. Below the tree, where it moves no row. */
+export function makeOpenedNote({ onRemove }: View, tree: TreeState): Part {
+  const note = makeOffer("Only this one", () => tree.closeOthers());
+  const show = () => {
+    const { length } = tree.openedToo;
+    note.say(length === 0 ? "" : `The same was opened in ${formatCount(length, "equal module")}.`);
+  };
+  onRemove(tree.onChange((change) => change === "lines" && show()));
+  return note;
 }
 
 function idOf(target: EventTarget | null): number | null {

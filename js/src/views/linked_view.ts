@@ -2,7 +2,16 @@
 
 import { asRequestError, connect } from "../kernel/kernel";
 import type { Act, Item, JobStatus, LinkedTraits } from "../kernel/protocol";
-import { buttonElement, copyText, element, icon, iconButton, replaceChildren, textField } from "../page/dom";
+import {
+  buttonElement,
+  copyText,
+  element,
+  icon,
+  iconButton,
+  oncePerClick,
+  replaceChildren,
+  textField,
+} from "../page/dom";
 import { makeNotices } from "../page/notices";
 import { describe, tryEdit } from "../patches/edits";
 import { type JobReply, Poller } from "../runs/jobs";
@@ -17,12 +26,17 @@ export function link<T extends LinkedTraits>(
 ): Linked<T> & { notices: Part } {
   const plain = model as unknown as Model<LinkedTraits>;
   const kernel = connect(plain, onRemove);
+  const notices = makeNotices(kernel, onRemove);
+  const selection = new Selection(plain, onRemove);
+  // An error goes with its cause: it is about what was selected or chosen then.
+  onRemove(selection.onChange(() => notices.clear()));
+  listen({ model: plain, onRemove }, "change:session", () => notices.clear());
   return {
     root,
     model,
     kernel,
-    notices: makeNotices(kernel, onRemove),
-    selection: new Selection(plain, onRemove),
+    notices,
+    selection,
     filter: new SharedFilter(plain, onRemove),
     onRemove,
   };
@@ -197,8 +211,8 @@ const NO_KERNEL = "The kernel is not running: patches need it.";
 export function makeActions(view: Linked): Part {
   const form = element("form.gp-line.gp-tight.gp-action-form", { hidden: true });
   const buttons = ACTIONS.map((choice) => {
-    const onclick = () => (choice.field === undefined ? act(choice.act, null) : ask(choice, button));
-    const button = buttonElement({ onclick }, choice.name);
+    const take = () => (choice.field === undefined ? act(choice.act, null) : ask(choice, button));
+    const button = buttonElement({ onclick: oncePerClick(take) }, choice.name);
     return button;
   });
   const copy = buttonElement({ onclick: () => copyPath() }, icon("copy"), "Copy path");

@@ -4,7 +4,7 @@
  */
 import type { Item, LinkedTraits } from "../kernel/protocol";
 import { SharedTraits } from "../kernel/shared_traits";
-import { buttonElement, element, replaceChildren } from "../page/dom";
+import { makeOffer } from "../page/notices";
 import { Listeners, type Model } from "../view";
 
 interface Group {
@@ -149,15 +149,11 @@ export class SharedFilter {
 
 /** Describes the filter of another view, with a button that ends it. */
 export function makeFilterNote(filter: SharedFilter, onRemove: (undo: () => void) => void): HTMLElement {
-  const note = element("p.gp-line.gp-filter-note.gp-note", { role: "status" });
-  const show = () => {
-    note.hidden = !filter.isFromOtherView;
-    const end = buttonElement({ onclick: () => filter.set(null) }, "Show all");
-    replaceChildren(note, `Only ${filter.result?.words ?? ""}`, end);
-  };
+  const note = makeOffer("Show all", () => filter.set(null));
+  const show = () => note.say(filter.isFromOtherView ? `Only ${filter.result?.words ?? ""}` : "");
   onRemove(filter.onChange(show));
   show();
-  return note;
+  return note.element;
 }
 
 /** Whether two items overlap: whatever both define is equal. */

@@ -261,7 +261,7 @@ test("actions edit the patches; changed patches make the kernel run again", asyn
   model.trigger("msg:custom", { id: (model.sent[0] as { id: number }).id, result: { version: 1 } }, []);
   await vi.waitFor(() => expect(model.sent.length).toBe(2));
   expect(model.sent[1]).toMatchObject({ payload: { based_on: 1, edit: { act: "steer", value: "2 * d" } } });
-  model.set("session", { version: 2, patches: [], can_undo: true, can_redo: false });
+  model.set("session", { version: 2, patches: [], can_undo: true, can_redo: false, note: "" });
   await vi.waitFor(() => expect(model.sent.at(-1)).toMatchObject({ request: "update" }));
 });
 

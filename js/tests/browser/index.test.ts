@@ -18,7 +18,6 @@ test("all parts of the widget are there, with their accessible names", async () 
   expect(el.querySelectorAll("[role=treeitem]").length).toBeGreaterThan(10);
   expect(el.querySelector("[aria-label=Patches]")).not.toBeNull();
   expect(el.querySelector("[aria-label=Run]")).not.toBeNull();
-  expect(el.querySelector(".gp-root")?.getAttribute("data-lm-suppress-shortcuts")).toBe("true");
 });
 
 test.each(["true", "false"])("no accessibility violations; light: %s", async (isLight) => {
@@ -51,6 +50,7 @@ test.each(["true", "false"])("no accessibility violations; light: %s", async (is
       version: 1,
       can_undo: true,
       can_redo: false,
+      note: "",
       patches: [
         { ...patch, ...rest, number: 1, is_enabled: true },
         { ...patch, ...rest, number: 2, is_enabled: false },

@@ -261,7 +261,7 @@ describe.each(["light", "dark"])("no accessibility violations: %s", (theme) => {
         patch(1, { kind: "add", slice: ":, -1", value: HOSTILE, warning: "index 9 is beyond the recorded size 8" }),
         patch(2, { kind: "probe", name: "seen", is_enabled: false, steps: "decoding" }),
       ],
-      { can_redo: true },
+      { can_redo: true, note: "" },
     );
   });
 

@@ -222,7 +222,7 @@ async function full(): Promise<FakeView> {
       { ...probe, name: "b", path: "h", view: activation({ plot: HISTOGRAM }), note: null },
     ],
   });
-  const done = { id: 1, state: "done" as const, seconds: 1, fraction: 1, error: null };
+  const done = { id: 1, state: "done" as const, seconds: 1, fraction: 1, error: null, waits_for: null };
   const seen = activation({
     plot: heatmap(4, 4),
     row_labels: TOKENS,
@@ -264,7 +264,15 @@ it.each([1200, 640, 330])(
     );
     const other = { ...probe, number: 3, name: "b" };
     const shown = report({ probes: [probe, other] });
-    const done = { id: 1, state: "done" as const, seconds: 1, fraction: 1, error: null, report: shown };
+    const done = {
+      id: 1,
+      state: "done" as const,
+      seconds: 1,
+      fraction: 1,
+      error: null,
+      waits_for: null,
+      report: shown,
+    };
     view.kernel.script = { run: () => ({ result: done, buffers }) };
     view.root.append(new RunPanel(view).element);
     view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
@@ -290,7 +298,15 @@ it("shows the output's numbers beside a long path that wraps", async () => {
   const path = `output|${"a_long_name_of_a_key.".repeat(60)}hidden_states`;
   const [change] = report().changes;
   const shown = report({ changes: change === undefined ? [] : [{ ...change, path }, change] });
-  const done = { id: 1, state: "done" as const, seconds: 1, fraction: 1, error: null, report: shown };
+  const done = {
+    id: 1,
+    state: "done" as const,
+    seconds: 1,
+    fraction: 1,
+    error: null,
+    waits_for: null,
+    report: shown,
+  };
   view.kernel.script = { run: () => ({ result: done, buffers: [] }) };
   view.root.append(new RunPanel(view).element);
   view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();

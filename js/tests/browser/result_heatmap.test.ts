@@ -477,8 +477,8 @@ test("a heatmap of a graph shares the graph's selection", async () => {
   const value = { items: [itemOf(null, { layer: 1 })], words: "layer 1" };
   document.dispatchEvent(new CustomEvent("graphpatch:filter", { detail: { group: model.get("group"), value } }));
   expect(alphas()).toEqual([40, 255, 40]);
-  expect(el.querySelector(".gp-filter-note")?.textContent).toBe("Only layer 1Show all");
-  await userEvent.click(el.querySelector(".gp-filter-note button") as HTMLButtonElement);
+  expect(el.querySelector(".gp-offer")?.textContent).toBe("Only layer 1Show all");
+  await userEvent.click(el.querySelector(".gp-offer button") as HTMLButtonElement);
   expect(alphas()).toEqual([255, 255, 255]);
   remove();
   el.remove();

@@ -217,7 +217,7 @@ test("the buttons and badges of a row emit actions for that row", async () => {
   const row = rows(tree.element).findIndex((element) => element.getAttribute("aria-label")?.startsWith("input_ids"));
   const id = Number(rows(tree.element)[row]?.dataset.id);
   const patch = { number: 3, row: id, kind: "zero", is_enabled: false } as never;
-  view.model.set("session", { version: 2, patches: [patch], can_undo: true, can_redo: false });
+  view.model.set("session", { version: 2, patches: [patch], can_undo: true, can_redo: false, note: "" });
   const item = rows(tree.element)[row] as HTMLElement;
   expect(item.getAttribute("aria-label")).toContain("#3 is switched off");
   for (const name of ["Details of input_ids", "Patch input_ids", "zero #3"]) {
@@ -244,7 +244,9 @@ test("rows have their position and marks in their accessible names", () => {
   expect(unused.getAttribute("aria-label")).toMatch(/^extra_head unused Linear, never called/);
   expect(unused.hasAttribute("aria-expanded")).toBe(false);
   state.setOpen(~view.row("transformer.h_0"), false);
-  expect(tree.element.querySelector("[data-kind=folded]")?.getAttribute("aria-label")).toBe("h_0 … h_3 ×4 Block");
+  expect(tree.element.querySelector("[data-kind=folded]")?.getAttribute("aria-label")).toBe(
+    "h_0 … h_3 ×4 Block [1, 8, 64] f32",
+  );
 });
 
 function withScores(values: number[]) {
@@ -293,7 +295,7 @@ test("columns of a run are chosen in a menu; their heads stand above the numbers
   view.kernel.script.columns = ({ names }) => {
     if (isAnswered) send(names);
     const state = isAnswered ? ("done" as const) : ("running" as const);
-    return { result: { id: 0, state, seconds: 0.1, fraction: null, error: null }, buffers: [] };
+    return { result: { id: 0, state, seconds: 0.1, fraction: null, error: null, waits_for: null }, buffers: [] };
   };
   state.change({ isFolded: false });
   state.setAllOpen([0, view.row("transformer")], true);

@@ -167,13 +167,13 @@ it("can be shown without the patches, and says if they have changed since", asyn
   open({ activation: ({ plane }) => done(1, plane) });
   await show();
   const stale = () => !query(".gp-outdated").hidden;
-  view.model.set("session", { version: 2, patches: [patch(1)], can_undo: true, can_redo: false });
+  view.model.set("session", { version: 2, patches: [patch(1)], can_undo: true, can_redo: false, note: "" });
   expect(stale()).toBe(true);
   query("input[type=checkbox]").click();
   await settle();
   expect(view.kernel.last("activation")).toMatchObject({ is_patched: false });
   expect(stale()).toBe(false);
-  view.model.set("session", { version: 3, patches: [], can_undo: true, can_redo: false });
+  view.model.set("session", { version: 3, patches: [], can_undo: true, can_redo: false, note: "" });
   expect(stale()).toBe(false);
 });
 

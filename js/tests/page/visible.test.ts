@@ -41,7 +41,7 @@ test("a row shows hidden characters of its name; its path is unchanged", () => {
   const skeleton = new Skeleton(tree.columns);
   const view = new FakeView(new FakeModel(traits()), skeleton);
   const row = new RowView(new TreeState(view), skeleton, 1, "p", "model");
-  row.fill(0, false);
+  row.fill(0, false, false);
   const shown = row.element.querySelector(".gp-name");
   expect(shown?.textContent).toBe("a\\u202eb\\x07");
   expect(shown?.getAttribute("title")).toBe("a\\u202eb\\x07");

@@ -113,7 +113,7 @@ describe("what is shown", () => {
 
   it("follows the session", () => {
     rig.session([ONE]);
-    rig.session([ONE, TWO], { can_redo: true });
+    rig.session([ONE, TWO], { can_redo: true, note: "" });
     expect(items()).toHaveLength(2);
     expect(isOff("Redo")).toBe(false);
     rig.session([]);

@@ -28,7 +28,13 @@ const stale = () => panel.querySelector<HTMLElement>(".gp-outdated")?.hidden ===
 const progress = () => panel.querySelector<HTMLElement>(".gp-progress");
 const dimmed = () => panel.querySelector(".gp-run-result")?.classList.contains("gp-dimmed");
 const settle = () => vi.advanceTimersByTimeAsync(0);
-const session = (...patches: ReturnType<typeof patch>[]) => ({ version: 1, patches, can_undo: false, can_redo: false });
+const session = (...patches: ReturnType<typeof patch>[]) => ({
+  version: 1,
+  patches,
+  can_undo: false,
+  can_redo: false,
+  note: "",
+});
 const done = (id: number, changes = {}) => runStatus(id, { state: "done", report: report(changes) });
 
 async function run(): Promise<void> {

@@ -136,7 +136,7 @@ test("Enter shows details, + patches, Space reads out the selection", () => {
 test("Delete removes the patches of the row, or says that there are none", () => {
   const row = widget.row("lm_head.linear");
   const patch = { number: 7, row, kind: "zero", is_enabled: true } as PatchState;
-  widget.view.model.set("session", { version: 3, patches: [patch], can_undo: true, can_redo: false });
+  widget.view.model.set("session", { version: 3, patches: [patch], can_undo: true, can_redo: false, note: "" });
   widget.state.reveal(row);
   widget.press("Delete");
   expect(widget.edits).toEqual([{ action: "remove", numbers: [7] }]);
@@ -149,7 +149,7 @@ test("Delete removes the patches of the row, or says that there are none", () =>
 test("undo and redo, if there is something to undo", () => {
   widget.press("z", { ctrlKey: true });
   expect(widget.view.said.at(-1)).toContain("nothing to undo");
-  widget.view.model.set("session", { version: 3, patches: [], can_undo: true, can_redo: true });
+  widget.view.model.set("session", { version: 3, patches: [], can_undo: true, can_redo: true, note: "" });
   widget.press("z", { ctrlKey: true });
   widget.press("Z", { ctrlKey: true, shiftKey: true });
   widget.press("y", { ctrlKey: true });

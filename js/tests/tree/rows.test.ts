@@ -124,6 +124,7 @@ test("sizes and clutter are shown on request, patched rows always", () => {
     patches: [patchAt("transformer.h_0.attn.size")],
     can_undo: true,
     can_redo: false,
+    note: "",
   });
   expect(seen()).toContain("transformer.h_0.attn.size");
   expect(seen()).not.toContain("use_cache");
@@ -195,7 +196,7 @@ test("F3 cycles through the matches in order", () => {
 test("is:patched follows the session", () => {
   const { tree, model } = opened({ query: "is:patched" });
   expect(tree.found.matches).toEqual([]);
-  model.set("session", { version: 2, patches: [patchAt("lm_head.linear")], can_undo: true, can_redo: false });
+  model.set("session", { version: 2, patches: [patchAt("lm_head.linear")], can_undo: true, can_redo: false, note: "" });
   expect(tree.found.matches).toEqual([row("lm_head.linear")]);
   expect(tree.patched.countBelow(row("lm_head"))).toBe(1);
 });

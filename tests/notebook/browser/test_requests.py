@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -111,6 +112,53 @@ def test_a_field_that_is_wrong_is_named_while_it_is_typed(front: Front, typed: d
         front.refused("check", patch=patch, number=None)["field"],
         front.refused_edit("add", patch=patch)["field"],
     } == {*typed}
+
+
+NAMED = {"three": 3, "first": [0, 1], "mask": torch.tensor([True, False, True]), "wide": torch.ones(7), "calls": print}
+
+
+@pytest.mark.parametrize(
+    ("typed", "field", "shape"),
+    [
+        ({"value": "torch.ones(7)"}, "value", "(7,)"),
+        ({"value": "0.5 * wide"}, "value", "(7,)"),
+        ({"value": "torch.ones(2, 1, 3)"}, "value", "(2, 1, 3)"),
+        ({"value": "steer[9]"}, "value", "IndexError"),
+        ({"value": "1.0", "slice": ":, three"}, "slice", "(2, 3)"),
+        ({"value": "1.0", "slice": ":, calls"}, "slice", "(2, 3)|cannot index"),
+        ({"value": "torch.ones(3, dtype=torch.float16) + 2 * torch.randn(3)"}, None, None),
+        ({"value": "steer", "slice": "first"}, None, None),
+        ({"value": "torch.ones(2)", "slice": ":, mask"}, None, None),
+        ({"value": "wide", "any_shape": True}, None, None),
+        ({"value": "later"}, None, None),
+        ({"value": "calls('never')"}, None, None),
+        ({"value": "1.0", "slice": "three"}, None, None),  # in the dimension of the batch
+    ],
+)
+def test_value_and_slice_are_tried_on_zeros(
+    front: Front, typed: dict[str, Any], field: str | None, shape: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    front.namespace |= NAMED | {"torch": torch}
+    front.session.variables = lambda: front.namespace
+    state = torch.get_rng_state()
+    payload = {"patch": fields("sub_0.linear", "add", **typed), "number": None}
+    if field is None:
+        front.ask("check", **payload)
+    else:
+        error = front.refused("check", **payload)
+        assert error["field"] == field
+        assert re.search(shape if "|" in str(shape) else re.escape(str(shape)), error["message"]), error
+    assert torch.equal(torch.get_rng_state(), state)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_module_is_its_output(front: Front) -> None:
+    front.edit("add", patch=fields("sub_0", "zero"))
+    front.edit("add", patch=fields("<root>", "add", value="1.0"))
+    item = {"name": "sub_1", "layer": None, "head": None, "position": None, "key": None}
+    front.edit("act", act="zero", items=[item], value=None, steps=None)
+    paths = [patch.path for patch in front.session.chosen.patches]
+    assert paths == ["sub_0.output", "output", "sub_1.output"]
 
 
 anything = st.recursive(

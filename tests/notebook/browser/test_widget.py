@@ -111,7 +111,7 @@ def test_the_first_message_has_all_that_a_view_needs(graph: PatchableGraph) -> N
     message, buffers = line_of(browser).sent[0]
     columns = json.loads(zlib.decompress(buffers[message["buffer_paths"].index(["skeleton"])]))
     assert columns["names"][0] == "<root>"
-    assert state["session"] == {"version": 0, "patches": [], "can_undo": False, "can_redo": False}
+    assert state["session"] == {"version": 0, "patches": [], "can_undo": False, "can_redo": False, "note": ""}
     assert state["expanded"] is None
     assert (state["selected"], state["query"], state["shows_sizes"]) == (0, "", False)
     assert state["run"] is None

@@ -303,11 +303,13 @@ def test_patches_follow_the_variable_to_another_graph(pg: Shell) -> None:
     """Whoever runs the cell that makes the graph again keeps the choice, however that cell makes it."""
     pg.ok("%graphpatch zero hidden[:, 0]")
     pg.ok("%graphpatch probe mul kept")
-    pg.ok("from graphpatch_notebook import PatchableGraph\npg = PatchableGraph(model, x)")
-    assert "2 patches carried over" in pg.ok("%graphpatch").out
+    made = pg.ok("from graphpatch_notebook import PatchableGraph\npg = PatchableGraph(model, x)")
+    assert "2 patches carried over" in made.out
+    before = chosen(pg)
     assert "carried" not in pg.ok("%graphpatch list").out
+    assert chosen(pg) == before
     assert pg.ok("%%graphpatch\n_ = pg(x)\nkept[:, 0].sum().item()").value == 0
-    pg.ok("pg = PatchableGraph(torch.nn.ReLU(), x)")
+    made = pg.ok("pg = PatchableGraph(torch.nn.ReLU(), x)")
+    assert "dropped #1 zero hidden[:, 0]: no node 'hidden'" in made.out
     ran = pg.ok("%%graphpatch\npg(x)")
-    assert "dropped #1 zero hidden[:, 0]: no node 'hidden'" in ran.out
     assert torch.equal(ran.value, torch.relu(pg.namespace["x"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
@@ -53,6 +54,19 @@ def test_an_interrupt_ends_the_running_job() -> None:
     assert (job.state, has_ended, job.is_interrupted) == ("interrupted", [1], True)
     job.interrupt()  # has no effect
     assert job.state == "interrupted"
+
+
+def test_an_interrupt_that_waits_says_for_what() -> None:
+    may_go_on = threading.Event()
+    job: Job[Any] = Job(lambda job: job.interruptibly(lambda: may_go_on.wait() and spin()))
+    until(lambda: job._is_open)
+    assert job.waits_for is None
+    job.interrupt()
+    said = job.waits_for
+    may_go_on.set()
+    job.wait(60)
+    assert re.fullmatch(r".*test_jobs\.py:\d+, in <lambda>: .*may_go_on\.wait\(\).*", str(said))
+    assert job.waits_for is None
 
 
 def test_an_interrupt_comes_before_what_is_interruptible_or_not_at_all() -> None:
