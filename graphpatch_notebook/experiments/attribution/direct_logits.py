@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
+from graphpatch_notebook.experiments.attribution.rules import FrozenDenominators
 from graphpatch_notebook.experiments.engine.examples import OverExamples
 from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_ends, check_graph
@@ -276,7 +276,7 @@ def _values(pg: PatchableGraph, inputs: Inputs, first: str, names: Sequence[str]
     """Returns values of a run, with derivatives by all values after `first`."""
     probes: dict[Any, ProbePatch] = {name: ProbePatch() for name in names}
     leaf = CustomPatch(custom_op=lambda value: value.detach().requires_grad_().clone())
-    with DerivativeRules("held").applied(), pg.patch({first: leaf}), pg.patch(probes, strict=True):
+    with FrozenDenominators(), pg.patch({first: leaf}), pg.patch(probes, strict=True):
         inputs.run(pg)
     return {name: probe.activation for name, probe in probes.items()}
 

@@ -20,7 +20,8 @@ chain rule, the scores of any cut through the model then sum to the change of th
 - Other functions: the mean of their Jacobian along the straight line between the runs (`path_average`). This is exact
   for polynomials only, so that `DerivativeRules.fallbacks` names them.
 
-**Held.** The scales of norms are constants, as in direct logit attribution: denominators have no derivative.
+**Frozen denominators** (`FrozenDenominators`). The scales of norms are constants, as in direct logit attribution and in
+attribution graphs.
 """
 
 from __future__ import annotations
@@ -63,21 +64,59 @@ METHODS: tuple[Method, ...] = ("gradient", "integrated", "secant")
 Points: TypeAlias = Literal["midpoint", "left", "right"]
 _OFFSETS = {"midpoint": 0.5, "left": 0.0, "right": 1.0}
 
-# -- held norms --------------------------------------------------------------------------------------------------------
+# -- frozen denominators -----------------------------------------------------------------------------------------------
 
-DENOMINATORS = frozenset("rsqrt sqrt var std norm vector_norm linalg_vector_norm linalg_norm".split())
+_DENOMINATORS = frozenset("rsqrt sqrt var std norm vector_norm linalg_vector_norm linalg_norm".split())
+_NORMS: dict[str, Callable[..., Any]] = {
+    "layer_norm": secants.layer_norm,
+    "rms_norm": secants.rms_norm,
+    "group_norm": secants.group_norm,
+    "normalize": lambda x, p=2.0, dim=1, eps=1e-12, **_: x / torch.linalg.vector_norm(x, p, dim, True).clamp_min(eps),
+}
+"""Norms as steps of plain torch."""
 
 
-def _constant(call: PairedCall, *inputs: Tensor) -> Any:
-    """A constant. Its derivative is 0, and not missing: the steps before it have one, too."""
-    return call(*(x.detach() for x in inputs)) + 0 * sum(x.sum() for x in inputs)
+class FrozenDenominators(TorchFunctionMode):
+    """Holds the denominators of norms: what the first run computes are constants, there and in later runs.
+
+    Derivatives do not go through them, and a later run has them whatever comes before its norms. Norms are computed
+    step by step, as kernels do it: those of half precision in float32, so that values are equal within rounding.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[Tensor] = []
+        self._left: Iterator[Tensor] | None = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A context manager for a later run, in which values before the norms may be others."""
+        self._left = iter(self._made)
+        with self:
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, family_name(func)
+        if name in _NORMS:
+            wide = {key: _wide(each) for key, each in kwargs.items()}
+            with self:
+                return _NORMS[name](*map(_wide, args), **wide).to((*args, *kwargs.values())[0].dtype)
+        exponent = (*args[1:2], kwargs.get("exponent"))[0] if name == "pow" else None
+        is_root = isinstance(exponent, (int, float)) and abs(exponent) == 0.5 and raw_name(func) != "__rpow__"
+        if not (name in _DENOMINATORS or is_root):
+            return func(*args, **kwargs)
+        if self._left is None:
+            self._made.append(func(*args, **kwargs).detach())
+            return self._made[-1].clone()
+        made = next(self._left, None)
+        if made is None:
+            raise ExperimentError("the norms cannot be frozen: the model computes others in its second run")
+        return made.clone()
 
 
-def _is_no_root(call: PairedCall) -> bool:
-    """Whether a call of `pow` takes no square root."""
-    exponent = call.argument(1, "exponent")
-    is_root = isinstance(exponent, (int, float)) and abs(exponent) == 0.5
-    return not is_root or raw_name(call.function) == "__rpow__"
+def _wide(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value
 
 
 # -- tables, by the names that all forms of a function share -----------------------------------------------------------
@@ -157,12 +196,6 @@ _SECANT: dict[Any, Rule] = {
         by_steps(secants.attention), refusal=lambda call: bool(call.argument(4, "dropout_p"))
     ),
 }
-_HELD: dict[Any, Rule] = {
-    **dict.fromkeys(DENOMINATORS, Rule(_constant)),
-    "pow": Rule(_constant, refusal=_is_no_root),
-    **{name: _SECANT[name] for name in ("layer_norm", "rms_norm", "group_norm", "normalize")},
-}
-_TABLES: dict[str, Mapping[Any, Rule]] = {"secant": _SECANT, "held": _HELD}
 _OPENED = frozenset({"multi_head_attention_forward"})
 """Functions whose steps give their very bits: they are run step by step."""
 
@@ -217,15 +250,15 @@ class DerivativeRules(TorchFunctionMode):
     runs must take the same steps. Enter them around the calls of a `PatchableGraph`, so that they see the steps of
     attention that patches open.
 
-    The calls of the clean run are kept on a tape, for the secant. With `"held"`, there is only the corrupted run.
+    The calls of the clean run are kept on a tape, for the secant.
 
     Attributes:
         fallbacks: Why a function does not explain the whole change of its result, by its name.
     """
 
-    def __init__(self, method: Method | Literal["held"]) -> None:
+    def __init__(self, method: Method) -> None:
         super().__init__()
-        self.method, self._table = method, _TABLES.get(method, {})
+        self.method, self._table = method, _SECANT if method == "secant" else {}
         self.fallbacks: dict[str, str] = {}
         self.is_open = self._is_recording = self._has_distributed = False
         self._tape: list[PairedCall] = []
@@ -325,9 +358,6 @@ class DerivativeRules(TorchFunctionMode):
 
     def _pair(self, call: PairedCall) -> None:
         """Finds the same call in the clean run, and which inputs differ."""
-        if self.method == "held":
-            call.counterpart, call.differs = call, (True,) * len(call.inputs)
-            return
         clean = self._tape[self._at] if self._at < len(self._tape) else None
         if clean is None or clean.signature != call.signature:
             raise ExperimentError(self._parted(clean, call))

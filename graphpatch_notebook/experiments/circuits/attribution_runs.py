@@ -12,17 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.attribution.rules import FrozenDenominators
 from graphpatch_notebook.experiments.circuits.attribution_graph import Array, AttributionGraph, GraphNode
-from graphpatch_notebook.experiments.circuits.features import Features, Linearized, linearized
-from graphpatch_notebook.experiments.circuits.frozen import FrozenDenominators, FrozenRun, rows_of
+from graphpatch_notebook.experiments.circuits.features import Linearized, linearized
+from graphpatch_notebook.experiments.circuits.frozen import FrozenRun, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of, record
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.experiments.methods.lens import component
@@ -96,6 +98,22 @@ def attribution_graph(
     return _Graph(pg, given, linearized(pg, stack), position, max_nodes, max_bytes).of(target)
 
 
+class _Explained(NamedTuple):
+    """What is added to linear functions of values.
+
+    Attributes:
+        numbers: The numbers of features; those of logits come after these.
+        added: What all features, errors and embeddings add, (functions, sources).
+        change: The sum of that, as another run shows it.
+        constants: What constants add.
+    """
+
+    numbers: Any
+    added: Array
+    change: Array
+    constants: Array
+
+
 class _Graph:
     """Computes an attribution graph."""
 
@@ -124,6 +142,9 @@ class _Graph:
         self._owner = np.repeat(np.arange(len(counts)), counts)
         self._within = np.concatenate([np.arange(0), *map(np.arange, counts)])
         self._errors = {path: self._error(path) for path in plan.errors}
+        leaves = dict.fromkeys(plan.leaves, torch.zeros(()))
+        leaves |= {path: constant[0] for each in plan.features for path, constant in each.constants.items()}
+        self._none = self.run.with_leaves(leaves)
 
     def _place(self, position: Any) -> tuple[int, int]:
         """Returns the row of the logits at a position, and this position: derivatives say which one a row reads.
@@ -168,34 +189,38 @@ class _Graph:
             found.append((derivatives[name] * rows).sum(-1) if name in derivatives else none)
         return torch.cat(found, 1).float().cpu().numpy()
 
-    def _functions(self, features: Any) -> Iterator[tuple[Any, str, Tensor, Tensor]]:
-        """Yields features that go together: their numbers, what they read, their coefficients in it, and positions."""
+    def _explained(self, numbers: Any, path: str, coefficients: Tensor, at: Tensor, sums: Tensor) -> _Explained:
+        """Returns what is added to functions of a value, and to their sums by constants."""
+        value, none = (rows_of(values[path]) for values in (self.run.values, self._none))
+        change = (coefficients * (value - none)[at]).sum(-1)
+        found = (each.float().cpu().numpy() for each in (change, sums - change))
+        return _Explained(numbers, self.contributions(path, coefficients, at), *found)
+
+    def _of_features(self, features: Any) -> Iterator[_Explained]:
+        """Yields what is added to features, for those that go together."""
         for number, each in enumerate(self._plan.features):
             own = features[self._owner[features] == number]
             value = self.run.values[each.read]
             most = max(1, self._bytes // (128 * value.numel() * value.element_size()))
-            for first in range(0, len(own), most):
-                some = own[first : first + most]
+            for some in np.split(own, range(most, len(own), most)) if len(own) else ():
                 which = torch.from_numpy(self._within[some])
-                yield some, each.read, each.readers(self.run, which), each.positions[which]
+                readers = each.readers(self.run, which)
+                yield self._explained(some, each.read, readers, each.positions[which], each.sums[which])
 
     def of(self, target: Any) -> AttributionGraph:
         """Returns the graph of some logits."""
         tokens, probabilities = self._targets(target)
         size = self._output.shape[-1]
-        directions = torch.nn.functional.one_hot(tokens, size).to(self._output.dtype) - 1 / size
-        at = torch.full((len(tokens),), self._row)
+        directions = functional.one_hot(tokens, size).to(self._output.dtype) - 1 / size
         count, sources = len(self._owner), len(self._owner) + self._length * (len(self._errors) + 1)
         if min(count, self._most) * sources * 4 > self._bytes:
             raise ExperimentError(f"{count:,} features and {sources:,} sources take more than max_bytes={self._bytes}")
-        rows = {-1 - n: row for n, row in enumerate(self.contributions(self._logits, directions, at))}
-        asked = [(np.arange(-1, -1 - len(tokens), -1), self._logits, directions, at)]
-        for wanted in self._ranked(rows, probabilities):
-            for some, path, coefficients, places in self._functions(wanted):
-                rows |= zip(some.tolist(), self.contributions(path, coefficients, places), strict=True)
-                asked.append((some, path, coefficients, places))
-        ends, exact = self._constants(asked)
-        return self._assembled(rows, ends, exact, tokens, probabilities)
+        at, sums = torch.full((len(tokens),), self._row), directions @ self._output[self._row]
+        found = [self._explained(np.arange(count, count + len(tokens)), self._logits, directions, at, sums)]
+        for wanted in self._ranked(found, probabilities):
+            found += self._of_features(wanted)
+        every = _Explained(*map(np.concatenate, zip(*found, strict=True)))
+        return self._assembled(_Explained(*(each[every.numbers.argsort()] for each in every)), tokens, probabilities)
 
     def _targets(self, target: Any) -> tuple[Tensor, Array]:
         """Returns the tokens of the logits, and their probabilities; by default, the most probable ones.
@@ -218,76 +243,46 @@ class _Graph:
             tokens = torch.tensor(numbers)
         return tokens, every[tokens].cpu().numpy()
 
-    def _ranked(self, rows: Mapping[int, Array], probabilities: Array) -> Iterator[Any]:
+    def _ranked(self, found: Sequence[_Explained], probabilities: Array) -> Iterator[Any]:
         """Yields the features whose sums are wanted, by their influence on the logits that is known so far."""
         count = len(self._owner)
-        if count <= self._most:
-            yield np.arange(count)
-            return
-        left = self._most
+        left = min(self._most, count)
         while left:
-            known = sorted(rows)
-            shares = np.stack([np.abs(rows[number]) for number in known])
-            shares /= np.maximum(shares.sum(1, keepdims=True), 1e-10)
-            features = np.array([number for number in known if number >= 0], dtype=int)
-            ends = len(known) - len(features)
-            wave = probabilities[::-1] @ shares[:ends, :count]
-            influence = wave.copy()
-            while len(features) and wave[features].any():
-                wave = wave[features] @ shares[ends:, :count]
-                influence += wave
-            influence[features] = -1
-            some = np.argsort(-influence, kind="stable")[: min(left, max(_LEAST_BATCH, self._most // 8))]
-            left -= len(some)
-            yield np.sort(some)
+            if left == count:
+                chosen = np.arange(count)
+            else:
+                known = np.concatenate([each.numbers for each in found])[len(probabilities) :]
+                shares = np.abs(np.concatenate([each.added for each in found]))
+                shares /= np.maximum(shares.sum(1, keepdims=True), 1e-10)
+                influence = wave = probabilities @ shares[: len(probabilities), :count]
+                while len(known) and wave[known].any():
+                    wave = wave[known] @ shares[len(probabilities) :, :count]
+                    influence = influence + wave
+                influence[known] = -1
+                least = min(left, max(_LEAST_BATCH, self._most // 8))
+                chosen = np.sort(np.argsort(-influence, kind="stable")[:least])
+            left -= len(chosen)
+            yield chosen
 
-    def _constants(self, asked: Sequence[tuple[Any, str, Tensor, Tensor]]) -> tuple[dict[int, float], dict[int, float]]:
-        """Returns what constants add to functions, and the sums of all else, by their numbers."""
-        plan, none = self._plan, torch.zeros(())
-        leaves = dict.fromkeys(plan.leaves, none)
-        for each in plan.features:
-            leaves |= {path: constant[0] for path, constant in each.constants.items()}
-        without = self.run.with_leaves(leaves)
-        constants, sums = dict[int, float](), dict[int, float]()
-        for numbers, path, coefficients, at in asked:
-            value = rows_of(self.run.values[path])
-            change = (coefficients * (value - rows_of(without[path]))[at]).sum(-1)
-            whole = (coefficients * value[at]).sum(-1)
-            for place, number in enumerate(map(int, numbers)):
-                total = whole[place]
-                if number >= 0 and type(plan.features[self._owner[number]]) is Features:
-                    total = plan.features[self._owner[number]].values[self._within[number]]
-                sums[number], constants[number] = float(change[place]), float(total - change[place])
-        return constants, sums
-
-    def _assembled(
-        self,
-        rows: Mapping[int, Array],
-        constants: Mapping[int, float],
-        sums: Mapping[int, float],
-        tokens: Tensor,
-        probabilities: Array,
-    ) -> AttributionGraph:
-        chosen, count = sorted(number for number in rows if number >= 0), len(self._owner)
-        nodes = [self._feature(number) for number in chosen] + self._given()
+    def _assembled(self, every: _Explained, tokens: Tensor, probabilities: Array) -> AttributionGraph:
+        """Returns the graph of features and logits, in the order of their numbers."""
+        count, chosen = len(self._owner), every.numbers[: -len(tokens)]
+        nodes = [*map(self._feature, chosen), *self._given()]
         first = len(nodes)
         nodes += [
             GraphNode(f"@logits[{token}]", self._position, "logit", self._layers, float(each), self._text(token))
             for token, each in zip(tokens.tolist(), probabilities, strict=True)
         ]
-        places = {
-            **{number: row for row, number in enumerate(chosen)},
-            **{-1 - n: first + n for n in range(len(tokens))},
-        }
+        targets = [*range(len(chosen)), *range(first, len(nodes))]
         weights = np.zeros((len(nodes), len(nodes)), dtype=np.float32)
-        ends, left_out, lost = np.zeros(len(nodes), np.float32), np.zeros(len(nodes), np.float32), 0.0
-        for number, row in places.items():
-            weights[row, : len(chosen)] = rows[number][chosen]
-            weights[row, len(chosen) : first] = rows[number][count:]
-            ends[row], left_out[row] = constants[number], np.delete(rows[number][:count], chosen).sum()
-            scale = max(float(np.abs(rows[number]).sum()) + abs(constants[number]), 1e-30)
-            lost = max(lost, abs(float(rows[number].sum(dtype=np.float64)) - sums[number]) / scale)
-        return AttributionGraph(tuple(nodes), weights, ends, left_out, lost, self._tokens, dict(self._plan.skipped))
+        weights[targets, :first] = np.hstack([every.added[:, chosen], every.added[:, count:]])
+        constants, left_out = np.zeros((2, len(nodes)), dtype=np.float32)
+        constants[targets] = every.constants
+        left_out[targets] = np.delete(every.added[:, :count], chosen, 1).sum(1)
+        scale = np.abs(every.added).sum(1) + np.abs(every.constants)
+        lost = np.abs(every.added.sum(1, dtype=np.float64) - every.change) / np.maximum(scale, 1e-30)
+        skipped = dict(self._plan.skipped)
+        return AttributionGraph(tuple(nodes), weights, constants, left_out, float(lost.max()), self._tokens, skipped)
 
     def sources(self) -> list[GraphNode]:
         """Returns all that contributes: features, errors and embeddings, in the order of `contributions`."""
@@ -393,7 +388,7 @@ def attribute_score(
         score = float(rows_of(value)[row, key])
         if score <= torch.finfo(value.dtype).min / 2:
             raise ExperimentError(f"the key at {key} is masked for the query at {at['query']}: there is no score")
-        direction = torch.nn.functional.one_hot(torch.tensor([key]), value.shape[-1]).to(value.dtype)
+        direction = functional.one_hot(torch.tensor([key]), value.shape[-1]).to(value.dtype)
         found.append(graph.contributions(scores.name, direction, torch.tensor([row]))[0])
         constants.append(score - float(found[-1].sum(dtype=np.float64)))
     nodes = graph.sources()

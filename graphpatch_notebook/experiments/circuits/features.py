@@ -5,6 +5,7 @@ A feature is linear in what its MLP reads, as far as it is active, and adds its 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from graphpatch_notebook.capture.records import CallNode, spliced_calls
 from graphpatch_notebook.components import projection
@@ -30,73 +32,90 @@ _AT_ONCE = 2**24
 
 
 @dataclass
-class Features:
-    """Latents of a transcoder. Those that are active in a run are numbered in order of their positions.
+class Features(ABC):
+    """Features of one layer. Those that are active in a run are numbered in order of their positions.
 
     Attributes:
         name: What the names of the features begin with: `layers[2].mlp_out.sae.latents`.
         layer: The number of the layer.
         read: The path of the value that features are linear in.
-        encode: Returns activations, (rows, features), for rows of what is read.
-        decode: By the path of each value that is written into, what activations are decoded to, (rows, channels).
         item: How the name of one of them goes on.
         positions, numbers, values: Of each active feature, where it is, which one it is, and its activation.
-        gains: By what share of itself the activation grows, if one is added to what is linear in the stream.
+        sums: What constants and all that it is linear in sum to.
+        gains: By what share of itself the activation grows, if one is added to that.
         written: By path, what each active feature adds there, (features, channels).
-        constants: By path, what is decoded where no feature is active, (1, channels).
+        constants: By path, what is written there where no feature is active, (1, channels).
     """
 
     name: str
     layer: int
     read: str
-    encode: Callable[[Tensor], Tensor]
-    decode: Mapping[str, Callable[[Tensor], Tensor]]
-    item: ClassVar[str] = "[{}]"
+    item: ClassVar[str]
     positions: Tensor = field(init=False)
     numbers: Tensor = field(init=False)
     values: Tensor = field(init=False)
+    sums: Tensor = field(init=False)
     gains: Tensor = field(init=False)
-    written: dict[str, Tensor] = field(init=False)
-    constants: dict[str, Tensor] = field(init=False)
+    written: dict[str, Tensor] = field(init=False, default_factory=dict)
+    constants: dict[str, Tensor] = field(init=False, default_factory=dict)
 
+    @abstractmethod
     def activate(self, run: FrozenRun) -> None:
         """Finds what is active in a run, and what it writes."""
+
+    def _number(self, active: Tensor) -> None:
+        self.positions, self.numbers = active.nonzero(as_tuple=True)
+        self.sums = self.values = active[self.positions, self.numbers]
+
+    @abstractmethod
+    def readers(self, run: FrozenRun, which: Tensor) -> Tensor:
+        """Returns the coefficients of some active features in what they read, (features, channels)."""
+
+    @abstractmethod
+    def contributions(self, derivatives: Mapping[str, Tensor]) -> Tensor:
+        """Returns what each active feature adds to functions with some derivatives, (functions, features)."""
+
+
+@dataclass
+class Latents(Features):
+    """Latents of a transcoder.
+
+    Attributes:
+        encode: Returns activations, (rows, features), for rows of what is read.
+        decode: By the path of each value that is written into, what activations are decoded to, (rows, channels).
+    """
+
+    encode: Callable[[Tensor], Tensor]
+    decode: Mapping[str, Callable[[Tensor], Tensor]]
+    item = "[{}]"
+
+    def activate(self, run: FrozenRun) -> None:
         with torch.no_grad():
             active = self.encode(rows_of(run.values[self.read]))
-            self.positions, self.numbers = active.nonzero(as_tuple=True)
-            self.values = active[self.positions, self.numbers]
-            self.gains = 1 / self.values
+            self._number(active)
+            self.gains, self.counts = 1 / self.values, self.positions.bincount(minlength=len(active)).tolist()
             every, own = self.numbers.unique(return_inverse=True)
-            self.written, self.constants = {}, {}
             for path, decode in self.decode.items():
                 self.constants[path] = none = decode(active.new_zeros(1, active.shape[1]))
-                vectors = [none[:0]]
-                for some in every.split(max(1, _AT_ONCE // active.shape[1])):
-                    alone = active.new_zeros(len(some), active.shape[1])
-                    alone[torch.arange(len(some)), some] = 1.0
-                    vectors.append(decode(alone) - none)
-                self.written[path] = self.values[:, None] * torch.cat(vectors)[own]
+                parts = every.split(max(1, _AT_ONCE // active.shape[1]))
+                alone = (functional.one_hot(some, active.shape[1]).to(active.dtype) for some in parts)
+                vectors = torch.cat([decode(each) - none for each in alone])
+                self.written[path] = self.values[:, None] * vectors[own]
                 total = none.expand(len(active), -1).index_add(0, self.positions, self.written[path])
                 if not torch.allclose(total, decode(active), rtol=1e-3, atol=1e-4 * float(total.abs().max())):
                     raise ExperimentError(f"{self.name} are not decoded by a linear map")
 
     def readers(self, run: FrozenRun, which: Tensor) -> Tensor:
-        """Returns the coefficients of some active features in what they read, (features, channels)."""
         rows = rows_of(run.values[self.read])[self.positions[which]].clone().requires_grad_()
         with torch.inference_mode(False), torch.enable_grad():
             own = self.encode(rows)[torch.arange(len(which)), self.numbers[which]]
             return torch.autograd.grad(own.sum(), rows)[0]
 
     def contributions(self, derivatives: Mapping[str, Tensor]) -> Tensor:
-        """Returns what each active feature adds to functions with some derivatives, (functions, features)."""
-        count = len(next(iter(derivatives.values())))
-        found = self.values.new_zeros(count, len(self.values))
-        for path, vectors in self.written.items():
-            if path not in derivatives:
-                continue
-            for position in self.positions.unique():
-                here = self.positions == position
-                found[:, here] += derivatives[path][:, position].to(vectors.dtype) @ vectors[here].mT
+        found = self.values.new_zeros(len(next(iter(derivatives.values()))), len(self.values))
+        for path in derivatives.keys() & self.written.keys():
+            parts = zip(derivatives[path].to(found.dtype).unbind(1), self.written[path].split(self.counts), strict=True)
+            found += torch.cat([rows @ vectors.mT for rows, vectors in parts], 1)
         return found
 
 
@@ -107,16 +126,16 @@ class Neurons(Features):
 
     def activate(self, run: FrozenRun) -> None:
         active = rows_of(run.leaves[self.name])
-        self.positions, self.numbers = active.nonzero(as_tuple=True)
-        self.values = active[self.positions, self.numbers]
-        self.written, self.constants, slopes = {}, {}, torch.ones_like(active)
+        self._number(active)
+        slopes = torch.ones_like(active)
         if self.read != self.name:
             post, pre = (run.values[name] for name in (self.name, self.read))
             slopes = rows_of(torch.autograd.grad(post.sum(), pre, retain_graph=True)[0])
+            self.sums = rows_of(pre)[self.positions, self.numbers]
         self.gains = slopes[self.positions, self.numbers] / self.values
 
     def readers(self, run: FrozenRun, which: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(self.numbers[which], run.values[self.read].shape[-1]).to(self.values.dtype)
+        return functional.one_hot(self.numbers[which], run.values[self.read].shape[-1]).to(self.values.dtype)
 
     def contributions(self, derivatives: Mapping[str, Tensor]) -> Tensor:
         if self.name not in derivatives:
@@ -153,7 +172,9 @@ class Linearized:
     @property
     def leaves(self) -> list[str]:
         """The paths of all values that are taken as given."""
-        return list(dict.fromkeys([self.start, *self.errors, *(f.name for f in self.features if type(f) is Neurons)]))
+        return list(
+            dict.fromkeys([self.start, *self.errors, *(f.name for f in self.features if isinstance(f, Neurons))])
+        )
 
 
 def linearized(pg: PatchableGraph, stack: str) -> Linearized:
@@ -229,7 +250,7 @@ def _transcoders(pg: PatchableGraph, calls: list[CallNode]) -> Iterator[Features
             )
         else:
             read = _component_at(pg, splice.sources[0])
-            yield Features(
+            yield Latents(
                 f"{host}.{call.op}.latents", _layer_of(host), read, _encoding(splice), {host: splice.sae.decode}
             )
     for host, call in encoders:
@@ -239,7 +260,7 @@ def _transcoders(pg: PatchableGraph, calls: list[CallNode]) -> Iterator[Features
             for path, writer in writers
             if writer.sae is splice.sae and writer.number >= splice.number
         }
-        yield Features(f"{host}.{call.op}.latents", _layer_of(host), host, _encoding(splice), decode)
+        yield Latents(f"{host}.{call.op}.latents", _layer_of(host), host, _encoding(splice), decode)
 
 
 def _encoding(splice: Any) -> Callable[[Tensor], Tensor]:
@@ -314,6 +335,6 @@ def _neurons(pg: PatchableGraph, found: Linearized, number: int, start: str) -> 
     try:
         weights.W_gate[number]
     except GraphError:
-        return Neurons(post, number, pre, torch.relu, {})
+        return Neurons(post, number, pre)
     found.constants.append(pre)
-    return Neurons(post, number, post, torch.relu, {})
+    return Neurons(post, number, post)

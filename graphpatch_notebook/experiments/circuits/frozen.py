@@ -7,67 +7,22 @@ maps, which hold for values of any size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.attribution import secants
-from graphpatch_notebook.experiments.attribution.rules import DENOMINATORS
-from graphpatch_notebook.experiments.attribution.secants import family_name
+from graphpatch_notebook.experiments.attribution.rules import FrozenDenominators
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch
 from graphpatch_notebook.patching.model_state import preserved
+from graphpatch_notebook.torch_compat import ProductsWithoutZeros
 
 if TYPE_CHECKING:
     from graphpatch_notebook.experiments.circuits.features import Linearized
-
-_NORMS: dict[str, Callable[..., Any]] = {
-    "layer_norm": secants.layer_norm,
-    "rms_norm": secants.rms_norm,
-    "group_norm": secants.group_norm,
-    "normalize": secants.normalize,
-}
-"""Norms as steps of plain torch."""
-
-
-class FrozenDenominators(TorchFunctionMode):
-    """Holds the denominators of norms: what the first run computed are constants, in this run and in later ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: list[Tensor] = []
-        self._left: Iterator[Tensor] | None = None
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """A context manager for a later run, in which values before the norms may be others."""
-        self._left = iter(self._made)
-        with self:
-            yield
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, family_name(func)
-        if name in _NORMS:
-            with self:
-                return _NORMS[name](*args, **kwargs)
-        exponent = (*args[1:2], kwargs.get("exponent"))[0] if name == "pow" else None
-        is_root = isinstance(exponent, (int, float)) and abs(exponent) == 0.5
-        if not (name in DENOMINATORS or is_root):
-            return func(*args, **kwargs)
-        if self._left is None:
-            self._made.append(func(*args, **kwargs).detach())
-            return self._made[-1].clone()
-        made = next(self._left, None)
-        if made is None:
-            raise ExperimentError("the norms cannot be frozen: the model computes others in its second run")
-        return made.clone()
 
 
 class FrozenRun:
@@ -142,10 +97,11 @@ class FrozenRun:
         value = self.values[path]
         given = directions.new_zeros(len(at), value.numel() // value.shape[-1], value.shape[-1])
         given[torch.arange(len(at)), at] = directions
-        found: Any = torch.autograd.grad(
-            value, by, given.view(-1, *value.shape).to(value.dtype),
-            retain_graph=True, allow_unused=True, is_grads_batched=True,
-        )  # fmt: skip
+        with ProductsWithoutZeros():  # a function of one position has no derivative at those that it does not read
+            found: Any = torch.autograd.grad(
+                value, by, given.view(-1, *value.shape).to(value.dtype),
+                retain_graph=True, allow_unused=True, is_grads_batched=True,
+            )  # fmt: skip
         return [None if each is None else each.reshape(len(at), -1, each.shape[-1]) for each in found]
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.records import spliced_calls
 from graphpatch_notebook.errors import ExperimentError, GraphError
-from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
+from graphpatch_notebook.experiments.attribution.rules import FrozenDenominators
 from graphpatch_notebook.experiments.datasets.batches import RowReader, numbered
 from graphpatch_notebook.experiments.datasets.feature_html import page_html
 from graphpatch_notebook.experiments.datasets.store import ActivationStore
@@ -577,7 +577,7 @@ def _after_norm(pg: PatchableGraph, stack: str, unembedding: Tensor) -> Tensor:
     state[1::2] = -1
     with torch.enable_grad():
         states = (state - state.mean()).expand(size, -1).clone().requires_grad_()
-        with DerivativeRules("held").applied():
+        with FrozenDenominators():
             normed = module(states)
         jacobian = torch.autograd.grad(normed, states, torch.eye(size).to(states))[0]
     return jacobian.mT.to(unembedding) @ unembedding
