@@ -201,7 +201,7 @@ class _Graph:
         for number, each in enumerate(self._plan.features):
             own = features[self._owner[features] == number]
             value = self.run.values[each.read]
-            most = max(1, self._bytes // (128 * value.numel() * value.element_size()))
+            most = max(1, self._bytes // (64 * value.numel() * value.element_size()))
             for some in np.split(own, range(most, len(own), most)) if len(own) else ():
                 which = torch.from_numpy(self._within[some])
                 readers = each.readers(self.run, which)

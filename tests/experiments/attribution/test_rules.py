@@ -416,3 +416,24 @@ def test_derivative_rules_of_the_user() -> None:
         secant(normal, [clean], [corrupted])
     register_rule(normal, by_steps(lambda x: (1 + torch.erf(x / 2**0.5)) / 2))
     explains(normal, [clean], [corrupted])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_frozen_denominators_round_as_kernels_do(dtype: torch.dtype) -> None:
+    x, weight, bias = (numbers(*size, seed=seed).to(dtype) for seed, size in enumerate([(64, 48), (48,), (48,)]))
+    x[:8] *= 30
+    for norm in (
+        lambda x: F.layer_norm(x, (48,), weight, bias),
+        lambda x: F.rms_norm(x, (48,), weight=weight, eps=1e-6),
+        lambda x: F.group_norm(x, 4, weight, bias),
+        lambda x: F.normalize(x, p=1.0, eps=1e-3),
+    ):
+        expected, held = norm(x), FrozenDenominators()
+        with held:
+            found = norm(x)
+        with held.again():
+            doubled = norm(2 * x)
+        assert found.dtype == doubled.dtype == dtype
+        torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        added = norm(torch.zeros_like(x))  # by biases
+        torch.testing.assert_close(doubled - added, 2 * (found - added), rtol=1e-2, atol=0.1)

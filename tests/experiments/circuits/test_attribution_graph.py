@@ -16,9 +16,11 @@ from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning, Unkno
 from graphpatch_notebook.experiments import AttributionGraph, attribute_score, attribution_graph, steer
 from graphpatch_notebook.experiments.circuits import features
 from graphpatch_notebook.experiments.circuits.features import linearized
+from graphpatch_notebook.torch_compat import ProductsWithoutZeros
 from tests.tiny_models import gpt2
 
-KINDS = ("dense", "grouped", "parallel", "post-norm")
+CAUSAL = ("dense", "grouped", "parallel", "post-norm")
+KINDS = (*CAUSAL, "bidirectional")
 WIDTH, HEADS, TOKENS, LENGTH, FEATURES = 16, 4, 20, 5, 24
 
 
@@ -57,7 +59,8 @@ class Block(nn.Module):
     def scores(self, x: Tensor) -> Tensor:
         q, k = (f(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q, self.k))
         scores = q @ k.repeat_interleave(HEADS // self.groups, 1).mT / 2
-        return scores.masked_fill(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), -torch.inf)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return scores if self.kind == "bidirectional" else scores.masked_fill(later, -torch.inf)
 
     def attend(self, x: Tensor, pattern: Tensor) -> Tensor:
         v = self.v(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
@@ -161,6 +164,18 @@ def made(kind: str) -> tuple[Model, PatchableGraph, Tensor]:
 def places(kind: str) -> list[tuple[str, str]]:
     read = "resid_mid" if kind == "post-norm" else "ln2"
     return [(f"layers[{layer}].{read}", f"layers[{layer}].mlp_out") for layer in range(3)]
+
+
+def test_products_leave_out_rows_of_zeros() -> None:
+    left, right = torch.randn(6, 4), torch.randn(4, 3)
+    left[[1, 4]], left[2], left[3, 1] = 0.0, 7.0, torch.nan
+    for rows in ([0, 1, 2, 3, 4, 5], [1, 4], [0, 2]):
+        with ProductsWithoutZeros():
+            found = left[rows] @ right
+        torch.testing.assert_close(found, left[rows] @ right, equal_nan=True)
+    with ProductsWithoutZeros():
+        assert (left[:, :0] @ right[:0]).shape == (6, 3)
+        assert torch.equal(left[[1]] @ (right / 0), torch.zeros(1, 3)), "it is not computed"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -365,7 +380,7 @@ def test_a_frozen_run_answers_as_predicted(has_transcoders: bool) -> None:
         steer(pg, graph, ids, factors={len(graph.nodes) - 1: 0.0}, replacements=saes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CAUSAL)
 def test_a_score_is_the_sum_of_what_makes_its_query_or_its_key(kind: str) -> None:
     model, pg, ids = made(kind)
     frozen = Frozen(model, ids)
