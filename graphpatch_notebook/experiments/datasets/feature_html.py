@@ -29,11 +29,16 @@ def page_html(page: FeaturePage) -> str:
     """Returns a page as HTML. Its colors can be read on a light and on a dark background."""
     active = f"active at {page.density:.2%} of {page.positions:,} positions"
     scale = max((float(np.abs(row).max()) for row in page.activations if len(row)), default=0.0) or 1.0
-    parts = [_histogram(page)]
-    if page.unknown:
-        parts.append(f'<div style="max-width:32em;opacity:.7">Logits: {_text(page.unknown)}</div>')
-    else:
-        parts += [_logits(page, "Raises", page.promoted), _logits(page, "Lowers", page.suppressed)]
+    logits = [
+        [(token_text(page.tokenizer, token).replace(" ", "␣"), effect) for token, effect in pairs]
+        for pairs in (page.promoted, page.suppressed)
+    ]
+    parts = [
+        _histogram(page),
+        _table("Raises" if logits[0] else "Logits", logits[0], page.unknown),
+        _table("Lowers", logits[1], ""),
+        _table("Written by", page.written_by, page.unread),
+    ]
     rows = "".join(_example(page, number, scale) for number in range(len(page.examples)))
     return (
         f'<div style="font-size:13px;line-height:1.5;max-width:1000px"><div><b>{_text(page.name)}</b> '
@@ -49,12 +54,13 @@ def _text(text: str) -> str:
     return html.escape(shown)
 
 
-def _logits(page: FeaturePage, title: str, pairs: Sequence[tuple[int, float]]) -> str:
+def _table(title: str, pairs: Sequence[tuple[str, float]], why: str) -> str:
+    if not pairs:
+        return f'<div style="max-width:20em;opacity:.7">{title}: {_text(why)}</div>' if why else ""
     rows = "".join(
-        f'<tr><td style="text-align:left;white-space:pre;padding:0 12px 0 0">'
-        f"{_text(token_text(page.tokenizer, token)).replace(' ', '␣')}</td>"
-        f'<td style="text-align:right">{effect:+.3g}</td></tr>'
-        for token, effect in pairs
+        f'<tr><td style="text-align:left;white-space:pre;padding:0 12px 0 0">{_text(name)}</td>'
+        f'<td style="text-align:right">{value:+.3g}</td></tr>'
+        for name, value in pairs
     )
     return f'<table style="{_TABLE}"><tr><th colspan="2" style="text-align:left">{title}</th></tr>{rows}</table>'
 

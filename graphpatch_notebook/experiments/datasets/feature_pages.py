@@ -13,7 +13,6 @@ import functools
 import html
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import spliced_calls
 from graphpatch_notebook.errors import ExperimentError, GraphError
-from graphpatch_notebook.experiments.attribution.rules import FrozenDenominators
 from graphpatch_notebook.experiments.datasets.batches import RowReader, numbered
 from graphpatch_notebook.experiments.datasets.feature_html import page_html
+from graphpatch_notebook.experiments.datasets.feature_weights import Place, sources, through_norm
 from graphpatch_notebook.experiments.datasets.store import ActivationStore
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
@@ -37,9 +35,7 @@ from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection
-from graphpatch_notebook.patching import SaeSplice
 from graphpatch_notebook.patching.sharding import runs_where_the_model_is
-from graphpatch_notebook.paths import format_path
 
 _LOG_HALF = 6
 _HALF = 2**_LOG_HALF
@@ -66,6 +62,8 @@ class FeaturePage:
         promoted: The tokens whose logits it raises most, as pairs of token and effect.
         suppressed: Those whose logits it lowers most.
         unknown: Why its effects on logits are not known; empty if they are.
+        written_by: The heads and features that write most into what it reads, as pairs of name and strength.
+        unread: Why these are not known; empty if they are.
         tokenizer: What gives the texts of tokens; `None` for numbers.
 
     Example:
@@ -91,6 +89,8 @@ class FeaturePage:
     promoted: Sequence[tuple[int, float]] = ()
     suppressed: Sequence[tuple[int, float]] = ()
     unknown: str = ""
+    written_by: Sequence[tuple[str, float]] = ()
+    unread: str = ""
     tokenizer: Any = field(default=None, repr=False)
 
     def __repr__(self) -> str:
@@ -140,6 +140,11 @@ def feature_pages(
     by 1, so that effects of one feature compare with each other, and with those of other features. Constant factors by
     which some models multiply what they write, or their logits (Granite, Cohere), are left out, too.
 
+    What writes to a feature is that of its weights: a latent (`W_enc`, or `encoder.weight`), a neuron or a direction in
+    the stream reads a direction there. Of features of earlier parts, latents if there are SAEs, else neurons, the
+    strength is the cosine of what they write and this direction; of heads, it is the composition score: the norm of
+    `W_OV` times the direction, relative to both norms.
+
     Args:
         pg: The graph.
         names: Names or patterns of features, one or several: `"layers[5].resid_post.sae.latents[17]"`,
@@ -148,7 +153,8 @@ def feature_pages(
         dataset: An iterable of batches, or the inputs of all examples, with `batch_size`: as of `record_to`.
             Or an `ActivationStore` with these values: then the model does not run.
         top: How many examples a page has.
-        logits: How many tokens it has whose logits are raised, and lowered, most.
+        logits: How many tokens it has whose logits are raised, and lowered, most, and heads and features that write to
+            it.
         positions: The positions that count: an index, indices or a slice; `None` for all. `slice(1, None)` leaves out
             the first token, which activates some features most in every text. Pages show all tokens.
         batch_size: How many examples run at once, if `dataset` has the inputs of all examples.
@@ -174,7 +180,8 @@ def feature_pages(
         (32, 3, 60, np.int64(60), 10)
 
     Source:
-        Bricken et al., Towards Monosemanticity (2023), for the pages.
+        Bricken et al., Towards Monosemanticity (2023), for the pages; Elhage et al., A mathematical framework for
+        transformer circuits (2021), for composition scores.
     """
     check_graph(pg)
     if top < 1:
@@ -184,7 +191,7 @@ def feature_pages(
     if positions is not None and (without := read.reader.without_positions):
         raise ExperimentError(f"{without[0]!r} does not have the positions of the inputs: leave positions= out")
     with torch.no_grad():
-        effects = [effect for base, own in features.items() for effect in _effects(pg, base, own, logits)]
+        fields = [each for base, own in features.items() for each in _weight_fields(pg, base, own, logits)]
     if isinstance(dataset, ActivationStore):
         results = read.stored(pg, dataset, positions)
     else:
@@ -197,7 +204,7 @@ def feature_pages(
     if not found.count:
         raise ExperimentError("the dataset has no examples at these positions")
     every = enumerate(name for own in features.values() for name in own.names)
-    return {name: found.page(number, name, effects[number], pg.tokenizer) for number, name in every}
+    return {name: found.page(number, name, pg.tokenizer, fields[number]) for number, name in every}
 
 
 def show_feature(pg: PatchableGraph, name: Any, dataset: Examples, **options: Any) -> FeaturePage:
@@ -254,10 +261,10 @@ class _Features:
         whole = whole if whole.dtype == torch.float64 else whole.float()
         return whole[..., self.which] if self.which.ndim == 1 else whole @ self.which.to(whole).mT
 
-    def rows(self, part: slice) -> Tensor:
-        """Returns channels that have just one of them, for some of them: (features, channels)."""
-        chosen = self.which[part]
-        return (torch.nn.functional.one_hot(chosen, self.size) if chosen.ndim == 1 else chosen).double()
+    def rows(self, matrix: Tensor, most: int) -> Iterator[Tensor]:
+        """Yields the rows of some of them after the other, from the rows of all channels."""
+        for some in self.which.split(most):
+            yield (matrix[some] if some.ndim == 1 else some.to(matrix) @ matrix).detach()
 
 
 def _features(pg: PatchableGraph, names: Any) -> dict[str, _Features]:
@@ -474,7 +481,7 @@ class _Summary:
         shifts = (exponents - self.exponents).clamp(max=2 * _LOG_HALF)[:, None]
         return torch.zeros_like(self.bins).scatter_add(1, (torch.arange(-_HALF, _HALF) >> shifts) + _HALF, self.bins)
 
-    def page(self, number: int, name: str, effects: _Effects, tokenizer: Any) -> FeaturePage:
+    def page(self, number: int, name: str, tokenizer: Any, fields: Mapping[str, Any]) -> FeaturePage:
         """Returns the page of a feature."""
         chosen = self.peaks[number] > -torch.inf
         examples = self.examples[number][chosen]
@@ -494,90 +501,47 @@ class _Summary:
             int(self.active[number]) / self.count,
             self.bins[number][first:last].numpy(),
             edges,
-            *effects,
             tokenizer=tokenizer,
+            **fields,
         )
 
 
-# -- what features write -----------------------------------------------------------------------------------------------
-
-_Effects: TypeAlias = "tuple[list[tuple[int, float]], list[tuple[int, float]], str]"
+# -- what weights say --------------------------------------------------------------------------------------------------
 
 
-def _effects(pg: PatchableGraph, base: str, features: _Features, count: int) -> list[_Effects]:
-    """Returns the tokens whose logits each feature raises, and lowers, most, or why these are not known."""
-    found: list[_Effects] = []
-    try:
-        write, stack = _writer(pg, base)
-        unembedding = _after_norm(pg, stack, pg.weights[stack].W_U.double())
-        at_once = max(1, _AT_ONCE // max(features.size, unembedding.shape[1]))
-        for first in range(0, len(features.names), at_once):
-            rows = features.rows(slice(first, first + at_once)).to(unembedding)
-            logits = write(rows).to(unembedding) @ unembedding
-            ends = [logits.topk(min(count, logits.shape[1]), largest=is_largest) for is_largest in (True, False)]
-            for most, at_most, least, at_least in zip(*(each.tolist() for end in ends for each in end), strict=True):
-                found.append(([*zip(at_most, most, strict=True)], [*zip(at_least, least, strict=True)], ""))
-    except (GraphError, ExperimentError) as error:
-        return [([], [], str(error))] * len(features.names)
+def _weight_fields(pg: PatchableGraph, base: str, features: _Features, count: int) -> list[dict[str, Any]]:
+    """Returns the fields of pages that weights give, for each feature, or why they are not known."""
+    found: list[dict[str, Any]] = [{} for _ in features.names]
+    for part, unknown in ((_effects, "unknown"), (_sources, "unread")):
+        try:
+            for number, fields in enumerate(part(pg, base, features, count)):
+                found[number] |= fields
+        except (GraphError, ExperimentError) as error:
+            found = [fields | {unknown: str(error)} for fields in found]
     return found
 
 
-def _writer(pg: PatchableGraph, base: str) -> tuple[Callable[[Tensor], Tensor], str]:
-    """Returns what maps activations (rows, channels) to what they write into the stream, and the name of that stack.
-
-    Raises:
-        ExperimentError: It is not known.
-    """
-    path = pg.components[base].path if base in pg.components else base
-    call = next(
-        (each for each in spliced_calls(pg.nodes.root) if f"{format_path(each.frame.path)}.latents" == path), None
-    )
-    place = path if call is None else call.target
-    name = next((each.name for each in pg.components.values() if each.path == place and not each.index), place)
-    found = _NAME.fullmatch(name)
-    stack, layer, part = found.groups() if found is not None else ("", "0", "")
-    stack, is_stream = stack.rstrip("."), part.startswith("resid_") or part.endswith("_out")
-    if call is not None and is_stream and isinstance(call.frame.module, SaeSplice):
-        return functools.partial(_decoded, call.frame.module), stack
-    if call is None and is_stream:
-        return torch.clone, stack
-    evidence, written = pg.components.evidence, f"{name.rpartition('.')[0]}_out"
-    if call is None and part in ("mlp.post", "attn.z") and evidence.values.get(written) not in evidence.trails.norms:
-        weights = pg.weights[stack]
-        matrix = weights.W_out[int(layer)] if part == "mlp.post" else weights.W_O[int(layer)].flatten(0, -2)
-        return lambda rows: rows @ matrix.to(rows), stack
-    raise ExperimentError(f"what {base!r} adds to the residual stream is not known")
+def _effects(pg: PatchableGraph, base: str, features: _Features, count: int) -> Iterator[dict[str, Any]]:
+    """Yields the tokens whose logits each feature raises, and lowers, most."""
+    place = Place.of_features(pg, base)
+    matrix, stacks = place.written(pg), pg.components.evidence.stacks
+    if place.output_norm(pg) is not None:
+        raise ExperimentError(f"what {base!r} adds to the residual stream depends on the scale of a norm")
+    norm = next((each.norm for each in stacks if each.name == place.stack), None)
+    unembedding = through_norm(pg, norm, pg.weights[place.stack].W_U.double().mT, backwards=True).mT
+    for rows in features.rows(matrix, max(1, _AT_ONCE // unembedding.shape[1])):
+        logits = rows.to(unembedding) @ unembedding
+        raised, lowered = (logits.topk(min(count, logits.shape[1]), largest=is_largest) for is_largest in (True, False))
+        for most, at_most, least, at_least in zip(*(each.tolist() for each in (*raised, *lowered)), strict=True):
+            promoted, suppressed = zip(at_most, most, strict=True), zip(at_least, least, strict=True)
+            yield {"promoted": [*promoted], "suppressed": [*suppressed]}
 
 
-_NAME = re.compile(r"(.*?)layers\[(\d+)\]\.(.+)")
-
-
-def _decoded(splice: SaeSplice, rows: Tensor) -> Tensor:
-    """Returns what latents add to the reconstruction."""
-    latents = splice.as_read(rows)
-    try:
-        none, found, twice = (splice.sae.decode(factor * latents) for factor in (0, 1, 2))
-    except Exception as error:  # of whatever kind: it may need what `encode` notes
-        raise ExperimentError(f"decode of latents alone raises {type(error).__name__}: {error}") from error
-    found, twice = found - none, twice - none
-    if not torch.allclose(2 * found, twice, rtol=1e-3, atol=1e-4 * float(found.abs().max())):
-        raise ExperimentError("latents are not decoded by a linear map")
-    return found  # type: ignore[no-any-return]
-
-
-def _after_norm(pg: PatchableGraph, stack: str, unembedding: Tensor) -> Tensor:
-    """Returns the unembedding after the final norm, for states whose scale is 1."""
-    evidence = pg.components.evidence
-    norm = next((each.norm for each in evidence.stacks if each.name == stack), None)
-    if norm is None:
-        return unembedding
-    module = evidence.trails.norms[norm].frame.module
-    size, like = len(unembedding), next(module.parameters(), unembedding)
-    state = torch.ones(size, dtype=like.dtype, device=like.device)
-    state[1::2] = -1
-    with torch.enable_grad():
-        states = (state - state.mean()).expand(size, -1).clone().requires_grad_()
-        with FrozenDenominators():
-            normed = module(states)
-        jacobian = torch.autograd.grad(normed, states, torch.eye(size).to(states))[0]
-    return jacobian.mT.to(unembedding) @ unembedding
+def _sources(pg: PatchableGraph, base: str, features: _Features, count: int) -> Iterator[dict[str, Any]]:
+    """Yields the heads and features that write most into what each feature reads."""
+    read, matrix = Place.of_features(pg, base).read(pg)
+    for rows in features.rows(matrix, _AT_ONCE // 2**15):
+        names, scores = sources(pg, read, rows)
+        best = scores.abs().topk(min(count, len(names))).indices
+        for own, values in zip(best.tolist(), scores.gather(1, best).tolist(), strict=True):
+            yield {"written_by": [(names[number], value) for number, value in zip(own, values, strict=True)]}

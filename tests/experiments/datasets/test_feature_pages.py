@@ -301,7 +301,8 @@ def test_logits_that_are_not_known_are_said_so() -> None:
     spliced = pg.splice({"layers[0].ln2": Sae(), "layers[1].mlp_out": NotLinear()})
     for place in ("layers[0].ln2", "layers[1].mlp_out"):
         page = show_feature(spliced, f"{place}.sae.latents[3]", inputs, batch_size=4)
-        assert page.promoted == page.suppressed == []
+        assert not page.promoted
+        assert not page.suppressed
         assert page.unknown
         assert re.search("Logits: ", page._repr_html_())
 
@@ -318,9 +319,79 @@ def test_a_norm_between_neurons_and_the_stream() -> None:
     pg = PatchableGraph(model, **{name: each[:2] for name, each in inputs.items()})
     neuron = show_feature(pg, "layers[0].mlp.post[..., 5]", inputs, batch_size=4)
     assert "layers[0].mlp.post" in neuron.unknown
+    block, later = model.model.layers[0], model.model.layers[1]
+    for norm in (block.post_feedforward_layernorm, later.pre_feedforward_layernorm):
+        nn.init.normal_(norm.weight)
+    reader = show_feature(pg, "layers[1].mlp.post[..., 3]", inputs, batch_size=4, logits=1000)
+    read = later.mlp.up_proj.weight.detach()[3] * (1 + later.pre_feedforward_layernorm.weight.detach())
+    written = block.mlp.down_proj.weight.detach()[:, 5] * (1 + block.post_feedforward_layernorm.weight.detach())
+    expected = float(torch.cosine_similarity(written, read, dim=0))
+    assert strengths(reader)["layers[0].mlp.post[..., 5]"] == pytest.approx(expected, abs=1e-5)
     channel = show_feature(pg, "layers[0].mlp_out[..., 5]", inputs, batch_size=4, logits=4)
     effects = (1 + model.model.norm.weight.detach())[5] * model.lm_head.weight.detach()[:, 5]
     check_logits(channel, effects)
+
+
+def strengths(page: FeaturePage) -> dict[str, float]:
+    return dict(page.written_by)
+
+
+def test_heads_and_neurons_that_write_to_a_neuron() -> None:
+    """Queries and keys do not count; what is read goes through a norm, whose weights count, and whose mean does not."""
+    model = gpt2(width=WIDTH, vocabulary=30)
+    for block in model.transformer.h:
+        nn.init.normal_(block.ln_2.weight)
+    pg = PatchableGraph(model, torch.arange(LENGTH)[None])
+    neuron = "layers[1].mlp.post[..., 5]"
+    page = show_feature(pg, neuron, examples(), batch_size=4, logits=1000)
+    read = model.transformer.h[1].mlp.c_fc.weight.detach()[:, 5] * model.transformer.h[1].ln_2.weight.detach()
+    read = read - read.mean()
+    expected = {}
+    for layer, block in enumerate(model.transformer.h):
+        values, out = block.attn.c_attn.weight.detach()[:, 2 * WIDTH :], block.attn.c_proj.weight.detach()
+        heads = model.config.n_head
+        for head, (v, o) in enumerate(zip(values.chunk(heads, 1), out.chunk(heads), strict=True)):
+            expected[f"layers[{layer}].attn.heads[{head}].z"] = (v @ o @ read).norm() / (v @ o).norm() / read.norm()
+    written = model.transformer.h[0].mlp.c_proj.weight.detach()
+    expected |= {
+        f"layers[0].mlp.post[..., {number}]": torch.cosine_similarity(row, read, dim=0)
+        for number, row in enumerate(written)
+    }
+    found = strengths(page)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(float(value), abs=1e-5)
+    sizes = [abs(value) for _, value in page.written_by]
+    assert sizes == sorted(sizes, reverse=True)
+    few = show_feature(pg, neuron, examples(), batch_size=4, logits=3)
+    assert few.written_by == page.written_by[:3]
+    assert "Written by" in few._repr_html_()
+    direction = show_feature(pg, {"a": ("layers[0].resid_post", read)}, examples(), batch_size=4, logits=1000)
+    earlier = {name for name in expected if name.startswith("layers[0]")}
+    assert strengths(direction).keys() == earlier
+    assert strengths(direction)["layers[0].mlp.post[..., 3]"] == pytest.approx(
+        float(torch.cosine_similarity(written[3], read, dim=0)), abs=1e-5
+    )
+
+
+def test_latents_that_write_to_a_latent() -> None:
+    pg = PatchableGraph(gpt2(width=WIDTH, vocabulary=30), torch.arange(LENGTH)[None])
+    first, second = Sae(), Sae()
+    nn.init.normal_(second.encoder.weight)
+    spliced = pg.splice({("layers[0].ln2", "layers[0].mlp_out"): first, "layers[1].resid_pre": second})
+    name = next(name for name in spliced.components if name.endswith("latents") and "mlp_out" not in name)
+    page = show_feature(spliced, f"{name}[2]", examples(), batch_size=4, logits=1000)
+    found, read = strengths(page), second.encoder.weight.detach()[2]
+    latents = {name for name in found if "latents" in name}
+    assert latents == {f"layers[0].mlp_out.sae.latents[{number}]" for number in range(12)}
+    assert (
+        {name for name in found if "heads" in name}
+        == set(found) - latents
+        == {f"layers[0].attn.heads[{head}].z" for head in range(2)}
+    )
+    for number, row in enumerate(first.decoder.weight.detach().mT):
+        expected = float(torch.cosine_similarity(row, read, dim=0))
+        assert found[f"layers[0].mlp_out.sae.latents[{number}]"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_texts_in_pages_are_escaped() -> None:
