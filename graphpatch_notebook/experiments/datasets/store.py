@@ -101,13 +101,10 @@ def record_to(
     if processes is not None and not processes.are_same(str(Path(folder).absolute())):
         processes = None  # under FSDP, each may have its own dataset and folder
     document = {
-        "format": _FORMAT,
-        "version": _VERSION,
         "paths": dict.fromkeys(reader.by_path, "position") | dict.fromkeys(reader.without_positions, "example"),
         "positions": digest(positions),
         "dtype": str(dtype),
-        "weights or modes": weights_digest(pg),
-        "patches": digest(active_patches(captured(pg))),
+        **settings_of(pg),
     }
     writer = _Writer(Path(folder), document, shard_bytes, is_writing=processes is None or processes.is_first)
     batches = numbered(writer.remaining(batches_of(pg, dataset, batch_size)), writer.examples)
@@ -126,7 +123,8 @@ def record_to(
     return store
 
 
-def _digest_of(batch: Inputs) -> str:
+def digest_of(batch: Inputs) -> str:
+    """Returns a digest of the arguments of a batch."""
     return digest(batch.args, dict(sorted(batch.kwargs.items())))
 
 
@@ -136,19 +134,29 @@ def _read(
     """Returns what a shard keeps of a batch, its number of examples and its digest."""
     rows, values = read_batch(reader, dtype, pg, batch)
     index = {"index.example": rows.examples, "index.position": rows.positions, "index.token": rows.tokens}
-    return index | values, len(rows.kept), _digest_of(batch[1])
+    return index | values, len(rows.kept), digest_of(batch[1])
 
 
-class _Writer:
-    """Writes shards.
+class ShardFolder:
+    """A folder of shards, with settings and the digests of the batches that they are made of: a call continues it.
+
+    Args:
+        folder: The folder, which is created.
+        document: The settings, which must be those of the folder, if it has some.
+        is_writing: Whether this process writes files.
 
     Attributes:
-        examples: How many examples are stored, or wait to be.
-        digests: The digests of all batches of this call.
+        examples: How many examples are stored.
+        shards: The files.
+        stored: The digests of the batches that are stored.
+
+    Raises:
+        ExperimentError: The folder has other settings, or other files.
     """
 
-    def __init__(self, folder: Path, document: dict[str, Any], shard_bytes: int, *, is_writing: bool) -> None:
-        self._folder, self._shard_bytes, self._is_writing = folder, shard_bytes, is_writing
+    def __init__(self, folder: Path, document: Mapping[str, Any], *, is_writing: bool = True) -> None:
+        document = {"format": _FORMAT, "version": _VERSION, **document}
+        self._folder, self._is_writing = folder, is_writing
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(".*.tmp") if is_writing else ():  # by a process that was killed while it wrote
             left.unlink(missing_ok=True)
@@ -164,23 +172,46 @@ class _Writer:
                 raise ExperimentError(f"the folder {str(folder)!r} is not empty, and not a store: choose another one")
             with whole_file(folder / _SETTINGS) as file:
                 file.write_text(json.dumps(document, indent=1), "utf8")
-        stored = [_metadata(shard) for shard in _shards(folder)]
-        self._count = len(stored)
-        self._stored = [each for _, digests in stored for each in digests]
+        self.shards = _shards(folder)
+        stored = [_metadata(shard) for shard in self.shards]
+        self.stored = tuple(each for _, digests in stored for each in digests)
         self.examples = sum(examples for examples, _ in stored)
-        self.digests: list[str] = []
-        self._waiting: list[tuple[dict[str, Tensor], int, str]] = []
 
     def remaining(self, batches: Iterator[Inputs]) -> Iterator[Inputs]:
         """Yields the batches after those that are stored."""
-        for stored in self._stored:
+        for stored in self.stored:
             batch = next(batches, None)
-            if batch is None or _digest_of(batch) != stored:
+            if batch is None or digest_of(batch) != stored:
                 raise ExperimentError(
                     f"the folder {str(self._folder)!r} has values of another dataset, or of other batches: give the "
                     "same batches in the same order, or choose another folder"
                 )
         yield from batches
+
+    def load(self, number: int) -> dict[str, Tensor]:
+        """Returns the tensors of a shard."""
+        with _opened(self.shards[number]) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def save(self, number: int, tensors: dict[str, Tensor], examples: int, digests: Sequence[str]) -> None:
+        """Writes a shard, as a whole or not at all."""
+        if self._is_writing:
+            with whole_file(self._folder / f"{number:06}.safetensors") as file:
+                save_file(tensors, file, {"examples": str(examples), "digests": json.dumps(digests)})
+
+
+class _Writer(ShardFolder):
+    """Writes rows of values.
+
+    Attributes:
+        digests: The digests of all batches of this call.
+    """
+
+    def __init__(self, folder: Path, document: dict[str, Any], shard_bytes: int, *, is_writing: bool) -> None:
+        super().__init__(folder, document, is_writing=is_writing)
+        self._shard_bytes, self._count = shard_bytes, len(self.shards)
+        self.digests: list[str] = []
+        self._waiting: list[tuple[dict[str, Tensor], int, str]] = []
 
     def add(self, tensors: dict[str, Tensor], count: int, digest: str) -> None:
         """Adds the rows of a batch; writes a shard if there are enough."""
@@ -198,11 +229,14 @@ class _Writer:
             tensors = {name: torch.cat([each[name] for each in batches]).contiguous() for name in batches[0]}
         except RuntimeError as error:
             raise ExperimentError(f"rows differ in shape: pad all batches to one length ({error})") from error
-        if self._is_writing:
-            with whole_file(self._folder / f"{self._count:06}.safetensors") as file:
-                save_file(tensors, file, {"examples": str(sum(counts)), "digests": json.dumps(digests)})
+        self.save(self._count, tensors, sum(counts), digests)
         self._count += 1
         self._waiting = []
+
+
+def settings_of(pg: PatchableGraph) -> dict[str, str]:
+    """Returns what makes values, besides the dataset: weights, modes and patches, as digests."""
+    return {"weights or modes": weights_digest(pg), "patches": digest(active_patches(captured(pg)))}
 
 
 def _shards(folder: Path) -> list[Path]:
