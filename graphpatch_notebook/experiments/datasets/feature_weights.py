@@ -73,6 +73,10 @@ class Place:
             return f"{self.start}attn.heads[{{}}].z"
         return f"{self.name}[..., {{}}]" if self.call is None else f"{self.name}.{self.call.op}.latents[{{}}]"
 
+    def _size(self, pg: PatchableGraph) -> int:
+        """Returns how many channels, or latents, there are."""
+        return pg.components[self.name if self.call is None else f"{self.name}.{self.call.op}.latents"].shape[-1]
+
     def output_norm(self, pg: PatchableGraph) -> Value | None:
         """Returns what the norm returns that is between what heads or neurons write and the stream, if there is one."""
         inner, evidence = self.part.partition("."), pg.components.evidence
@@ -86,7 +90,7 @@ class Place:
             ExperimentError: It is not known.
         """
         if self.part.startswith("resid_") or self.part.endswith("_out"):
-            return torch.eye(pg.components[self.name].shape[-1]) if self.call is None else _decoder(self.call)
+            return torch.eye(self._size(pg)) if self.call is None else _decoder(self.call.frame.module, self._size(pg))
         if self.part in ("mlp.post", "attn.z") and self.call is None:
             weights = pg.weights[self.stack]
             matrix: Tensor = (weights.W_out if self.part == "mlp.post" else weights.W_O)[self.layer]
@@ -100,7 +104,7 @@ class Place:
             ExperimentError: It is not known.
         """
         if self.call is not None:
-            splice, count = self.call.frame.module, _size(self.call)
+            splice, count = self.call.frame.module, self._size(pg)
             matrix = getattr(splice.sae, "W_enc", getattr(getattr(splice.sae, "encoder", None), "weight", None))
             if not isinstance(matrix, Tensor) or matrix.ndim != 2:
                 raise ExperimentError("the SAE has neither W_enc nor encoder.weight")
@@ -109,24 +113,19 @@ class Place:
             name = next(name for name in ("ln2", "resid_mid", "resid_pre") if f"{self.start}{name}" in pg.components)
             return Place.of(pg, f"{self.start}{name}"), pg.weights[self.stack].W_in[self.layer].mT
         if self.part.startswith("resid_"):
-            return self, torch.eye(pg.components[self.name].shape[-1])
+            return self, torch.eye(self._size(pg))
         raise ExperimentError(f"what makes {self.name!r} is no linear map of the residual stream that is known")
 
 
-def _size(call: Any) -> int:
-    return int(call.frame.names["latents"].spec.shape[-1])
-
-
-def _decoder(call: Any) -> Tensor:
+def _decoder(splice: SaeSplice, count: int) -> Tensor:
     """Returns what each latent adds to the reconstruction, (latents, channels).
 
     Raises:
         ExperimentError: It is not known.
     """
-    splice = call.frame.module
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            none = splice.as_read(torch.zeros(1, _size(call))).requires_grad_()
+            none = splice.as_read(torch.zeros(1, count)).requires_grad_()
             nothing = splice.sae.decode(none)
             each = torch.eye(nothing.shape[-1]).to(nothing)
             found: Tensor = torch.autograd.grad(nothing, none, each[:, None], is_grads_batched=True)[0][:, 0].mT
