@@ -368,6 +368,7 @@ class Predictions(Message):
     """What is among the most probable in either run, in the order of the larger probability."""
 
     position: int | None  # After which these are the next tokens; `null`: these are classes.
+    prompt: str | None  # Which row of a batch of several they are for: its text.
     rows: list[Prediction]
 
 
@@ -378,7 +379,9 @@ class RunReport(Message):
     seconds: float
     patches: list[int]  # The numbers of the patches that were applied.
     warnings: list[str]
-    predictions: Predictions | None  # Of language models with a tokenizer, and of classifiers whose config has labels.
+    predictions: list[
+        Predictions
+    ]  # By row: of language models with a tokenizer, and classifiers whose config has labels.
     changes: list[OutputChange]
     probes: list[ProbeReport]
 

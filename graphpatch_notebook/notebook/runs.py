@@ -30,7 +30,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, cut
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.notebook.display.tables import file_label
-from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, logits_of, predictions
+from graphpatch_notebook.notebook.display.tokens import MOST_ROWS, TokenInputs, TokenLabels, logits_of, predictions
 from graphpatch_notebook.notebook.messages import (
     ActivationStatus,
     ActivationView,
@@ -526,9 +526,9 @@ class Runs:
             listed, remarks = changes(unpatched, output)
             predicted = predictions(unpatched, output, calls.graph, inputs)
             found = logits_of(output)
-            if predicted is not None and found is not None and len(found) > 1:
-                what = "classes" if predicted.position is None else "tokens"
-                remarks.append(f"the most probable {what} are those of the first row of {len(found)}")
+            if predicted and found is not None and len(found) > MOST_ROWS:
+                what = "classes" if predicted[0].position is None else "tokens"
+                remarks.append(f"the most probable {what} are those of the first {MOST_ROWS} rows of {len(found)}")
             buffers: list[bytes] = []
             labels = calls.labels(self.tokenizer)
             shown = [probe_report(one, before.get(one.chosen.number), labels, buffers) for one in kept]

@@ -51,7 +51,7 @@ export function report(changes: Partial<RunReport> = {}): RunReport {
     seconds: 0.25,
     patches: [1],
     warnings: [],
-    predictions: null,
+    predictions: [],
     changes: [{ ...change, ...norms, largest }],
     probes: [],
     ...changes,

@@ -101,7 +101,8 @@ def test_shipped_notebook_shows_its_views_if_it_is_trusted_and_else_folded_trees
 ) -> None:
     file = server.folder / "shipped.ipynb"
     content = nbformat.read(CHECKOUT / "examples" / "09_by_clicks.ipynb", as_version=4)
-    content.metadata["kernelspec"]["name"] = "elsewhere"
+    content.metadata["kernelspec"] = {"name": "elsewhere", "display_name": "Elsewhere", "language": "elsewhere"}
+    content.metadata.pop("language_info", None)
     nbformat.write(content, file)
     for is_trusted in (False, True):
         if is_trusted:

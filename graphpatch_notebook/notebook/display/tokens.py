@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from graphpatch_notebook.texts import token_text
 from graphpatch_notebook.values import children
 
 _MOST_SHOWN = 10
+MOST_ROWS = 8
+"""So many rows of a batch are shown."""
+_LONGEST_PROMPT = 80
 _DECODER = "decoder_input_ids"
 
 
@@ -29,11 +32,11 @@ class TokenInputs:
 
     Attributes:
         batch: The ids of all rows; empty if the inputs have no token ids.
-        mask: The attention mask of the first row; `None` without one.
+        masks: The attention masks of all rows; empty without one.
     """
 
     batch: list[list[int]]
-    mask: list[int] | None = None
+    masks: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, graph: PatchableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenInputs:
@@ -44,14 +47,23 @@ class TokenInputs:
         bound = {**(more if isinstance(more, dict) else {}), **bound}
         has_decoder = _DECODER in bound or _DECODER in signature.parameters
         prefix = "decoder_" if has_decoder else ""
-        mask = _rows(bound.get(f"{prefix}attention_mask"))
-        return cls(_rows(bound.get(f"{prefix}input_ids")), mask[0] if mask else None)
+        return cls(_rows(bound.get(f"{prefix}input_ids")), _rows(bound.get(f"{prefix}attention_mask")))
 
-    def last_position(self, length: int) -> int:
-        """Returns the last position of logits of this length that is not padding."""
-        mask = (self.mask or ())[-length:]  # the mask also covers cached positions
+    def positions(self, row: int, length: int) -> Sequence[int]:
+        """Returns the positions of logits of this length in a row that are not padding; at least one."""
+        mask = (self.masks[row] if row < len(self.masks) else [])[-length:]  # the mask also covers cached positions
         tokens = [at for at, is_token in enumerate(mask) if is_token]
-        return max(tokens, default=length - 1) if len(mask) == length else length - 1
+        return tokens if tokens and len(mask) == length else range(length)
+
+    def prompt(self, row: int, length: int, tokenizer: Any) -> str:
+        """Returns the text of a row, or its end."""
+        ids = self.batch[row]
+        kept = [ids[at] for at in self.positions(row, length)] if len(ids) == length else ids
+        try:
+            text = str(tokenizer.decode(kept))
+        except Exception:  # a tokenizer can raise any error
+            text = " ".join(token_text(tokenizer, number) for number in kept)
+        return text if len(text) <= _LONGEST_PROMPT else f"…{text[-_LONGEST_PROMPT:]}"
 
     def labels(self, tokenizer: Any, root: Frame, path: str) -> TokenLabels | None:
         """Returns the texts of the tokens along the value at a path; `None` if it has none, or without a tokenizer."""
@@ -126,29 +138,40 @@ def logits_of(output: Any) -> Tensor | None:
     return found if found.device.type != "meta" else None
 
 
-def predictions(before: Any, after: Any, graph: PatchableGraph, inputs: TokenInputs) -> Predictions | None:
-    """Returns the most probable next tokens, or classes, of the outputs without and with patches.
+def predictions(before: Any, after: Any, graph: PatchableGraph, inputs: TokenInputs) -> list[Predictions]:
+    """Returns the most probable next tokens, or classes, of the outputs without and with patches, for the first rows.
 
-    Uses the first row, for tokens at the last position that is not padding. The texts of tokens are those of the
-    tokenizer of the graph, the names of classes those in the config of the model; `None` without these.
+    Tokens are those at the last position that is not padding. Their texts are those of the tokenizer of the graph, the
+    names of classes those in the config of the model; nothing is returned without these.
     """
-    logits = [one[0] for one in map(logits_of, (before, after)) if one is not None]
+    logits = [one for one in map(logits_of, (before, after)) if one is not None]
     if len(logits) < 2 or logits[0].shape != logits[1].shape:
+        return []
+    of_row = _classes_of_row if logits[0].dim() == 2 else _tokens_of_row
+    found = (of_row(row, [one[row] for one in logits], graph, inputs) for row in range(len(logits[0]))[:MOST_ROWS])
+    listed = [one for one in found if one is not None]
+    if len(logits[0]) == 1 and listed:
+        listed[0].prompt = None
+    return listed
+
+
+def _classes_of_row(row: int, logits: list[Tensor], graph: PatchableGraph, _: TokenInputs) -> Predictions | None:
+    config = getattr(captured(graph).module, "config", None)
+    names = getattr(config, "id2label", None) or {}
+    if logits[0].shape[-1] < 2 or {*names} != {*range(logits[0].shape[-1])}:
         return None
-    model = captured(graph)
-    config = getattr(model.module, "config", None)
-    if logits[0].dim() == 1:
-        names = getattr(config, "id2label", None) or {}
-        if logits[0].shape[-1] < 2 or {*names} != {*range(logits[0].shape[-1])}:
-            return None
-        is_multiple = getattr(config, "problem_type", None) == "multi_label_classification"
-        rows = _rows_of(logits, lambda number: str(names[number]), torch.sigmoid if is_multiple else _softmax)
-        return Predictions(None, rows) if rows else None
-    if model.tokenizer is None or not inputs.batch or not _fits(logits[0], model.tokenizer):
+    is_multiple = getattr(config, "problem_type", None) == "multi_label_classification"
+    rows = _rows_of(logits, lambda number: str(names[number]), torch.sigmoid if is_multiple else _softmax)
+    return Predictions(None, f"row {row} of the batch", rows) if rows else None
+
+
+def _tokens_of_row(row: int, logits: list[Tensor], graph: PatchableGraph, inputs: TokenInputs) -> Predictions | None:
+    tokenizer, length = captured(graph).tokenizer, len(logits[0])
+    if tokenizer is None or row >= len(inputs.batch) or not _fits(logits[0], tokenizer):
         return None
-    position = inputs.last_position(len(logits[0]))
-    rows = _rows_of([one[position] for one in logits], lambda number: token_text(model.tokenizer, number), _softmax)
-    return Predictions(position, rows) if rows else None
+    position = inputs.positions(row, length)[-1]
+    rows = _rows_of([one[position] for one in logits], lambda number: token_text(tokenizer, number), _softmax)
+    return Predictions(position, inputs.prompt(row, length, tokenizer), rows) if rows else None
 
 
 def _fits(logits: Tensor, tokenizer: Any) -> bool:

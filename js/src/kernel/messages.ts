@@ -236,6 +236,7 @@ export interface ProbeReport {
 /** What is among the most probable in either run, in the order of the larger probability. */
 export interface Predictions {
   position: number | null; // After which these are the next tokens; `null`: these are classes.
+  prompt: string | null; // Which row of a batch of several they are for: its text.
   rows: ({ text: string; before: Place; after: Place })[];
 }
 
@@ -245,7 +246,7 @@ export interface RunReport {
   seconds: number;
   patches: number[]; // The numbers of the patches that were applied.
   warnings: string[];
-  predictions: Predictions | null; // Of language models with a tokenizer, and of classifiers whose config has labels.
+  predictions: Predictions[];
   changes: OutputChange[];
   probes: ProbeReport[];
 }

@@ -160,7 +160,8 @@ export function makeRunReport(report: RunReport, context: ReportContext): HTMLEl
     "div.gp-stack.gp-report",
     head(report),
     warnings(report.warnings),
-    report.predictions && makePredictions(report.predictions, isPatched),
+    report.predictions.length > 0 &&
+      element("div.gp-prompts", ...report.predictions.map((one) => makePredictions(one, isPatched))),
     changes(report),
     probes(report, context),
   );
@@ -178,7 +179,7 @@ function changeCell(before: number, after: number): HTMLElement {
 }
 
 /** What is most probable in either run, with its rank and probability in both. `isPatched`: whether there are two. */
-function makePredictions({ position, rows }: Predictions, isPatched: boolean): HTMLElement {
+function makePredictions({ position, prompt, rows }: Predictions, isPatched: boolean): HTMLElement {
   const noun = position === null ? "Class" : "Token";
   const runs = isPatched ? (["before", "after"] as const) : (["after"] as const);
   const names = { before: "Without patches", after: isPatched ? "With patches" : "Probability" };
@@ -199,7 +200,8 @@ function makePredictions({ position, rows }: Predictions, isPatched: boolean): H
   for (const cell of head.children) cell.setAttribute("scope", "col");
   const title = position === null ? "Most probable classes" : `Next token after position ${position}`;
   const table = element("table.gp-predictions", element("thead", head), element("tbody", ...lines));
-  return element("section.gp-report-part", element("h4", title), scrolling(title, table));
+  const which = prompt !== null && element("p.gp-prompt.gp-mono", visible(prompt));
+  return element("section.gp-report-part", which, element("h4", title), scrolling(title, table));
 }
 
 /** `norm 3.2 → 2.9, changed by 0.7 (22%)`; empty where no norm is known. */

@@ -1,5 +1,5 @@
 import { afterEach, describe, expect, it } from "vitest";
-import { userEvent } from "vitest/browser";
+import { page, userEvent } from "vitest/browser";
 import { ActivationSection } from "../../src/details/activation_view";
 import type { Plot } from "../../src/kernel/protocol";
 import { color, MISSING } from "../../src/plots/matrix";
@@ -204,13 +204,14 @@ async function full(): Promise<FakeView> {
   const shown = report({
     warnings: [HOSTILE],
     call: HOSTILE,
-    predictions: {
-      position: 3,
+    predictions: [0, 1].map((row) => ({
+      position: 3 + row,
+      prompt: `${HOSTILE} ${row}`,
       rows: [
         { text: " the", before: [0, 0.7], after: [1, 0.1] },
         { text: HOSTILE, before: [9, 0], after: [0, 0.6] },
       ],
-    },
+    })),
     probes: [
       {
         ...probe,
@@ -348,4 +349,18 @@ it("has no accessibility violations when a first run fails", async () => {
   view.root.querySelector("button")?.click();
   await expect.poll(() => view.root.querySelector("[role=alert]:not([hidden])")?.textContent).toBeTruthy();
   expect(await accessibilityViolations(view.root)).toEqual([]);
+});
+
+it("shows the next tokens of several prompts beside each other, and below each other on a narrow page", async () => {
+  await page.viewport(1200, 900);
+  const view = await full();
+  const boxes = () => [...view.root.querySelectorAll(".gp-predictions")].map((one) => one.getBoundingClientRect());
+  const prompts = [...view.root.querySelectorAll(".gp-prompt")].map(({ textContent }) => textContent);
+  expect(prompts).toEqual([`${HOSTILE} 0`, `${HOSTILE} 1`]);
+  const [left, right] = boxes();
+  expect(right?.left).toBeGreaterThan(left?.right ?? 0);
+  expect(right?.top).toBe(left?.top);
+  await page.viewport(420, 900);
+  const [above, below] = boxes();
+  expect(below?.top).toBeGreaterThan(above?.bottom ?? 0);
 });

@@ -235,14 +235,17 @@ describe("a report", () => {
 
   it("follows tokens through the patch: their rank and probability in both runs, and the change in color", async () => {
     await show({
-      predictions: {
-        position: 7,
-        rows: [
-          { text: " the", before: [0, 0.993], after: [12, 0.0001] },
-          { text: "\n", before: [40, 0], after: [0, 0.6] },
-          { text: "<b>x</b>", before: [1, 0.001], after: [1, 0.001] },
-        ],
-      },
+      predictions: [
+        {
+          position: 7,
+          prompt: null,
+          rows: [
+            { text: " the", before: [0, 0.993], after: [12, 0.0001] },
+            { text: "\n", before: [40, 0], after: [0, 0.6] },
+            { text: "<b>x</b>", before: [1, 0.001], after: [1, 0.001] },
+          ],
+        },
+      ],
     });
     expect(panel.textContent).toContain("Next token after position 7");
     expect(cells()).toEqual([
@@ -257,7 +260,7 @@ describe("a report", () => {
 
   it("has one rank and probability if no patch was applied, and classes for a classifier", async () => {
     const rows = [{ text: "tabby cat", before: [0, 0.5] as [number, number], after: [0, 0.5] as [number, number] }];
-    await show({ patches: [], predictions: { position: null, rows } });
+    await show({ patches: [], predictions: [{ position: null, prompt: null, rows }] });
     expect(cells()).toEqual([
       ["Class", "Rank", "Probability"],
       ["tabby␣cat", "0", "50%"],

@@ -222,14 +222,17 @@ def test_a_run_of_a_language_model_reports_its_next_tokens(name: str) -> None:
     runs.wait(number)
     report = received(runs.status(number))[0]["report"]
     assert report["changes"][0]["path"] == "output|logits"
-    assert report["warnings"][-1:] == ["the most probable tokens are those of the first row of 2"]
-    assert report["predictions"]["position"] == 2
+    assert report["warnings"] == []
+    assert [one["position"] for one in report["predictions"]] == [2, 3]
+    assert [one["prompt"] for one in report["predictions"]] == [
+        Words().decode(own) for own in ([5, 6, 7], [9, 10, 11, 12])
+    ]
     assert runs.last is not None
-    rows = report["predictions"]["rows"]
-    for run, output in (("before", runs.last.unpatched_output), ("after", runs.last.output)):
-        probabilities = output.logits[0, 2].softmax(-1)
-        best = probabilities.topk(10)
-        first = sorted((row for row in rows if row[run][0] < 10), key=lambda row: row[run][0])
-        assert [row["text"] for row in first] == [f" w{n}" for n in best.indices.tolist()]
-        assert [row[run][1] for row in first] == pytest.approx(best.values.tolist())
-    assert any(row["before"] != row["after"] for row in rows)
+    for number, one in enumerate(report["predictions"]):
+        for run, output in (("before", runs.last.unpatched_output), ("after", runs.last.output)):
+            probabilities = output.logits[number, one["position"]].softmax(-1)
+            best = probabilities.topk(10)
+            first = sorted((row for row in one["rows"] if row[run][0] < 10), key=lambda row: row[run][0])
+            assert [row["text"] for row in first] == [f" w{n}" for n in best.indices.tolist()]
+            assert [row[run][1] for row in first] == pytest.approx(best.values.tolist())
+        assert any(row["before"] != row["after"] for row in one["rows"])

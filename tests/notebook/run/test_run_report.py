@@ -147,10 +147,24 @@ def graph_with(tokenizer: Any = None, **config: Any) -> PatchableGraph:
     [(None, 3), ([1, 1, 1, 1], 3), ([1, 1, 0, 0], 1), ([0, 0, 1, 1], 3), ([1, 1, 1, 1, 1, 0], 2), ([1], 3)],
 )
 def test_the_last_position_is_not_padding(mask: list[int] | None, position: int) -> None:
-    inputs = TokenInputs([[1, 2, 3, 4]], mask)
-    found = predictions(logits(1, 4, 20), logits(1, 4, 20), graph_with(Words()), inputs)
-    assert found is not None
-    assert found.position == position
+    masks = [] if mask is None else [mask]
+    (found,) = predictions(logits(1, 4, 20), logits(1, 4, 20), graph_with(Words()), TokenInputs([[1, 2, 3, 4]], masks))
+    assert (found.position, found.prompt) == (position, None)
+
+
+def test_each_row_of_a_batch_has_its_own_predictions_up_to_eight() -> None:
+    before, after, ids = logits(2, 4, 20), logits(2, 4, 20, seed=1), [[1, 2, 3, 4], [5, 6, 7, 8]]
+    found = predictions(before, after, graph_with(Words()), TokenInputs(ids, [[1, 1, 0, 0], [1, 1, 1, 1]]))
+    words = [" ".join(Words().decode([number]) for number in own) for own in ([1, 2], [5, 6, 7, 8])]
+    assert [(one.position, one.prompt) for one in found] == [(1, words[0]), (3, words[1])]
+    for row, one in enumerate(found):
+        alone = TokenInputs([ids[row][: one.position + 1]] if one.position is not None else [])
+        cut = [run[row : row + 1, : (one.position or 0) + 1] for run in (before, after)]
+        (expected,) = predictions(*cut, graph_with(Words()), alone)
+        assert one.rows == expected.rows
+    names = {number: str(number) for number in range(4)}
+    classes = predictions(logits(9, 4), logits(9, 4), graph_with(id2label=names), TokenInputs([]))
+    assert [one.prompt for one in classes] == [f"row {row} of the batch" for row in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -167,15 +181,14 @@ def test_the_last_position_is_not_padding(mask: list[int] | None, position: int)
     ],
 )
 def test_without_logits_there_are_no_predictions(before: Any, after: Any, tokenizer: Any, ids: Any) -> None:
-    assert predictions(before, after, graph_with(tokenizer), TokenInputs([ids] if ids else [])) is None
+    assert predictions(before, after, graph_with(tokenizer), TokenInputs([ids] if ids else [])) == []
 
 
 @pytest.mark.parametrize("problem", [None, "multi_label_classification"])
 def test_the_classes_of_either_run_are_followed_through_the_other(problem: str | None) -> None:
     before, after = logits(1, 50), logits(1, 50, seed=1)
     names = {number: f"class {number}" for number in range(50)}
-    found = predictions(before, after, graph_with(id2label=names, problem_type=problem), TokenInputs([]))
-    assert found is not None
+    (found,) = predictions(before, after, graph_with(id2label=names, problem_type=problem), TokenInputs([]))
     assert found.position is None
     parts = [one[0].softmax(-1) if problem is None else one[0].sigmoid() for one in (before, after)]
     top = {int(number) for one in parts for number in one.topk(10).indices}
@@ -191,7 +204,7 @@ def test_the_classes_of_either_run_are_followed_through_the_other(problem: str |
 
 def test_labels_of_other_classes_are_not_shown() -> None:
     names = {number: str(number) for number in range(3)}
-    assert predictions(logits(1, 4), logits(1, 4), graph_with(id2label=names), TokenInputs([])) is None
+    assert predictions(logits(1, 4), logits(1, 4), graph_with(id2label=names), TokenInputs([])) == []
 
 
 @pytest.mark.parametrize(
