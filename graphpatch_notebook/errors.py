@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 _MARK = "graphpatch: "
+_LONGEST_WORD = 300
+_LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -33,6 +36,15 @@ def has_note(error: BaseException) -> bool:
 
 class GraphPatchError(Exception):
     """Base class of every error that this package raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        # A path or number of thousands of letters would hide what the message says about it.
+        super().__init__(
+            *(
+                _LONG_WORD.sub(lambda word: cut(word[0], _LONGEST_WORD), arg) if isinstance(arg, str) else arg
+                for arg in args
+            )
+        )
 
 
 class CaptureError(GraphPatchError, RuntimeError, ValueError):

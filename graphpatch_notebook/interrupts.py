@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -12,6 +13,10 @@ from pathlib import Path
 from typing import TypeVar
 
 _T = TypeVar("_T")
+
+# What the content of a file cannot cause: a mistake in code, a missing package, a warning that the user made an error.
+_NOT_OF_FILES = (AssertionError, ImportError, NameError, Warning)
+_PARTS_MISSING = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR)
 
 
 @contextmanager
@@ -36,10 +41,16 @@ def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
 
 @contextmanager
 def reading(name: str, kind: type[Exception], hint: str = "") -> Iterator[None]:
-    """Raises an error of this kind, which names the file, for all that a damaged file makes the block raise."""
+    """Raises an error of this kind, which names the file, for all that a damaged file makes the block raise.
+
+    What the operating system refuses (too many open files, no permission) is no damage, and stays what it is.
+    """
     try:
         yield
     except Exception as error:
+        is_refused = isinstance(error, OSError) and error.errno not in (None, *_PARTS_MISSING)
+        if is_refused or isinstance(error, _NOT_OF_FILES):
+            raise
         raise kind(f"{name} is damaged, or does not fit: {error}{hint}") from error
 
 

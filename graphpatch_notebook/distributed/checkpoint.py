@@ -1,13 +1,14 @@
 """The checkpoint of a sweep: a folder with a file for each chunk of results. The same call resumes after a stop.
 
 sweep.json      identifies the sweep
-000000.json     the results of some cells by number: a file is complete, or does not exist
+000000.json     the results of some cells by number, with a checksum: a file is complete, or does not exist
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -60,6 +61,10 @@ def _reading(file: Path) -> AbstractContextManager[None]:
     return reading(repr(str(file)), ExperimentError, ". Delete it to run its cells again; without sweep.json, all")
 
 
+def _checksum(cells: Mapping[Any, Any]) -> int:
+    return zlib.crc32(json.dumps(cells).encode())  # the same of what was read: numbers are written exactly
+
+
 class Checkpoint:
     """The checkpoint of one sweep.
 
@@ -103,7 +108,9 @@ class Checkpoint:
         for file in files:
             with _reading(file):
                 found = json.loads(file.read_text())
-                self.done |= {int(number): parse(data) for number, data in found.items()}
+                if found["checksum"] != _checksum(cells := found["cells"]):
+                    raise ValueError("it has other results than were written")
+                self.done |= {int(number): parse(data) for number, data in cells.items()}
 
     def append(self, cells: Mapping[int, Any]) -> None:
         """Writes the results of a chunk, as JSON data by the number of the cell, and returns when they are on the disk.
@@ -114,7 +121,7 @@ class Checkpoint:
             return
         try:
             with whole_file(self._folder / f"{self._count:06}.json") as file:
-                file.write_text(json.dumps(cells))
+                file.write_text(json.dumps({"checksum": _checksum(cells), "cells": cells}))
             self._count += 1
         except OSError as error:
             warn_each_time(f"results of {len(cells)} cells are kept in memory only: {error}", "experiment")

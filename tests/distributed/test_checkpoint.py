@@ -26,6 +26,7 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
+from graphpatch_notebook.distributed.checkpoint import Checkpoint
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability
 from graphpatch_notebook.values import digest
@@ -197,6 +198,44 @@ def test_other_weights_are_refused(pg: PatchableGraph, tmp_path: Path) -> None:
         pg.get_parameter("0.weight")[0, 0] += 1e-6
     with pytest.raises(ExperimentError, match="weights"):
         swept(pg, checkpoint=tmp_path / "sweep")
+
+
+def test_changed_results_are_not_read(pg: PatchableGraph, tmp_path: Path) -> None:
+    """No digit of a result changes unseen, as a disk or an editor may change it."""
+    whole = swept(pg, checkpoint=tmp_path / "sweep")
+    file = sorted((tmp_path / "sweep").glob("0*.json"))[-1]
+    text = file.read_text()
+    places = [place for place, letter in enumerate(text) if letter.isdigit()]
+    assert len(places) > 20
+    for place in places[::4]:
+        other = "1" if text[place] != "1" else "2"
+        file.write_text(text[:place] + other + text[place + 1 :])
+        with pytest.raises(ExperimentError, match=file.name):
+            swept(pg, failing, checkpoint=tmp_path / "sweep")
+    file.write_text(text)
+    assert swept(pg, failing, checkpoint=tmp_path / "sweep").identical(whole)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the number of open files is limited by the system")
+def test_only_what_a_file_holds_is_damage(tmp_path: Path) -> None:
+    """Neither what the operating system refuses, nor a mistake in the code that reads a result."""
+    import resource  # not on Windows
+
+    own: dict[str, Any] = {"names": {}}
+    Checkpoint(tmp_path / "sweep", own, float).append({0: 1.5})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="open files"):
+            Checkpoint(tmp_path / "sweep", own, float)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with pytest.raises(NameError):
+        Checkpoint(tmp_path / "sweep", own, lambda data: unknown + data)  # type: ignore[name-defined]  # noqa: F821
+    assert Checkpoint(tmp_path / "sweep", own, float).done == {0: 1.5}
+    (tmp_path / "sweep" / "000001.json").mkdir()
+    with pytest.raises(ExperimentError, match=r"000001\.json"):
+        Checkpoint(tmp_path / "sweep", own, float)
 
 
 def test_other_files_are_not_overwritten(pg: PatchableGraph, tmp_path: Path) -> None:

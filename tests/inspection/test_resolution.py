@@ -187,3 +187,37 @@ def test_a_module_whose_call_is_not_seen_is_not_said_to_have_not_run(call: Any) 
     ):
         with pytest.raises(UnknownPathError, match=message), pg.patch({path: ZeroPatch()}):
             pass
+
+
+LONG = {
+    "a name": "x" * 4000,
+    "a path": ".".join(["abc"] * 1000),
+    "a graph": "inner." + "x" * 4000,
+    "beyond a value": "inner.output." + "x" * 4000,
+    "a key": "output|" + "x" * 4000,
+    "a text that does not end": 'output|"' + "x" * 4000,
+    "a bracket": "inner[" + "x" * 4000,
+    "a layer": f"layers[{'9' * 4000}].mlp_out",
+    "a component": "layers[0]." + "x" * 4000,
+    "a hook": "blocks.0.hook_" + "x" * 4000,
+}
+
+
+@pytest.mark.parametrize("path", LONG.values(), ids=list(LONG))
+def test_long_paths_leave_messages_short(path: str) -> None:
+    class Outer(Submodules, inner=(2, 2)):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    pg = PatchableGraph(Outer(), torch.ones(2, 2))
+    entrances = (
+        lambda: pg.patch({path: ZeroPatch()}).__enter__(),
+        lambda: pg.nodes[path],
+        lambda: pg.components[path],
+        lambda: pg.record(path, torch.ones(2, 2)),
+    )
+    for entrance in entrances:
+        with pytest.raises(UnknownPathError) as caught:
+            entrance()
+        assert re.search(r"xxx|abc|999|inner", str(caught.value))
+        assert len(str(caught.value)) < 1500
