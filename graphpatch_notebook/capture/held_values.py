@@ -11,13 +11,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.records import Kind
+from graphpatch_notebook.capture.records import Frame, Kind
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import ABSENT, PLAIN_TENSORS, children
 
@@ -122,6 +123,60 @@ def held_at(module: Any, path: str) -> Any:
         holder = next((each for each in holders if name in each), None)
         found = getattr(found, name, ABSENT) if holder is None else holder[name]
     return found
+
+
+# -- what the model holds now ------------------------------------------------------------------------------------------
+
+Held: TypeAlias = "tuple[dict[str, Any], str, object]"
+"""The registry or the attributes of a module or a config, a name, and what is there under this name."""
+_COMPILED_MODULE = "_orig_mod"
+_MISSING = object()
+
+
+def held_now(frame: Frame) -> tuple[object, list[Held]]:
+    """Returns the module that is now where the module of a frame was, and what leads there.
+
+    It is `None` if that is not known, and another object if there is none. A frame of a module that the model does not
+    hold has a path that leads nowhere.
+    """
+    for start in () if frame.parent is None else (frame.parent.module, frame.root.module):
+        found: Any = start
+        held: list[Held] = []
+        is_registered = False
+        for name in frame.attribute_path.split("."):
+            registry = found._modules if isinstance(found, Module) else {}
+            inner = registry.get(name)
+            if inner is None and is_registered:
+                return _MISSING, []
+            is_registered, attributes = inner is not None, getattr(found, "__dict__", {})
+            if is_registered:
+                held.append((attributes, "_modules", registry))  # lists of modules make another one
+            holder = registry if is_registered else attributes
+            found = holder.get(name)
+            held.append((holder, name, found))
+        while found is not frame.module and isinstance(found, Module) and _COMPILED_MODULE in found._modules:
+            held.append((found._modules, _COMPILED_MODULE, found._modules[_COMPILED_MODULE]))
+            found = found._modules[_COMPILED_MODULE]
+        if isinstance(found, Module):
+            return found, held
+    return None, []
+
+
+def exchange(frame: Frame, now: object) -> str | None:
+    """Returns what is `now` where the module of a frame was, as a text; `None` if it is that module, or not known."""
+    if now in (None, frame.module):
+        return None
+    there = f"another {type(now).__name__} is" if isinstance(now, Module) else "nothing is"
+    return f"{there} where a {type(frame.module).__name__} was"
+
+
+def changed_model(text: str, frame: Frame, change: str) -> GraphError:
+    """Returns the error of a name that the module of a frame had: what has changed since the capture."""
+    where = f" {frame.attribute_path_from_root!r}" if frame.parent is not None else ""
+    return GraphError(
+        f"{text!r}: the model's{where} was changed since it was captured: {change}; capture it again, "
+        "PatchableGraph(model, ...)"
+    )
 
 
 def unregistered_modules(module: Module) -> Iterator[tuple[str, Module]]:

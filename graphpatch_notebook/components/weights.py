@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture import is_packed
-from graphpatch_notebook.capture.held_values import is_offloaded
+from graphpatch_notebook.capture.held_values import changed_model, exchange, held_now, is_offloaded
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, once_a_capture
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.components import Component, Components, find
@@ -703,6 +703,9 @@ def _parts(component: Component) -> tuple[str, ...]:
 
 def _loaded(frame: Frame, attributes: Sequence[str]) -> Any:
     """Returns a tensor of a module; if accelerate keeps its weights elsewhere, a copy that its hook loads."""
+    for each in frame.frames_above():
+        if (change := exchange(each, held_now(each)[0])) is not None:
+            raise changed_model(".".join(attributes), each, change)
     module = functools.reduce(getattr, attributes[:-1], frame.module)
     held: Any = getattr(module, attributes[-1])
     modules = (module, *(each.module for each in frame.frames_above()))

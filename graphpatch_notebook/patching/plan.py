@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.held_values import Held, changed_model, exchange, held_now
 from graphpatch_notebook.capture.records import (
     ATTENTION_IN_CONFIG,
     HELD_KINDS,
@@ -34,7 +35,7 @@ from graphpatch_notebook.capture.records import (
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.dimensions import dimensions_of, shape_problem
 from graphpatch_notebook.components.names import is_component_name
-from graphpatch_notebook.errors import GraphError, GraphPatchError, PatchMapError, PatchValueError, UnknownPathError
+from graphpatch_notebook.errors import GraphPatchError, PatchMapError, PatchValueError, UnknownPathError
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import (
@@ -62,7 +63,6 @@ from graphpatch_notebook.warning_places import level_of_caller, warn
 FUSED_MODULES = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
 """Modules that torch computes by other kernels in some runs than in others, with other rounding."""
 
-_COMPILED_MODULE = "_orig_mod"
 """Under which name `torch.compile` keeps a module in the one that it returns."""
 
 # Without gradients, in eval mode, these do not call the modules in them, unless a function mode is on.
@@ -406,7 +406,7 @@ class Callers:
     """
 
     def __init__(self, root: Frame) -> None:
-        self.held: dict[int, list[_Held]] = {}
+        self.held: dict[int, list[Held]] = {}
         self._operations: dict[int, int] = {}  # in each frame and those that it calls
         self._frames: dict[int, list[Frame]] = {}
         for frame in root.walk(with_splices=True):
@@ -449,8 +449,7 @@ class Callers:
         return list(found.values())
 
 
-_Held: TypeAlias = "tuple[dict[str, Any], str, object]"
-"""The registry or the attributes of a module or a config, a name, and what is there under this name."""
+_UNKNOWN: list[Held] = [({}, "", object())]
 
 
 def refuse_exchanged(plan: Plan) -> None:
@@ -462,7 +461,7 @@ def refuse_exchanged(plan: Plan) -> None:
     for frame, entry in plan.on_the_way:
         if all(holder.get(name) is held for holder, name, held in known.get(id(frame), _UNKNOWN)):
             continue  # as when it was last looked at
-        (now, held), before, attention = _held_now(frame), frame.conditions.attention, attention_named_by(frame.module)
+        (now, held), before, attention = held_now(frame), frame.conditions.attention, attention_named_by(frame.module)
         if now in (None, frame.module) and before in (None, attention):
             config = frame.module.__dict__.get("config")
             attributes = getattr(config, "__dict__", {})
@@ -470,48 +469,8 @@ def refuse_exchanged(plan: Plan) -> None:
                 *held, (frame.module.__dict__, "config", config), (attributes, ATTENTION_IN_CONFIG, attention)
             ]  # fmt: skip
             continue
-        where = f" {frame.attribute_path_from_root!r}" if frame.parent is not None else ""
-        change = f"its attention is {attention!r}, and was {before!r}"
-        if now not in (None, frame.module):
-            there = f"another {type(now).__name__} is" if isinstance(now, Module) else "nothing is"
-            change = f"{there} where a {type(frame.module).__name__} was"
-        raise GraphError(
-            f"{entry.target.text!r}: the model's{where} was changed since it was captured: {change}; capture "
-            "it again, PatchableGraph(model, ...)"
-        )
-
-
-def _held_now(frame: Frame) -> tuple[object, list[_Held]]:
-    """Returns the module that is now where the module of a frame was, and what leads there.
-
-    It is `None` if that is not known, and another object if there is none. A frame of a module that the model does not
-    hold has a path that leads nowhere.
-    """
-    for start in () if frame.parent is None else (frame.parent.module, frame.root.module):
-        found: Any = start
-        held: list[_Held] = []
-        is_registered = False
-        for name in frame.attribute_path.split("."):
-            registry = found._modules if isinstance(found, Module) else {}
-            inner = registry.get(name)
-            if inner is None and is_registered:
-                return _MISSING, []
-            is_registered, attributes = inner is not None, getattr(found, "__dict__", {})
-            if is_registered:
-                held.append((attributes, "_modules", registry))  # lists of modules make another one
-            holder = registry if is_registered else attributes
-            found = holder.get(name)
-            held.append((holder, name, found))
-        while found is not frame.module and isinstance(found, Module) and _COMPILED_MODULE in found._modules:
-            held.append((found._modules, _COMPILED_MODULE, found._modules[_COMPILED_MODULE]))
-            found = found._modules[_COMPILED_MODULE]
-        if isinstance(found, Module):
-            return found, held
-    return None, []
-
-
-_MISSING = object()
-_UNKNOWN: list[_Held] = [({}, "", _MISSING)]
+        change = exchange(frame, now) or f"its attention is {attention!r}, and was {before!r}"
+        raise changed_model(entry.target.text, frame, change)
 
 
 # -- patch maps: checked, all of it, before anything runs --------------------------------------------------------------

@@ -113,6 +113,27 @@ def test_another_implementation_of_attention_is_refused() -> None:
         assert not torch.equal(pg(ids).logits, model(ids).logits)
 
 
+def test_weights_of_exchanged_modules_are_refused() -> None:
+    """`W_in[0]` is of the module that is layer 0 now, or an error: never of the one that was."""
+    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=32)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    pg, layers = PatchableGraph(model, tokens(1, 4) % 32), model.transformer.h
+    names = ("W_in", "W_O", "b_Q", "W_OV")
+    before = [getattr(pg.weights, name)[1] for name in names[:2]]
+    layers[1].mlp = torch.compile(layers[1].mlp, backend="eager")  # which holds the same module
+    assert torch.equal(pg.weights.W_in[1], before[0])
+    layers[1].mlp = nn.Sequential(layers[1].mlp)
+    with pytest.raises(GraphError, match=r"'transformer\.h\.1\.mlp'.*another Sequential"):
+        pg.weights.W_in[1]
+    assert torch.equal(pg.weights.W_O[1], before[1])
+    layers[1].mlp = layers[1].mlp[0]
+    layers[0], layers[1] = layers[1], layers[0]
+    for name in names:
+        with pytest.raises(GraphError, match=r"'transformer\.h\.[01]'.*another GPT2Block"):
+            getattr(pg.weights, name)[0, 0] if name == "W_OV" else getattr(pg.weights, name)[0]
+    assert torch.equal(pg.weights.W_E, model.transformer.wte.weight)
+
+
 class AddsOne(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x) + 1
