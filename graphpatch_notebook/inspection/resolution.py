@@ -253,7 +253,7 @@ def resolve(root: Frame, path: str | ParsedPath) -> Target:
 def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
     """Returns all values that `path` refers to: several for a component name with several layers, heads or experts."""
     if not isinstance(path, str) or not is_component_name(path):
-        if isinstance(path, str) and "]" in path and (answer := answer_to_alias(root, path)) is not None:
+        if isinstance(path, str) and "]" in path and (answer := answer_to_alias(root, path) or _of_items(root, path)):
             raise Unresolvable(f"{path!r} is not a path; {answer}")
         return [_at_path(root, parse(path) if isinstance(path, str) else path)]
     if "[" not in path:  # a path may have an @
@@ -262,13 +262,18 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
     try:
         components = find(root).lookup(path)
     except UnknownPathError as error:
-        items = path.replace("[", ".").replace("]", "")  # `model.layers[3].mlp`, as Python writes items of lists
-        with contextlib.suppress(ValueError):
-            parsed = parse_path(items)
-            for respelled in _respelled(root, (), parsed.names, parsed.dig):
-                raise Unresolvable(f"{error}; did you mean {respelled!r}?") from None
-        raise Unresolvable(str(error)) from None
+        meant = _of_items(root, path)
+        raise Unresolvable(f"{error}; {meant}" if meant else str(error)) from None
     return [_in_range(replace(_at_path(root, parse(one.path)), component=one)) for one in components]
+
+
+def _of_items(root: Frame, path: str) -> str | None:
+    """Returns what `model.layers[3].mlp` may mean, as Python writes items of lists; `None` if it means nothing."""
+    with contextlib.suppress(ValueError):
+        parsed = parse_path(path.replace("[", ".").replace("]", ""))
+        for respelled in _respelled(root, (), parsed.names, parsed.dig):
+            return f"did you mean {respelled!r}?"
+    return None
 
 
 def _in_range(target: Target) -> Target:

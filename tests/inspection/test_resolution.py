@@ -189,6 +189,27 @@ def test_a_module_whose_call_is_not_seen_is_not_said_to_have_not_run(call: Any) 
             pass
 
 
+class Nested(Submodules, lists=lambda: nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)])])):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lists[0][0](x)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("lists[0][0].output", "lists_0_0.output"),
+        ("lists[0][0]", "lists_0_0.output"),
+        ("lists[0].0.weight", "lists_0_0.weight"),
+        ("lists[0][1].output", None),
+        ("x[0]", None),
+    ],
+)
+def test_items_of_lists_are_found(path: str, meant: str | None) -> None:
+    pg = PatchableGraph(Nested(), torch.ones(1, 2))
+    with pytest.raises(UnknownPathError, match="not a" if meant is None else f"'{meant}'"):
+        pg.nodes[path]
+
+
 LONG = {
     "a name": "x" * 4000,
     "a path": ".".join(["abc"] * 1000),

@@ -47,6 +47,8 @@ def batches_of(pg: PatchableGraph, dataset: Examples, batch_size: int | None) ->
     if not isinstance(dataset, (Tensor, Mapping, tuple, Inputs)):
         if batch_size is not None:
             raise ExperimentError(f"each item of this {type(dataset).__name__} is a batch: leave batch_size= out")
+        if not isinstance(dataset, Iterable):
+            raise ExperimentError(f"a {type(dataset).__name__} is one batch: give a list of batches, [inputs]")
         yield from (inputs_of(pg, batch) for batch in dataset)
         return
     whole = inputs_of(pg, dataset)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from graphpatch_notebook.experiments import (
     direct_logit_attribution,
     head_scores,
     load_result,
+    mean_values,
     path_patch,
     record_to,
     save_result,
@@ -155,6 +157,7 @@ def _ends(batches: list[Tensor]) -> Iterator[Tensor]:
         (lambda pg: ablate(pg, HEADS, CLEAN, metric=METRIC, keep_examples=True), "keep_examples"),
         (lambda pg: ablate(pg, HEADS, [CLEAN], metric=METRIC, checkpoint="folder"), "checkpoint="),
         (lambda pg: ablate(pg, HEADS, _ends([CLEAN]), metric=METRIC, batch_size=2), "batch_size="),
+        (lambda pg: mean_values(pg, HEADS, SimpleNamespace(ids=CLEAN)), r"SimpleNamespace .*\[inputs\]"),
         (lambda pg: ablate(pg, HEADS, [CLEAN, CLEAN[:, :4]], metric=METRIC, positions=True), "positions="),
     ],
 )
