@@ -147,3 +147,24 @@ def _doubled(module: nn.Module) -> fx.Graph:
     graph = fx.Graph()
     graph.output((graph.call_function(operator.mul, (graph.placeholder("input"), 2)),))
     return graph
+
+
+class Reading(nn.Module):
+    """Code that files guard: it reads a value, and computes a part without gradients."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = input.mean() + 1
+        return torch.relu(input) * scale if input.sum() > 0 else input
+
+
+def test_saving_does_not_change_an_edited_graph(tmp_path: Path) -> None:
+    pg = edited(Reading(), lambda graph_module, _: append(graph_module, torch.mul, 2), torch.ones(2, 3))
+    graph = pg._graph_module.graph
+    before, text = [(node, node.args) for node in graph.nodes], str(graph)
+    pg.save(tmp_path / "first")
+    assert ([(node, node.args) for node in graph.nodes], str(graph)) == (before, text)
+    pg.save(tmp_path / "second")
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+    assert "is_grad_enabled" in (tmp_path / "first").read_bytes().decode("latin1")
+    assert torch.equal(PatchableGraph.load(tmp_path / "first")(torch.ones(2, 3)), torch.full((2, 3), 4.0))
