@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from graphpatch_notebook import ExtractionOptions, PatchableGraph
+from graphpatch_notebook import ExtractionOptions, PatchableGraph, ZeroPatch
 from graphpatch_notebook.errors import CaptureError, GraphError
 from tests.zoo.submodules import Submodules
 
@@ -101,3 +101,20 @@ def test_what_the_message_says_works() -> None:
 
 
 # -- edited custom graphs ----------------------------------------------------------------------------------------------
+
+
+class Steps(Submodules, seed=0, linear=(3, 3), inner=[(3, 3), nn.ReLU]):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.linear(x) * 2.0) + 1
+
+
+def test_patterns_are_replaced_on_graph_modules() -> None:
+    model = Steps()
+    pg = PatchableGraph(model, X)
+    graph_module = pg._graph_module
+    assert fx.replace_pattern(graph_module, lambda value: value * 2.0, lambda value: value + value)
+    graph_module.recompile()
+    assert torch.equal(pg(X), model(X))
+    assert torch.equal(fx.Interpreter(graph_module).run(X), model(X))
+    with pg.patch({"linear.output": ZeroPatch()}):
+        assert torch.equal(pg(X), model.inner(torch.zeros(2, 3)) + 1)
