@@ -203,7 +203,7 @@ def test_other_weights_are_refused(pg: PatchableGraph, tmp_path: Path) -> None:
 def test_changed_results_are_not_read(pg: PatchableGraph, tmp_path: Path) -> None:
     """No digit of a result changes unseen, as a disk or an editor may change it."""
     whole = swept(pg, checkpoint=tmp_path / "sweep")
-    file = sorted((tmp_path / "sweep").glob("0*.json"))[-1]
+    file = max((tmp_path / "sweep").glob("0*.json"))
     text = file.read_text()
     places = [place for place, letter in enumerate(text) if letter.isdigit()]
     assert len(places) > 20
