@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -56,7 +56,7 @@ from graphpatch_notebook.texts import (
 if TYPE_CHECKING:
     from xarray import DataArray
 
-    from graphpatch_notebook.components import Components, ProofRun, Weights
+    from graphpatch_notebook.components import Components, Weights
     from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.graphs.verification import VerificationReport
@@ -182,11 +182,8 @@ class PatchableGraph(_LikeItsModel):
         self._set_up(CapturedModel(module, root_frame, options, examples=examples))
         self._captured.tokenizer = tokenizer
         if (sharding := self._captured.sharding) is not None:
-            self._run_proofs(
-                lambda run, _: sharding.measure(run, self.nodes, example_args, example_kwargs),
-                example_args,
-                example_kwargs,
-            )
+            run = functools.partial(self._run_on, example_args, example_kwargs)
+            sharding.measure(run, self.nodes, example_args, example_kwargs)
             self._captured.renew()
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
@@ -373,27 +370,15 @@ class PatchableGraph(_LikeItsModel):
             >>> pg.components["layers[0].mlp_out"].path
             'layers_0.dropout2.output'
         """
-        return find(self._captured.root).with_runs(self._run_proofs)
+        return find(self._captured.root)
 
-    def _run_proofs(
-        self, prove: Callable[[ProofRun, Collection[str]], None], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Calls `prove` with a function that runs the model with patches, each time from the same state."""
-        if not args and not kwargs and (examples := self._captured.examples) is not None:
-            args, kwargs = examples.args, examples.kwargs
-        if not args and not kwargs and any(self._captured.root.inputs()):
-            raise GraphError("there are no example inputs: give inputs, components.verify(*inputs)")
+    def _run_on(self, args: Sequence[Any], kwargs: Mapping[str, Any], patches: Mapping[str, Patch[Any]]) -> None:
+        """Runs the model with patches, on copies of inputs; its state stays as it is."""
         unpatched = copy.copy(self)  # contexts belong to the object that they were entered with
-        model = self._captured.root.module
-
-        def run(patches: Mapping[str, Patch[Any]]) -> Any:
-            own_args, own_kwargs = copied((args, kwargs))
-            patch_map: dict[str | NodePath, Patch[Any] | Sequence[Patch[Any]]] = dict(patches.items())
-            with preserved(model), torch.no_grad(), unpatched.patch(patch_map).quiet():
-                return unpatched(*own_args, **own_kwargs)
-
-        with preserved(model), torch.no_grad():  # proofs call parts of the model, too
-            prove(run, self.nodes)
+        own_args, own_kwargs = copied((args, kwargs))
+        patch_map: dict[str | NodePath, Patch[Any] | Sequence[Patch[Any]]] = dict(patches.items())
+        with preserved(self._captured.root.module), torch.no_grad(), unpatched.patch(patch_map).quiet():
+            unpatched(*own_args, **own_kwargs)
 
     @property
     def weights(self) -> Weights:
@@ -1026,7 +1011,10 @@ class PatchableGraph(_LikeItsModel):
 
         def recorded(paths: Sequence[str]) -> Mapping[str, Tensor]:
             probes = {path: ProbePatch() for path in paths}
-            self._run_proofs(lambda run, _: run(probes), (), {})
+            examples = self._captured.examples or ExampleInputs((), {})
+            if not examples.args and not examples.kwargs and any(self._captured.root.inputs()):
+                raise GraphError("a splice needs the example inputs, which a loaded graph does not have")
+            self._run_on(examples.args, examples.kwargs, probes)
             return {path: probe.activation for path, probe in probes.items()}
 
         result = self._around(self._captured.spliced(saes, recorded, name=name, has_error=error, across=across))

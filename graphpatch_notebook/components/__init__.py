@@ -3,9 +3,9 @@
 `flow` follows values across frames, and `operations` sorts torch functions by what they do. `chain` follows the stream,
 and what lies between linear maps and a value; `stacks` finds the layers along it, `writes` what each layer adds to the
 stream; `attention`, `mlp` and `ends` find the parts inside these. `roles` runs parts of layers again with
-changes, which decides what dimensions are, and what is an attention. `components` names the findings, and checks that
-the stream is their sum; `layouts` is the order of dimensions in which their names see values. `names` is the text of
-the names: it parses them, and looks them up. `weights` finds which parts of the model's matrices belong to components.
+changes, which decides what dimensions are, and what is an attention. `components` names the findings; `layouts` is the
+order of dimensions in which their names see values. `names` is the text of the names: it parses them, and looks them
+up. `weights` finds which parts of the model's matrices belong to components.
 
 All but `names` and `operations` is imported when a component is first asked for: it is an eighth of the package.
 """
@@ -18,7 +18,7 @@ from graphpatch_notebook.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from graphpatch_notebook.capture.records import Frame
-    from graphpatch_notebook.components.components import Component, Components, ProofRun
+    from graphpatch_notebook.components.components import Component, Components
     from graphpatch_notebook.components.weights import (
         ComponentWeights,
         FactoredMatrix,
@@ -36,7 +36,6 @@ __all__ = [
     "FactoredMatrix",
     "NoWeightError",
     "Projection",
-    "ProofRun",
     "Weights",
     "find",
     "projection",

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import CallNode, Frame, once_a_capture, spliced_calls
 from graphpatch_notebook.components.attention import Part, Parts
-from graphpatch_notebook.components.chain import Step, Trails
+from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.ends import find_ends
 from graphpatch_notebook.components.flow import Axes, Flow, Value
 from graphpatch_notebook.components.layouts import MERGED, Layout, canonical
@@ -23,7 +21,6 @@ from graphpatch_notebook.components.names import find_one, look_up, why_missing
 from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.stacks import Layer, Stack, stacks_of
 from graphpatch_notebook.components.writes import Write, Writes, norm_of
-from graphpatch_notebook.patches.kinds import CustomPatch, Patch
 from graphpatch_notebook.patching.model_state import RandomState
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec
@@ -43,8 +40,6 @@ class Component:
             `batch`, `position`, `head`, `channel` (or `neuron`, `expert`), and of attention patterns and scores
             `batch`, `head`, `query`, `key`. Where a dimension is not known (`None`), the order is that at the path.
         index: The part of the value, in this order, that is meant; `()` for all of it.
-        proof: How it was proved that the value is what the name says; empty if it was not yet.
-        doubt: Why it may not be; empty if there is no reason to doubt it.
         is_tiled: Whether the heads of queries read the heads of these keys or values by turns (`0, 1, 0, 1`). Else
             neighbors share one (`0, 0, 1, 1`).
         path_axes: What the dimensions of the value at `path` are, in the model's own order.
@@ -56,8 +51,6 @@ class Component:
     shape: tuple[int, ...]
     axes: Axes
     index: Index = ()
-    proof: str = ""
-    doubt: str = ""
     is_tiled: bool = False
     path_axes: Axes = ()
     layout: Layout | None = None
@@ -99,13 +92,6 @@ class Evidence:
     values: dict[str, Value] = field(default_factory=dict)
 
 
-ProofRun: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], Any]"
-"""Runs the model with patches, on the inputs of the checks, and returns its result."""
-
-Verify: TypeAlias = "Callable[[Callable[[ProofRun, Collection[str]], None], tuple[Any, ...], dict[str, Any]], None]"
-"""Calls a function with a runner of the captured model on inputs, and the paths that can be patched."""
-
-
 class Components(Mapping[str, Component]):
     """The components of a captured model by name, in order; its repr is a table.
 
@@ -113,7 +99,7 @@ class Components(Mapping[str, Component]):
         layers: The number of layers of each stack, by the name of the stack (`""` if there is only one).
         missing: Why components were not found, by their name, or by a pattern such as `layers[*]`.
         groups: What each group of the inputs' dimensions is, by its number in `dimensions_of`: `batch`, or `position`.
-        evidence: What the proofs are made from.
+        evidence: What they were found in.
 
     Example:
         >>> import torch
@@ -123,8 +109,6 @@ class Components(Mapping[str, Component]):
         >>> pg = PatchableGraph(model, torch.randn(1, 5, 8))
         >>> [component.name for component in pg.components.lookup("layers[*].mlp_out[:, -1]")]
         ['layers[0].mlp_out[:, -1]', 'layers[1].mlp_out[:, -1]']
-        >>> pg.components.verify()["layers[0].mlp_out"].proof
-        'found by running; residual sum recomputed'
         >>> pg.components.why_missing("layers[0].cross_attn.z")
         'only attn_out and mlp_out are added to the stream here'
         >>> pg.components.axes_at("layers_0.dropout2.output"), pg.components.axes_at("src")
@@ -137,28 +121,6 @@ class Components(Mapping[str, Component]):
         self.missing: dict[str, str] = {}
         self.groups: dict[int, str] = {}
         self._by_name: dict[str, Component] = {}
-        self._verify: Verify | None = None
-
-    def with_runs(self, verify: Verify) -> Components:
-        """Returns the same components, which can be verified in runs of the model."""
-        found = copy.copy(self)
-        found._verify = verify
-        return found
-
-    def verify(self, *args: Any, **kwargs: Any) -> Components:
-        """Checks the residual sum in a run of the model on these inputs, or on the example inputs.
-
-        Returns:
-            The components: `proof` says how each was proved, or `doubt` why not. The inputs, the model's state and the
-            random generators do not change.
-
-        Raises:
-            GraphError: There are no example inputs; give inputs.
-            Exception: Any error that the model raises on these inputs.
-        """
-        assert self._verify is not None  # `PatchableGraph.components` has runs
-        self._verify(self._prove, args, kwargs)
-        return self
 
     def add(self, component: Component, value: Value) -> None:
         """Adds a component, with its value in the flow of values."""
@@ -177,18 +139,6 @@ class Components(Mapping[str, Component]):
                 axes = (*axes[:-1], "latent") if part == "latents" else axes
                 heads = [max(one.layout.factors, default=None) if one.layout is not None else None] * len(axes)
                 self._by_name[name] = _component(name, format_path((*call.frame.path, part)), shape, axes, heads)
-
-    def take(self, proved: Mapping[str, Component]) -> None:
-        """Takes the proofs and doubts of the same components, proved elsewhere."""
-        for name, component in proved.items():
-            self._by_name[name] = replace(self._by_name[name], proof=component.proof, doubt=component.doubt)
-
-    def _prove(self, run: ProofRun, known: Collection[str]) -> None:
-        problems = sum_problems(self, run, known)
-        for name, component in self._by_name.items():
-            doubt = problems.get(name, "")
-            proof = "found by running; residual sum recomputed" if name in problems else "found by running"
-            self._by_name[name] = replace(component, proof="" if doubt else proof, doubt=doubt)
 
     def __getitem__(self, name: str) -> Component:
         found = self._by_name.get(name)
@@ -437,66 +387,6 @@ def _norm_name(kind: str) -> str:
     return "ln1" + kind.lstrip("abcdefghijklmnopqrstuvwxyz")
 
 
-# -- the check of the sum ----------------------------------------------------------------------------------------------
-
-_TOLERANCE = 1e-4
-
-
-def sum_problems(components: Components, run: ProofRun, known: Collection[str]) -> dict[str, str]:
-    """Returns why the stream is not the sum of what layers add to it, by the names of the components of each sum.
-
-    The values at `known` paths are those of a run; the text is empty where the sum is right.
-    """
-    evidence, kept = components.evidence, dict[str, Tensor]()
-    own = {value: components[name].path for name, value in evidence.values.items()}
-    layers = [layer for stack in evidence.stacks for layer in stack.layers.values()]
-    sums = {
-        step: [own.get(value) or evidence.trails.flow.path(value) for value in (step.result, step.source, step.other)]
-        for layer in layers
-        for step in layer.steps
-        if step.other is not None and step.kind == "add"
-    }
-
-    def keeping(path: str) -> Patch[Any]:
-        def keep(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                kept.setdefault(path, value.detach().clone())  # the model may write into it later
-            return value
-
-        return CustomPatch(custom_op=keep, requires_clone=False)
-
-    read = {path for paths in sums.values() for path in paths}
-    run({path: keeping(path) for path in sorted(read) if path in known})
-    found: dict[str, str] = {}
-    for layer in layers:
-        problems = (_problem(step, sums[step], kept) for step in layer.steps if step in sums)
-        ends = ("resid_pre", "resid_mid", "resid_post", *(f"{kind}_out" for kind in layer.writes))
-        found |= dict.fromkeys((f"{layer.name}{end}" for end in ends), next(filter(None, problems), ""))
-    return found
-
-
-def _problem(step: Step, paths: Sequence[str], kept: Mapping[str, Tensor]) -> str:
-    """Returns why the result of an addition is not the sum of the stream and of what is added; else an empty text."""
-    if lost := [path for path in paths if path not in kept]:
-        return f"the value at {lost[0]!r} cannot be recorded"
-    result, source, other = (kept[path] for path in paths)
-    alpha = step.result.node.kwargs.get("alpha", 1)
-    if not any(_is_close(each, result) for each in (source + alpha * other, alpha * source + other)):
-        return f"{paths[0]} is not the sum of the stream and what is added"
-    is_control = _is_close(source, result) and bool(other.abs().max() > 0)
-    return f"{paths[0]} is the same without what is added" if is_control else ""
-
-
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same elements in the same order, in any shape, up to rounding."""
-    if one.numel() != other.numel():
-        return False
-    tolerance = max(_TOLERANCE, 4 * torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0)
-    one, other = (each.detach().double().reshape(-1).nan_to_num() for each in (one, other))
-    largest = max(float(each.abs().max()) for each in (one, other)) if one.numel() else 0.0
-    return bool(((one - other).abs() <= tolerance * largest).all())
-
-
 def table(components: Components) -> str:
     """Returns components as a table: equal components of several layers are one row, with `*` for the layer."""
     groups: dict[tuple[str, ...], list[tuple[int, Component]]] = {}
@@ -507,15 +397,15 @@ def table(components: Components) -> str:
             after = re.sub(rf"_{number}(?=\.|$)", "_*", each.path, count=1)
         axes, own = (" ".join(axis or "?" for axis in axes) for axes in (each.axes, each.path_axes))
         axes = axes if each.layout is None else f"{axes} (path: {own})"
-        columns = str(each.shape), axes, each.doubt or each.proof
+        columns = str(each.shape), axes
         groups.setdefault((before, rest, after or each.path, *columns), []).append((number, each))
-    rows: list[tuple[str, ...]] = [("component", "path", "shape", "axes", "proved")]
+    rows: list[tuple[str, ...]] = [("component", "path", "shape", "axes")]
     for (before, rest, path, *others), found in groups.items():
         numbers = [number for number, _ in found]
         is_one = len(found) == 1
         name = found[0][1].name if is_one else f"{before}{_numbers_text(numbers)}{rest}"
         rows.append((name, found[0][1].path if is_one else path, *others))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.components import Component, Components, Weights, find
+from graphpatch_notebook.components import Components, Weights, find
 from graphpatch_notebook.components.meta_runs import copy_on_meta
 from graphpatch_notebook.distributed.executors import dumps, sendable
 from graphpatch_notebook.distributed.sharding import note_placements
@@ -195,13 +195,8 @@ class RemoteGraph(PatchableGraph):
 
     @property
     def components(self) -> Components:
-        """The components of the model: see `PatchableGraph.components`. They are proved in the engines."""
-        found = find(self._captured.root)
-
-        def verify(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.take(self.run_there(_proved, *args, **kwargs))
-
-        return found.with_runs(verify)
+        """The components of the model: see `PatchableGraph.components`."""
+        return find(self._captured.root)
 
     @property
     def weights(self) -> Weights:
@@ -249,10 +244,6 @@ def _changing(name: str) -> Callable[..., Any]:
 for _name in (*_CHANGES, *_REFUSED):
     if hasattr(Module, _name):
         setattr(RemoteGraph, _name, _changing(_name))
-
-
-def _proved(pg: PatchableGraph, *inputs: Any, **input_kwargs: Any) -> dict[str, Component]:
-    return dict(pg.components.verify(*inputs, **input_kwargs))
 
 
 def _changed(pg: PatchableGraph, name: str, *args: Any, **kwargs: Any) -> None:

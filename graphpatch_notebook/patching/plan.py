@@ -58,7 +58,6 @@ from graphpatch_notebook.patching.positions import CACHES, Restriction, caches_o
 from graphpatch_notebook.paths import format_path, is_pattern, nearest
 from graphpatch_notebook.torch_compat import takes_hooks
 from graphpatch_notebook.values import ScalarSpec, TensorSpec, all_leaves, leaves
-from graphpatch_notebook.warning_places import level_of_caller, warn
 
 FUSED_MODULES = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
 """Modules that torch computes by other kernels in some runs than in others, with other rounding."""
@@ -508,9 +507,6 @@ def entries_of(paths: Lookup, patch_map: Any, sharding: Any) -> list[Entry]:
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise kind(f"{len(problems)} problems in this patch map:{listed}" if len(problems) > 1 else problems[0])
-    for component in [entry.target.component for entry in entries]:
-        if component is not None and component.doubt:  # it may not be what its name says
-            warn(f"{component.name!r} is in doubt: {component.doubt}", "component", stacklevel=level_of_caller())
     return entries
 
 

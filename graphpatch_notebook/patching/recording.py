@@ -309,13 +309,10 @@ class _Recorder:
     ) -> None:
         self.kept: dict[str, _Kept] = {}  # the values of the recording that is being made, by path
         self.last = len(paths) if stop_at_last else 0  # the number of values after which the run ends; 0 if it does not
-        self._captured, self._paths, self._is_whole = captured, paths, positions is None
+        self._captured, self._paths, self.is_whole = captured, paths, positions is None
         patches = {path: _Keeping(positions=positions, recorder=self, path=path, convert=convert) for path in paths}
         entries = captured.entries_of(patches)
         self._context = PatchContext(captured, patches, entries=entries)
-        # Whether another recording may be made: not if it must warn of doubts each time.
-        has_doubts = any(one.target.component is not None and one.target.component.doubt for one in entries)
-        self.is_reusable = self._is_whole and not has_doubts
 
     def recording(self, run: Callable[[], Any]) -> Recording:
         """Returns the recording of a run."""
@@ -323,7 +320,7 @@ class _Recorder:
             run()
         kept, self.kept = self.kept, {}
         in_order = {path: kept[path] for path in self._paths if path in kept}
-        return Recording(in_order, self._captured, is_whole=self._is_whole)
+        return Recording(in_order, self._captured, is_whole=self.is_whole)
 
 
 def _converted(value: Any, dtype: torch.dtype | None, device: torch.device | str | None) -> Any:
@@ -360,7 +357,7 @@ def record(
         convert = functools.partial(_converted, dtype=dtype, device=device) if is_converted else None
         recorder = _Recorder(captured, paths, positions, convert, stop_at_last=stop_at_last)
     recording = recorder.recording(run)
-    if recorder.is_reusable:
+    if recorder.is_whole:
         if len(idle) >= _MOST_IDLE:
             idle.clear()
         idle[key] = recorder

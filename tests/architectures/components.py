@@ -1,4 +1,4 @@
-"""What is found of the components of an architecture, and what of it is proved.
+"""What is found of the components of an architecture, and whether the stream is the sum of it.
 
 What a model should have is read off the names of its classes, for the count only: finding uses no names.
 """
@@ -16,6 +16,7 @@ from torch import nn
 from graphpatch_notebook import PatchableGraph
 from tests.architectures.families import Architecture
 from tests.architectures.findings import Finding, examine
+from tests.components.sums import wrong_sums
 from tests.zoo import Case
 
 CORE = {"resid_pre", "resid_mid", "resid_post", "attn_out", "cross_attn_out", "mlp_out", "mixer_out"}
@@ -33,17 +34,18 @@ def examine_components(architecture: Architecture) -> Finding:
 
 
 def look_at_components(case: Case, finding: Finding) -> None:
-    """Notes the components of a case, each with the reason to doubt it, or nothing where it is proved."""
+    """Notes the components of a case, each with what is wrong with the sums of its layer, or nothing."""
     with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         model, call = case.build().eval(), case.example()
         finding.expected = expected(model)
         try:
-            found = PatchableGraph(model, *call.args, **call.kwargs).components.verify()
+            pg = PatchableGraph(model, *call.args, **call.kwargs)
+            found, wrong = pg.components, wrong_sums(pg, *call.args, **call.kwargs)
         except Exception as error:  # of whatever kind: what else is known of the architecture counts, too
             finding.notes.append(f"components: {type(error).__name__} {' '.join(str(error).split())[:200]}")
             return
-    finding.components = {name: each.doubt for name, each in found.items()}
+    finding.components = {name: wrong.get(name.partition("].")[0] + "].", "") for name in found}
 
 
 def expected(model: nn.Module) -> list[str]:
@@ -53,13 +55,13 @@ def expected(model: nn.Module) -> list[str]:
 
 
 def component_totals(findings: Sequence[Finding]) -> list[str]:
-    """Returns how many of the models with attention, with text, ... have their components found and proved."""
+    """Returns how many of the models with attention, with text, ... have their components found, with right sums."""
     ran = [each for each in findings if not each.missing and (each.components or each.expected)]
     with_attention = [each for each in ran if "attention" in each.expected]
     with_text = [each for each in with_attention if each.family in ("causal", "masked")]
     return [
-        _count("core chain proved", is_core_proved, with_attention, "with attention"),
-        _count("all found proved", are_all_proved, with_attention, "with attention"),
+        _count("core chain right", is_core_right, with_attention, "with attention"),
+        _count("all sums right", are_all_right, with_attention, "with attention"),
         _count("embedding and logits found", _has("@embed", "@logits"), with_text, "of text with attention"),
         _count("router found", _has("router"), [each for each in ran if "experts" in each.expected], "with experts"),
         _count("mixer found", _has("mixer_out"), [each for each in ran if "mixers" in each.expected], "with mixers"),
@@ -72,14 +74,14 @@ def _count(what: str, holds: Callable[[Finding], bool], among: Sequence[Finding]
     return f"components: {what} in {len(among) - len(misses)} of {len(among)} models {which}{rest}"
 
 
-def is_core_proved(finding: Finding) -> bool:
-    """Whether the stream, attention and what else is written to it are found, and proved."""
+def is_core_right(finding: Finding) -> bool:
+    """Whether the stream, attention and what else is written to it are found, and the sums right."""
     core = {name: doubt for name, doubt in finding.components.items() if _part(name) in CORE}
     return not any(core.values()) and _parts(finding) >= {"resid_pre", "resid_post"} and bool(_parts(finding) & _WRITES)
 
 
-def are_all_proved(finding: Finding) -> bool:
-    """Whether components are found, and all of them proved."""
+def are_all_right(finding: Finding) -> bool:
+    """Whether components are found, and all sums right."""
     return bool(finding.components) and not any(finding.components.values())
 
 

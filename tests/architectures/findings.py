@@ -34,7 +34,7 @@ class Finding:
         missing: Why there is no result at all, where there is none.
         reasons: Why frames are opaque and graphs were refused, with their number.
         notes: What restricts the laws that were tried.
-        components: The components that were found, each with the reason to doubt it, or nothing where it is proved.
+        components: The components that were found, each with what is wrong with the sums of its layer, or nothing.
         expected: What the model should have of these.
         conservation: By how much the scores of the secant miss the change of the metric, relative to it.
         seconds: How long it took.

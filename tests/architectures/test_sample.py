@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.architectures.components import are_all_proved, component_totals, examine_components, is_core_proved
+from tests.architectures.components import are_all_right, component_totals, examine_components, is_core_right
 from tests.architectures.families import FAMILIES, Architecture, architectures
 from tests.architectures.findings import Finding
 from tests.architectures.isolation import examined
@@ -97,11 +97,11 @@ def test_one_that_fails_takes_no_other_down(look: Callable[[Architecture], Findi
 def test_components_are_counted() -> None:
     finding = examine_components(GPT2)
     assert "layers[0].attn.pattern" in finding.components
-    assert is_core_proved(finding)
-    assert are_all_proved(finding)
-    assert component_totals([finding])[0] == "components: core chain proved in 1 of 1 models with attention"
-    finding.components["layers[0].mlp_out"] = "in doubt"
-    assert not is_core_proved(finding)
+    assert is_core_right(finding)
+    assert are_all_right(finding)
+    assert component_totals([finding])[0] == "components: core chain right in 1 of 1 models with attention"
+    finding.components["layers[0].mlp_out"] = "a wrong sum"
+    assert not is_core_right(finding)
     assert component_totals([finding])[0].endswith("in 0 of 1 models with attention; not in causal-gpt2")
 
 

@@ -194,11 +194,6 @@ def verify(subject: Subject, _: Path) -> int:
     return 0
 
 
-def proofs(subject: Subject, _: Path) -> int:
-    subject.call().run(subject.pg.components.verify)
-    return 0
-
-
 def to_fx(subject: Subject, _: Path) -> int:
     call = subject.call()
     with contextlib.suppress(GraphPatchError):  # a refusal is no reason to leave anything behind
@@ -313,7 +308,7 @@ def shown(subject: Subject, _: Path) -> int:
     return 0
 
 
-ACTIONS = [save, verify, proofs, interpret, to_fx, sweep, ablated, traced, attributed, run, shown]
+ACTIONS = [save, verify, interpret, to_fx, sweep, ablated, traced, attributed, run, shown]
 ACTIONS += [recorded, edited, averaged, stored, probed, intervened, swept_in_a_thread, mapped_in_a_thread]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
