@@ -190,9 +190,9 @@ class _Finder:
         if v is not None:
             one.v, operands["v"] = v, (v, of_v)
         for name, value, names in (("pattern", pattern, of_pattern), ("z", z, of_z)):
-            self._add(one, name, *self._separated(value, names))
+            self._add(one, name, value, names)
         if (scores := self._scores(pattern, of_pattern, before)) is not None:
-            self._add(one, "scores", *self._separated(*scores))
+            self._add(one, "scores", *scores)
         else:
             one.missing["scores"] = "no softmax of a value is the pattern"
         return self._completed(one, operands)
@@ -232,27 +232,6 @@ class _Finder:
         if is_unsized and "batch" in self._roles.start_axes and "batch" not in found:
             return (None,) * len(found)  # a dimension may hold the heads of all rows
         return found
-
-    def _separated(self, value: Value, names: Names) -> tuple[Value, Names]:
-        """Returns a view with batch and heads in two dimensions of a value that has them in one."""
-        study = self._study
-        if self._layout_cost(value)[0] == 0:
-            return value, names
-
-        def after(view: Value) -> list[Value]:
-            users = map(Value, self._flow.users.get(view.node, ()))
-            return [user for user in users if user.op in VIEWS and study.size(user) == study.size(value)]
-
-        def sizes(view: Value) -> list[int]:  # a view may merge heads and channels instead
-            return sorted(atom.size for atom in study.atoms(view) if atom.size > 1)
-
-        before = self._flow.reads(value.node)[:1] if value.op in VIEWS else []
-        for view in (*walk(after(value), after, _FARTHEST), *before):
-            if sizes(view) == sizes(value) and self._layout_cost(view)[0] == 0:
-                if view in before:
-                    return view, self._by_target(view, value, names, "")
-                return view, {e: names[j] for j, e in study.pairs(value, view).items() if j in names}
-        return value, names
 
     # -- queries, keys, scores and values ------------------------------------------------------------------------------
 
@@ -333,7 +312,7 @@ class _Finder:
             if value is None:
                 return None
             operands[letter] = value, self._of_fused(value, "key" if letter in "kv" else "query")
-        self._add(one, "z", *self._separated(*operands.pop("z")))
+        self._add(one, "z", *operands.pop("z"))
         axes = self._axes(*operands["q"])
         for name, value in inner.items():
             if name in _NAMES and len(value.shape) == len(axes) and _is_decided(axes):
