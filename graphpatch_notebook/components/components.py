@@ -109,8 +109,8 @@ class Components(Mapping[str, Component]):
         >>> pg = PatchableGraph(model, torch.randn(1, 5, 8))
         >>> [component.name for component in pg.components.lookup("layers[*].mlp_out[:, -1]")]
         ['layers[0].mlp_out[:, -1]', 'layers[1].mlp_out[:, -1]']
-        >>> pg.components.why_missing("layers[0].cross_attn.z")
-        'only attn_out and mlp_out are added to the stream here'
+        >>> pg.components.why_missing("layers[0].attn.q_rot")
+        'nothing rotates it (as rotary embeddings do) before the product of queries and keys'
         >>> pg.components.axes_at("layers_0.dropout2.output"), pg.components.axes_at("src")
         (('batch', 'position', 'channel'), ())
     """
@@ -155,15 +155,7 @@ class Components(Mapping[str, Component]):
 
     def why_missing(self, name: str) -> str | None:
         """Returns why a component was not found; `None` if that is not known."""
-        reason = why_missing(self.missing, name)
-        part, layers = _PART.search(name), (layer for stack in self.evidence.stacks for layer in stack.layers.values())
-        kinds = next(([*layer.writes] for layer in layers if name.startswith(layer.name)), [])
-        if reason is not None or not kinds or part is None:
-            return reason
-        if "mlp" in kinds and part[1] in ("router", "experts"):
-            return "no MLP chooses among experts"
-        alone = " and ".join(f"{kind}_out" for kind in kinds)
-        return f"only {alone} {'is' if len(kinds) == 1 else 'are'} added to the stream here"
+        return why_missing(self.missing, name)
 
     def axes_at(self, path: str) -> Axes:
         """Returns the names of the dimensions of the value at a path, if it is a component or contains one."""
@@ -408,11 +400,6 @@ def table(components: Components) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
-
-_PART = re.compile(
-    r"layers\[\d+\]\.(resid_mid|ln1|ln2|ln_cross|router|experts|(?:attn|cross_attn|mlp|mixer)(?:_out)?)(?![a-z_])"
-)
-"""The parts that a layer may have."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\[(\d+)")
 
