@@ -1,11 +1,11 @@
 """Components: the standard parts of a transformer, found in the records of a capture, and their names.
 
-`flow` follows values across frames, and `operations` sorts torch functions by what they do. `chain` follows the stream,
-and what lies between linear maps and a value; `stacks` finds the layers along it, `writes` what each layer adds to the
-stream; `attention`, `mlp` and `ends` find the parts inside these. `roles` runs parts of layers again with
-changes, which decides what dimensions are, and what is an attention. `components` names the findings; `layouts` is the
-order of dimensions in which their names see values. `names` is the text of the names: it parses them, and looks them
-up. `weights` finds which parts of the model's matrices belong to components.
+`flow` follows values across frames and along the stream, and `operations` sorts torch functions by what they do.
+`stacks` finds the layers along the stream, `writes` what each layer adds to it, and what is inside an MLP; `attention`
+finds the parts of an attention. `dimensions` runs the model at other sizes, `roles` parts of layers again with changes:
+this decides what dimensions are, and what is an attention. `components` names the findings, and says in which order of
+dimensions names see values. `names` is the text of the names: it parses them, and looks them up. `weights` finds which
+parts of the model's matrices belong to components.
 
 All but `names` and `operations` is imported when a component is first asked for: it is an eighth of the package.
 """

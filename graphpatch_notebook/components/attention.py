@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Node, Ref
-from graphpatch_notebook.components.chain import Trails
-from graphpatch_notebook.components.flow import Axes, Flow, Value, walk
+from graphpatch_notebook.components.flow import Axes, Flow, Trails, Value, walk
 from graphpatch_notebook.components.operations import CREATIONS, FUSED_ATTENTION, VIEWS
 from graphpatch_notebook.components.roles import PartRoles, Study, differs, joined
 

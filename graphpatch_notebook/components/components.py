@@ -1,4 +1,10 @@
-"""The components of a model by their standard names, each with the path of its value."""
+"""The components of a model by their standard names, each with the path of its value.
+
+A name sees its value in canonical axes, which are the same on every model:
+
+("batch", "head", "query", "channel")    what the dimensions of a value at its path are
+  -> ("batch", "position", "head", "channel"), Layout    what they are by the component's name, and how to see them so
+"""
 
 from __future__ import annotations
 
@@ -12,18 +18,234 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.records import CallNode, Frame, once_a_capture, spliced_calls
 from graphpatch_notebook.components.attention import Part, Parts
-from graphpatch_notebook.components.chain import Trails
-from graphpatch_notebook.components.ends import find_ends
-from graphpatch_notebook.components.flow import Axes, Flow, Value
-from graphpatch_notebook.components.layouts import MERGED, Layout, canonical
-from graphpatch_notebook.components.mlp import mlp_of
+from graphpatch_notebook.components.flow import Axes, Flow, Trails, Value, walk
 from graphpatch_notebook.components.names import find_one, look_up, why_missing
-from graphpatch_notebook.components.operations import CREATIONS
+from graphpatch_notebook.components.operations import (
+    ADDITIONS,
+    CONVOLUTIONS,
+    CREATIONS,
+    NORMS,
+    PRODUCTS,
+    SAME_VALUES,
+    SCALINGS,
+    VIEWS,
+)
+from graphpatch_notebook.components.roles import Rerun
 from graphpatch_notebook.components.stacks import Layer, Stack, stacks_of
-from graphpatch_notebook.components.writes import Write, Writes, norm_of
+from graphpatch_notebook.components.writes import Write, Writes, mlp_of, norm_of
 from graphpatch_notebook.patching.model_state import RandomState
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec
+
+_BEFORE = ("batch", "window", "token")
+_AFTER = ("channel", "neuron", "expert", "latent", "vocab")
+_ORDER = (*_BEFORE, "position", "group", "head", *_AFTER)
+_ORDER_OF_PATTERNS = (*_BEFORE, "group", "head", "query", "key")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a value at a path is seen in canonical axes: a view of it, with a dimension of two axes divided.
+
+    Attributes:
+        order: The dimensions in canonical order, as they are numbered after the division.
+        merged: The dimension at the path that has two axes; `None` if there is none.
+        factors: The sizes of these, of which the one that follows the inputs is -1.
+
+    Example:
+        >>> import torch
+        >>> layout = Layout((0, 2, 1, 3), merged=0, factors=(-1, 4))
+        >>> seen = layout.view(torch.ones(12, 5, 8))
+        >>> seen.shape, layout.back(seen).shape, layout.sizes((None, None, 8)), layout.dims
+        (torch.Size([3, 5, 4, 8]), torch.Size([12, 5, 8]), [None, None, 4, 8], [0, 1, 0, 2])
+    """
+
+    order: tuple[int, ...]
+    merged: int | None = None
+    factors: tuple[int, ...] = ()
+
+    @property
+    def dims(self) -> list[int]:
+        """The dimension at the path of each axis."""
+        return [dim - (self.merged is not None and dim > self.merged) for dim in self.order]
+
+    def view(self, value: Tensor) -> Tensor:
+        """Returns a view of a value at the path in canonical axes.
+
+        Raises:
+            RuntimeError: It has another number of dimensions, or its merged dimension cannot be divided.
+        """
+        return (value if self.merged is None else value.unflatten(self.merged, self.factors)).permute(self.order)
+
+    def back(self, seen: Tensor) -> Tensor:
+        """Returns a value as it is at the path, from what it is in canonical axes: a view where there can be one.
+
+        Raises:
+            RuntimeError: It has another number of dimensions.
+        """
+        value = seen.permute([self.order.index(dim) for dim in range(len(self.order))])
+        return value if self.merged is None else value.flatten(self.merged, self.merged + 1)
+
+    def sizes(self, sizes: Sequence[int | None]) -> list[int | None]:
+        """Returns the sizes of the axes, from those at the path; `None` for unknown ones."""
+        found = list(sizes)
+        if self.merged is not None:
+            whole, known = found[self.merged], max(self.factors)
+            other = None if whole is None else whole // known
+            found[self.merged : self.merged + 1] = [other if factor < 0 else factor for factor in self.factors]
+        return [found[dim] for dim in self.order]
+
+
+def canonical(axes: Axes, heads: Sequence[int | None]) -> tuple[Axes, Layout | None]:
+    """Returns the canonical axes of a value, and how to see it so; `None` if it has them at its path.
+
+    Where an axis is not known, or has no place in the order (`height`), the order is that at the path.
+
+    Args:
+        axes: What the dimensions at the path are.
+        heads: For each dimension that has the batch and heads, how many heads there are; `None` if that is not known.
+
+    Example:
+        >>> canonical(("position", "batch", "channel"), [None] * 3)
+        (('batch', 'position', 'channel'), Layout(order=(1, 0, 2), merged=None, factors=()))
+        >>> canonical(("batch", None, "channel"), [None] * 3)
+        (('batch', None, 'channel'), None)
+    """
+    is_pattern = {"query", "key"} <= {*axes}
+    order = _ORDER_OF_PATTERNS if is_pattern else _ORDER
+    merged = next((dim for dim, axis in enumerate(axes) if axis in MERGED and heads[dim] is not None), None)
+    found, factors = list(axes), list[int]()
+    if merged is not None:
+        found[merged : merged + 1] = parts = MERGED[str(axes[merged])]
+        factors = [heads[merged] or -1 if part == "head" else -1 for part in parts]
+    named = [axis if is_pattern or axis not in ("query", "key") else "position" for axis in found]
+    if not {*named} <= {*order} or len({*named}) < len(named):
+        return axes, None
+    dims = tuple(sorted(range(len(named)), key=lambda dim: order.index(named[dim])))
+    is_same = merged is None and dims == tuple(range(len(dims)))
+    return tuple(named[dim] for dim in dims), None if is_same else Layout(dims, merged, tuple(factors))
+
+
+MERGED = {"batch_head": ["batch", "head"], "head_batch": ["head", "batch"]}
+"""Dimensions that are divided."""
+
+
+_MOST_NODES = 200
+_FARTHEST = 60
+_WRITTEN_INTO = frozenset("setitem index_put masked_scatter index_put_ index_copy scatter masked_scatter_".split())
+_LOOKUPS = frozenset("index_select getitem gather".split())
+_INDEX_STEPS = SAME_VALUES | VIEWS | frozenset("long int index_put setitem".split())
+_STEPS = SAME_VALUES | VIEWS | NORMS
+_MAPS = SCALINGS | PRODUCTS | {"linear", "addmm"}
+
+
+def find_ends(writes: Writes, stacks: Sequence[Stack]) -> None:
+    """Finds the embeddings at the start of the stream of each stack, and the norm and the logits at its end."""
+    for stack in stacks:
+        stack.tokens, stack.positions = _embeddings(writes, stack.first.start.value)
+        stack.norm = _norm_behind(writes.trails, stack, stacks)
+        places = (place for place in writes.flow.outputs(writes.flow.root) if place.value.is_float)
+        stack.logits = next((place for place in places if _is_mapped(writes.flow, place.value, stack)), None)
+
+
+def _embeddings(writes: Writes, first: Value) -> tuple[list[Value], list[Value]]:
+    """Returns the embeddings of tokens, and those of positions, whose sum a value is, up to norms and scalings."""
+    flow, tokens, positions = writes.flow, list[Value](), list[Value]()
+
+    def is_token(value: Value) -> bool:
+        return value.op in CONVOLUTIONS or (table_of(flow, value) is not None and _is_of_inputs(flow, value))
+
+    def before(value: Value) -> list[Value]:
+        return [] if is_token(value) or value.op == "embedding" else _before(writes.trails, value)
+
+    for value in walk([first], before, _MOST_NODES):
+        if is_token(value):
+            tokens.append(value)
+        elif value.op == "embedding":
+            positions += [value] if _differs_by_position(writes, value) else []  # not kinds of tokens
+        elif not before(value) and (flow.is_held(value) or value.op in _LOOKUPS):
+            held = [each for each in walk([value], lambda each: flow.reads(each.node)) if each.node.kind == "parameter"]
+            is_vector = bool(held) and all(each.size <= first.shape[-1] for each in held)  # as that of a class
+            has_rows = len(value.shape) > 1 and value.shape[-1] == first.shape[-1]
+            positions += [value] if has_rows and not is_vector else []
+    # Tables of segments, and registers, have fewer rows than there are positions.
+    length = max((value.shape[-2] for value in positions if len(value.shape) > 1), default=0)
+    return tokens, [each for each in positions if (table_of(flow, each) or each).shape[-2] >= length]
+
+
+def _differs_by_position(writes: Writes, embedding: Value) -> bool:
+    """Whether the rows that an embedding takes differ at small sizes, where there are several positions."""
+    index = next(each for each in writes.flow.reads(embedding.node) if not each.is_float)
+    nodes = [each.node for each in walk([index], lambda each: writes.flow.reads(each.node))]
+    sizes = writes.dimensions.small_sizes
+    numbers = Rerun(writes.flow, nodes, writes.dimensions, sizes).base.get(index.node)
+    return numbers is None or len(numbers.unique()) > 1
+
+
+def table_of(flow: Flow, value: Value) -> Value | None:
+    """Returns the table whose rows a value has, one for each number in a tensor; `None` for other values."""
+    reads = flow.reads(value.node)
+    if value.op == "embedding":
+        return next((read for read in reads if read.is_float and len(read.shape) == 2), None)
+    if value.op not in ("getitem", "index_select") or len(reads) != 2 or not flow.is_held(reads[0]):
+        return None
+    table, index = reads
+    has_rows = len(table.shape) == 2 and value.shape == (*index.shape, table.shape[1])
+    return table if table.is_float and has_rows and not (index.is_float or index.is_mask) else None
+
+
+def _before(trails: Trails, value: Value) -> list[Value]:
+    """Returns the terms of a value that is a sum, up to norms, scalings and linear maps."""
+    flow, op = trails.flow, value.op
+    if (norm := trails.norms.get(value)) is not None:
+        return [norm.given.value]
+    reads = [read for read in flow.reads(value.node) if read.is_float] if op else []
+    moving = [read for read in reads if not flow.is_held(read)]
+    if op in ADDITIONS:
+        return reads if moving else []
+    if op in _LOOKUPS and reads and flow.is_held(reads[0]):
+        return []
+    if op in _STEPS:
+        return [read for read in reads if not flow.is_held(value) or read.size == value.size]
+    return reads[:1] if op in _WRITTEN_INTO else moving[:1] if op in _MAPS else []
+
+
+def _is_of_inputs(flow: Flow, embedding: Value) -> bool:
+    """Whether the indices of an embedding are an input of the model, as it is."""
+
+    def before(value: Value) -> list[Value]:
+        reads = [read for read in flow.moving(value.node) if not read.is_mask] if value.op in _INDEX_STEPS else []
+        return reads[:1]
+
+    for value in walk(flow.moving(embedding.node)[:1], before, _FARTHEST):
+        is_shifted = value.op in ADDITIONS and any(read.node.kind == "input" for read in flow.reads(value.node))
+        if value.node.kind == "input" or is_shifted:
+            return True
+    return False
+
+
+def _norm_behind(trails: Trails, stack: Stack, stacks: Sequence[Stack]) -> Value | None:
+    """Returns the norm after the last layer of a stack; the layers of others may have norms that read it, too."""
+    order, last = trails.flow.order, stack.last.end.value
+    others = [layer for other in stacks if other is not stack for layer in other.layers.values()]
+    spans = [range(layer.low + 1, order[layer.end.value.node] + 1) for layer in others]
+    norms = (value for value, found in trails.norms.items() if trails.is_same(found.given.value, last))
+    return next((value for value in norms if not any(order[value.node] in span for span in spans)), None)
+
+
+def _is_mapped(flow: Flow, result: Value, stack: Stack) -> bool:
+    """Whether a result of the model comes from the end of the stream by a linear map."""
+    last = stack.last.end.value
+
+    def before(value: Value) -> list[Value]:
+        reads = [read for read in flow.moving(value.node) if read.is_float] if value.node.kind == "op" else []
+        is_after = flow.order[value.node] > flow.order[last.node]
+        return reads[:1] if is_after and not (value.op in PRODUCTS and len(reads) > 1) else []
+
+    trail = list(walk([result], before, _FARTHEST))
+    ends = [number for number, value in enumerate(trail) if value in (last, stack.norm)]
+    return bool(ends) and any(map(flow.is_linear_map, trail[: ends[0]]))
+
 
 Index: TypeAlias = "tuple[int | slice, ...]"
 

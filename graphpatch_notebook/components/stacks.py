@@ -18,8 +18,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
-from graphpatch_notebook.components.chain import Step, Trails
-from graphpatch_notebook.components.flow import Axes, Flow, Place, Value
+from graphpatch_notebook.components.flow import Axes, Flow, Place, Step, Trails, Value
 from graphpatch_notebook.components.operations import ADDITIONS
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.paths import format_path

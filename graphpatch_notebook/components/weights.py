@@ -19,10 +19,8 @@ from torch import Tensor
 from graphpatch_notebook.capture import is_packed
 from graphpatch_notebook.capture.held_values import changed_model, exchange, held_now, is_offloaded
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, once_a_capture
-from graphpatch_notebook.components.chain import Trails
-from graphpatch_notebook.components.components import Component, Components, find
-from graphpatch_notebook.components.ends import table_of
-from graphpatch_notebook.components.flow import Flow, UnknownValueError, Value, walk
+from graphpatch_notebook.components.components import Component, Components, find, table_of
+from graphpatch_notebook.components.flow import Flow, Trails, UnknownValueError, Value, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.patching.sharding import is_distributed

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.components import Components, Weights, find
-from graphpatch_notebook.components.meta_runs import copy_on_meta
+from graphpatch_notebook.components.dimensions import copy_on_meta
 from graphpatch_notebook.distributed.executors import dumps, sendable
 from graphpatch_notebook.distributed.sharding import note_placements
 from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchWarning, add_note

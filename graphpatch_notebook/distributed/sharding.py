@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Capture, Frame, Node
-from graphpatch_notebook.components.meta_runs import (
+from graphpatch_notebook.components.dimensions import (
     MetaRunError,
     Variation,
     input_shapes,

@@ -52,7 +52,7 @@ from graphpatch_notebook.values import (
 )
 
 if TYPE_CHECKING:
-    from graphpatch_notebook.components.layouts import Layout
+    from graphpatch_notebook.components.components import Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from graphpatch_notebook.values import ContainerSpec, Key, TensorSpec, ValueSpec
 
 if TYPE_CHECKING:
     from graphpatch_notebook.components import Component
-    from graphpatch_notebook.components.layouts import Layout
+    from graphpatch_notebook.components.components import Layout
 
 _SCORES = {"attn_scores", "attention_scores", "scores"}
 _PATTERNS = {"pattern", "probs", "attn_pattern", "attn_weights", "attn_weight", "attention_weights", "attn_probs"}

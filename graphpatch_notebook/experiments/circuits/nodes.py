@@ -13,8 +13,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, spliced_calls
 from graphpatch_notebook.components import Components, NoWeightError, Projection, find, projection
-from graphpatch_notebook.components.chain import Trails
-from graphpatch_notebook.components.flow import Value, walk
+from graphpatch_notebook.components.flow import Trails, Value, walk
 from graphpatch_notebook.components.stacks import Layer, Stack
 from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.errors import ExperimentError

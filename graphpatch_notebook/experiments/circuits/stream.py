@@ -19,8 +19,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Ref, map_leaves
 from graphpatch_notebook.components import Projection
-from graphpatch_notebook.components.chain import Norm, Trails
-from graphpatch_notebook.components.flow import Value, called, walk
+from graphpatch_notebook.components.flow import Norm, Trails, Value, called, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NONLINEARITIES, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.components.weights import held_tensor
 from graphpatch_notebook.errors import ExperimentError, GraphError

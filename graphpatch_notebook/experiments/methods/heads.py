@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components import Component, FactoredMatrix
-from graphpatch_notebook.components.ends import table_of
+from graphpatch_notebook.components.components import table_of
 from graphpatch_notebook.components.flow import Value, walk
 from graphpatch_notebook.components.names import ComponentName, parse_name
 from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError
