@@ -204,12 +204,9 @@ class _Finder:
     def _by_target(self, value: Value, target: Value, of_target: Names, last: str) -> Names:
         """Returns what the atoms of a value are, by what they are in a target; the one that is left is `last`."""
         atoms = self._study.atoms(value)
-        names = {j: of_target[e] for j, e in self._paired(value, target, of_target).items()}
+        names = {j: of_target[e] for j, e in self._study.pairs(value, target).items() if e in of_target}
         rest = [j for j, atom in enumerate(atoms) if j not in names and atom.size > 1]
         return names | ({rest[0]: last} if len(rest) == 1 and last else {})
-
-    def _paired(self, value: Value, target: Value, of_target: Names) -> dict[int, int]:
-        return {j: e for j, e in self._study.pairs(value, target).items() if e in of_target}
 
     def _add(self, one: Attention, name: str, value: Value, names: Names) -> None:
         axes = self._axes(value, names)

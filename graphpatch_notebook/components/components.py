@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from string import digits
 from typing import TypeAlias
 
 from torch import Tensor
@@ -595,10 +596,8 @@ def _joined(missing: Mapping[str, str], start: str, layers: int) -> dict[str, st
 
 def _norm_name(kind: str) -> str:
     """Returns the name of the norm of a write: `ln1` of attention or a mixer, `ln2` of an MLP."""
-    for start, name in (("cross_attn", "ln_cross"), ("mlp", "ln2")):
-        if kind.startswith(start):
-            return name + kind.removeprefix(start)
-    return "ln1" + kind.lstrip("abcdefghijklmnopqrstuvwxyz")
+    part = kind.rstrip(digits)
+    return {"cross_attn": "ln_cross", "mlp": "ln2"}.get(part, "ln1") + kind.removeprefix(part)
 
 
 def table(components: Components) -> str:

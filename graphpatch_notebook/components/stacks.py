@@ -14,9 +14,6 @@ from itertools import groupby
 from string import digits
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from torch.nn import Module
-
-from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.components.flow import Axes, Flow, Place, Step, Trails, Value
 from graphpatch_notebook.components.operations import ADDITIONS
@@ -427,15 +424,6 @@ def _repeated(units: list[_Unit]) -> list[_Group]:
     codes, count = [unit.code for unit in units], len(units)
     size = next((n for n in range(1, count + 1) if count % n == 0 and codes == codes[:n] * (count // n)), count)
     return [units[start : start + size] for start in range(0, count, size)]
-
-
-def container_of(member: Frame) -> Module | None:
-    """Returns the module that holds a called module as a child; `None` if it is held by a plain list or dict."""
-    assert member.call is not None
-    assert member.parent is not None
-    above, _, name = str(member.call.target).rpartition(".")
-    container = module_at(member.parent.module, above)
-    return container if container is not None and name in dict(container.named_children()) else None
 
 
 def _container(call: CallNode) -> str | None:

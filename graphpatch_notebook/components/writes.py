@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components.attention import Attention, Part, Parts, attentions
 from graphpatch_notebook.components.dimensions import Dimensions, dimensions_of
@@ -30,7 +31,7 @@ from graphpatch_notebook.components.operations import (
     VIEWS,
 )
 from graphpatch_notebook.components.roles import Atom, PartRoles, Study, is_apart, stream_axes
-from graphpatch_notebook.components.stacks import Layer, Slice, Stack, container_of, slice_of
+from graphpatch_notebook.components.stacks import Layer, Slice, Stack, slice_of
 from graphpatch_notebook.torch_compat import overload_path
 
 _SAMPLES = frozenset(["grid_sample"])
@@ -408,8 +409,10 @@ def _experts(trails: Trails, write: Write, layer: Layer, choice: Node, router: V
 def _number(member: Frame, experts: int) -> int | None:
     """Returns the number of a module among the experts in the list or dict that it is in, be they called or not."""
     assert member.call is not None
-    container = container_of(member)
-    if not isinstance(container, (torch.nn.ModuleList, torch.nn.ModuleDict)):
-        return None
-    alike = [key for key, module in container.named_children() if type(module) is type(member.module)]
-    return alike.index(str(member.call.target).rpartition(".")[2]) if len(alike) == experts else None
+    assert member.parent is not None
+    above, _, name = str(member.call.target).rpartition(".")
+    container = module_at(member.parent.module, above)
+    is_list = isinstance(container, (torch.nn.ModuleList, torch.nn.ModuleDict))
+    children = container.named_children() if container is not None and is_list else ()
+    alike = [key for key, module in children if type(module) is type(member.module)]
+    return alike.index(name) if len(alike) == experts and name in alike else None
