@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 import numpy as np
@@ -26,8 +25,6 @@ from graphpatch_notebook import (
     UnknownPathError,
     ZeroPatch,
 )
-from graphpatch_notebook.components import find
-from graphpatch_notebook.patchable_graph import captured
 from tests.zoo.submodules import Submodules, copies
 
 
@@ -201,20 +198,6 @@ def test_a_patch_must_keep_the_shape_of_a_part(pg):
     shorter = CustomPatch(lambda value: value[..., :1])
     with pg.patch({"layers[0].mlp_out[:, :, 2:4]": shorter}), pytest.raises(PatchValueError, match="a part of"):
         pg(x)
-
-
-def test_a_component_in_doubt_warns_when_it_is_used():
-    pg = PatchableGraph(Tokens(), x)
-    components = find(captured(pg).root)
-    name = "layers[0].mlp_out"
-    known = components._by_name
-    sure = known[name]
-    try:
-        known[name] = dataclasses.replace(sure, doubt="it was not compared")
-        with pytest.warns(GraphPatchWarning, match="it was not compared"):
-            outputs(pg, {name: ZeroPatch()})
-    finally:
-        known[name] = sure
 
 
 def test_look_up_in_nodes(pg):

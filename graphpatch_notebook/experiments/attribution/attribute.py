@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from graphpatch_notebook.experiments.attribution.gradient_runs import (
 )
 from graphpatch_notebook.experiments.attribution.rules import Method, Points, check_method, path_fractions, warn_of_loss
 from graphpatch_notebook.experiments.attribution.scored_nodes import (
-    KeptDims,
     PositionAxis,
     Selected,
     all_nodes,
@@ -188,7 +186,7 @@ def attribute(
     check_is_used(position_dim, is_used=positions is not None)
     axis = None if positions is None else PositionAxis(pg, selected, given[1], positions, position_dim)
     kept = {} if axis is None else dict(axis.kept)
-    kept |= {path: replace(kept.get(path, KeptDims()), heads=dim) for path, dim in selected.heads.items()}
+    kept |= {path: heads.at(kept.get(path)) for path, heads in selected.heads.items()}
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
     nodes = [node for node in selected.nodes if node.is_wanted] if one_sided else selected.nodes
     watched = selected.idle.pop() if selected.idle else WatchedRuns(pg, nodes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patching import row_dimension, sequence_dim, takes_tokens
 from graphpatch_notebook.patching.sharding import sharding_of
 from graphpatch_notebook.values import TensorSpec
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.components.components import Layout
 
 Scores = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -117,7 +120,7 @@ class Selected:
     Attributes:
         targets: By name in the result, the value of each path, or name of a component, that was asked for; empty for
             all values.
-        heads: The dimension of the heads in values at paths of heads.
+        heads: Which dimension of values at paths of heads the heads are.
         nodes: All nodes that hold floating-point tensors, in order of execution.
         skipped: Why a path cannot have a score.
         flow: The flow of values through the capture.
@@ -125,7 +128,7 @@ class Selected:
     """
 
     targets: dict[str, Target]
-    heads: dict[str, int]
+    heads: dict[str, KeptDims]
     nodes: list[ScoredNode]
     skipped: dict[str, str]
     flow: Flow
@@ -191,7 +194,7 @@ def named_nodes(pg: PatchableGraph, paths: Iterable[Any]) -> Selected:
 def _selected(nodes: NodeMap, named: dict[str, Target]) -> Selected:
     found: list[ScoredNode] = []
     skipped: dict[str, str] = {}
-    heads = {target.path: _head_dim(target) for target in named.values() if target.index}
+    heads = {target.path: _heads_of(target) for target in named.values() if target.index}
     wanted = {target.path for target in named.values()}
     root = nodes.root
     sharding, flow = sharding_of(root), flow_of(root)
@@ -217,18 +220,18 @@ def flow_of(root: Frame) -> Flow:
     return Flow(root, with_splices=True)
 
 
-def _head_dim(target: Target) -> int:
-    """Returns the dimension of the heads (or experts), at the path, of which a target is one."""
+def _heads_of(target: Target) -> KeptDims:
+    """Returns the dimension of the heads (or experts) of which a target is one."""
     taken, layout = [dim for dim, part in enumerate(target.index) if part != slice(None)], target.layout
     axes = () if target.component is None else target.component.axes
-    if layout is not None and layout.merged is not None:
-        raise ExperimentError(f"{target.text!r}: its heads are in one dimension with the batch at {target.path!r}")
     if [axes[dim] in MEMBERS.values() and isinstance(target.index[dim], int) for dim in taken] != [True]:
         raise ExperimentError(
             f"{target.text!r}: there are scores of whole values, of heads and of positions; give a name without a "
             "slice (layers[*].attn.heads[*].z), and positions="
         )
-    return taken[0] if layout is None else layout.dims[taken[0]]
+    if layout is None or layout.merged is None:
+        return KeptDims(taken[0] if layout is None else layout.dims[taken[0]])
+    return KeptDims(taken[0], layout=layout)
 
 
 def _not_floating(dtype: torch.dtype) -> str:
@@ -246,15 +249,25 @@ def _is_source(flow: Flow, node: Node, frame: Frame) -> bool:
 class KeptDims:
     """The dimensions of a value that scores are not summed over.
 
-    `None` for those that it does not have, or that are not asked for: rows are if each has positions of its own.
+    `None` for those that it does not have, or that are not asked for: rows are if each has positions of its own. Where
+    one dimension has the batch and the heads, they are those of the value as its `layout` shows it.
     """
 
     heads: int | None = None
     row: int | None = None
     position: int | None = None
+    layout: Layout | None = None
+
+    def at(self, others: KeptDims | None) -> KeptDims:
+        """Returns these heads with the rows and positions of the value at the path."""
+        row, position = (None, None) if others is None else (others.row, others.position)
+        if self.layout is not None and position is not None:
+            position = self.layout.dims.index(position)
+        return replace(self, row=row, position=position)
 
     def summed(self, product: Tensor) -> Tensor:
         """Returns the sum of a tensor over all other dimensions: (heads, rows, positions), as far as they are kept."""
+        product = product if self.layout is None else self.layout.view(product)
         dims = [dim for dim in (self.heads, self.row, self.position) if dim is not None]
         others = [dim for dim in range(product.dim()) if dim not in dims]
         sums = product.sum(others) if others else product
