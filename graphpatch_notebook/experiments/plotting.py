@@ -189,6 +189,7 @@ def show_attention(
     *inputs: Any,
     tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
     layers: Sequence[int] | None = None,
+    image: Any = None,
     **input_kwargs: Any,
 ) -> AttentionView:
     """Returns an interactive view of the attention patterns of a model for the notebook.
@@ -206,6 +207,9 @@ def show_attention(
         *inputs: Inputs of the model, positional; by default, the example inputs of the graph.
         tokens: The texts of the tokens, or those of each row of the batch; `None` for those that `pg.tokenizer` gives.
         layers: The numbers of the layers to show; `None` for all.
+        image: How the image among the inputs looks: an array or PIL image of shape (rows, columns, 3). `None`: as its
+            tensor of shape (batch, channels, rows, columns), with colors from its minimum to its maximum. The tokens
+            that are its patches are shown over it: those that change with it, found by running the model twice.
         **input_kwargs: Inputs of the model, by keyword.
 
     Raises:
@@ -230,7 +234,7 @@ def show_attention(
     """
     from graphpatch_notebook.notebook.views.attention import attention_of
 
-    return attention_of(pg, *_for_view(inputs, input_kwargs), tokens=tokens, layers=layers)
+    return attention_of(pg, *_for_view(inputs, input_kwargs), tokens=tokens, layers=layers, image=image)
 
 
 def show_circuit(circuit: Circuit | AttributionGraph, pages: Mapping[str, FeaturePage] | None = None) -> CircuitView:

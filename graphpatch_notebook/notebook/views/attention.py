@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import base64
 import functools
+import math
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import traitlets
 from torch import Tensor
@@ -40,7 +42,8 @@ from graphpatch_notebook.notebook.views.linked import (
     session_for_view,
 )
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patches.kinds import Patch, ProbePatch
+from graphpatch_notebook.patching.model_state import preserved
 from graphpatch_notebook.texts import token_text
 
 MEAN = -1
@@ -119,8 +122,9 @@ class AttentionView(ComputedView):
         layers: list[AttentionLayer],
         inputs: RunInputs,
         tokens: AxisTokens,
+        image: InputImage | None,
     ) -> None:
-        self._layers, self._inputs, self._tokens = layers, inputs, tokens
+        self._layers, self._inputs, self._tokens, self._image = layers, inputs, tokens, image
         self._version = 0
         self._clean: list[LayerPatterns] = []
         self._patched: list[LayerPatterns] | None = None
@@ -207,6 +211,7 @@ class AttentionView(ComputedView):
         """Returns the `Attention` of the front end."""
         texts: dict[tuple[str, ...], int] = {}
         row = self.row if self._count > 1 else 0
+        image = self._image
         layers = []
         for layer, patterns, shape in zip(self._layers, self._clean, shapes, strict=True):
             heads, queries, keys = patterns.cells.cells.shape[1:]
@@ -226,6 +231,7 @@ class AttentionView(ComputedView):
                     "shape": shape,
                     "queries": texts.setdefault(query_texts, len(texts)),
                     "keys": texts.setdefault(key_texts, len(texts)),
+                    "image": image.number_of(layer, keys) if image is not None else None,
                 }
             )
         return {
@@ -236,6 +242,8 @@ class AttentionView(ComputedView):
             "is_whole": is_whole,
             "layers": layers,
             "tokens": [*map(list, texts)],
+            "picture": None if image is None else image.url(max(row, 0)),
+            "images": [] if image is None else image.patches,
         }
 
     # -- display -------------------------------------------------------------------------------------------------------
@@ -263,6 +271,119 @@ class AttentionView(ComputedView):
         )
 
 
+class InputImage:
+    """The image among the inputs, and which tokens are its patches.
+
+    Which they are is found by running: they are the positions at which the states before the first layer change when
+    the image does. They are the rows of the image, in order.
+    """
+
+    def __init__(self, images: Tensor, found: Mapping[str, tuple[int, list[int]]]) -> None:
+        self._images = images
+        rows, columns = images.shape[1:3]
+        self.patches: list[dict[str, Any]] = []
+        self._of_stack: dict[str, tuple[int, int]] = {}  # how many positions there are, and the number of its patches
+        for stack, (count, positions) in found.items():
+            across = round(math.sqrt(len(positions) * columns / rows))
+            if across and len(positions) % across == 0:
+                self._of_stack[stack] = count, len(self.patches)
+                self.patches.append({"positions": positions, "grid": [len(positions) // across, across]})
+
+    @classmethod
+    def of(
+        cls, graph: PatchableGraph, layers: Sequence[AttentionLayer], inputs: RunInputs, image: Any
+    ) -> InputImage | None:
+        """Returns the image of a call; `None` if there is none, or no stack of layers has its patches.
+
+        `image` is how it looks, if not as its input.
+
+        Raises:
+            GraphError: An image was given, and its patches were not found.
+        """
+        pixels = next((value for value in (*inputs.args, *inputs.kwargs.values()) if _is_image(value)), None)
+        found = {} if pixels is None else changed_positions(graph, layers, inputs, pixels)
+        images = _as_pictures(pixels if image is None else image) if found else None
+        own = None if images is None else cls(images, found)
+        if own is None or not own.patches:
+            if image is not None:
+                raise GraphError("no tokens of these inputs are patches of an image, row by row")
+            return None
+        return own
+
+    def number_of(self, layer: AttentionLayer, keys: int) -> int | None:
+        """Returns which patches the keys of a layer are."""
+        count, number = self._of_stack.get(layer.stack, (0, 0))
+        return number if count == keys and not layer.is_cross else None
+
+    def url(self, row: int) -> str:
+        """Returns the image of a row of the batch."""
+        picture = self._images[min(row, len(self._images) - 1)]
+        return f"data:image/png;base64,{base64.b64encode(png_of(picture)).decode()}"
+
+
+def _is_image(value: Any) -> bool:
+    """Whether a value is a batch of images: of shape (batch, channels, rows, columns)."""
+    return isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point() and value.shape[1] in (1, 3)
+
+
+def _as_pictures(image: Any) -> Tensor:
+    """Returns images as bytes, of shape (batch, rows, columns, 3)."""
+    if _is_image(image):
+        value = image.detach().float().cpu()
+        low, high = value.amin((1, 2, 3), keepdim=True), value.amax((1, 2, 3), keepdim=True)
+        value = 255 * (value - low) / (high - low).clamp_min(1e-12)
+        pictures: Tensor = value.expand(-1, 3, -1, -1).movedim(1, -1).to(torch.uint8)
+        return pictures
+    given = value = torch.as_tensor(np.asarray(image))
+    value = (value * 255).round() if value.is_floating_point() else value
+    value = value[..., None].expand(-1, -1, 3) if value.dim() == 2 else value[..., :3]
+    if value.dim() != 3 or value.shape[-1] != 3:
+        raise GraphError(f"image= of shape {[*given.shape]} is not one of (rows, columns, 3)")
+    return value.clamp(0, 255).to(torch.uint8)[None]
+
+
+def changed_positions(
+    graph: PatchableGraph, layers: Sequence[AttentionLayer], inputs: RunInputs, pixels: Tensor
+) -> dict[str, tuple[int, list[int]]]:
+    """Returns for each stack of layers how many positions it has, and at which of them an image changes its input."""
+    components = find(captured(graph).root)
+    names = {layer.stack: f"{layer.name.partition('layers[')[0]}layers[0].resid_pre" for layer in layers}
+    names = {stack: name for stack, name in names.items() if name in components}
+    noise = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(0)).to(pixels)
+    found: list[dict[str, Tensor]] = []
+    for image in (pixels, pixels + pixels.std().clamp_min(1e-3) * noise):
+        probes = {stack: ProbePatch(any_shape=True) for stack in names}
+        given = [image if value is pixels else value for value in inputs.args]
+        named = {name: image if value is pixels else value for name, value in inputs.kwargs.items()}
+        args, kwargs = RunInputs((*given,), named).copy()
+        with preserved(captured(graph).module), torch.no_grad():
+            with graph.patch({names[stack]: probe for stack, probe in probes.items()}):
+                graph(*args, **kwargs)
+            found.append({stack: probe.activation for stack, probe in probes.items() if probe.activation is not None})
+    positions = {}
+    for stack, before in found[0].items():
+        component = components[names[stack]]
+        axes = [component.axes[dim] for dim in component.kept_dims]
+        if "position" in axes and found[1][stack].shape == before.shape:
+            dim = axes.index("position")
+            changed = (before != found[1][stack]).movedim(dim, 0).flatten(1).any(1)
+            positions[stack] = before.shape[dim], changed.nonzero().flatten().tolist()
+    return {stack: (count, own) for stack, (count, own) in positions.items() if len(own) > 1}
+
+
+def png_of(image: Tensor) -> bytes:
+    """Returns bytes of shape (rows, columns), gray, or (rows, columns, 3) as a PNG."""
+    rows, columns = image.shape[:2]
+    # A byte before each row: the number of its filter.
+    lines = torch.cat([torch.zeros(rows, 1, dtype=torch.uint8), image.reshape(rows, -1)], 1)
+    header = struct.pack(">IIBBBBB", columns, rows, 8, 2 if image.dim() > 2 else 0, 0, 0, 0)
+    chunks = {b"IHDR": header, b"IDAT": zlib.compress(lines.numpy().tobytes(), 9), b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks.items()
+    )
+
+
 _SIDE, _GAP = 32, 3
 
 
@@ -278,8 +399,7 @@ def picture_of(layers: Sequence[Tensor]) -> bytes:
         b'PNG'
     """
     step = _SIDE + _GAP
-    # A column before the image: each row of a PNG begins with the number of its filter.
-    image = torch.full((len(layers) * step, 1 + max(len(cells) for cells in layers) * step), 255, dtype=torch.uint8)
+    image = torch.full((len(layers) * step, max(len(cells) for cells in layers) * step), 255, dtype=torch.uint8)
     for number, cells in enumerate(layers):
         for head, one in enumerate(pooled(cells, _SIDE)):
             strong = one[one > 0].float()
@@ -287,14 +407,8 @@ def picture_of(layers: Sequence[Tensor]) -> bytes:
             small = (240 - one * (240 / dark)).clamp_min(0).to(torch.uint8)
             repeats = [max(1, _SIDE // size) for size in small.shape]
             large = small.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
-            image[number * step :, 1 + head * step :][: large.shape[0], : large.shape[1]] = large
-    image[:, 0] = 0
-    header = struct.pack(">IIBBBBB", image.shape[1] - 1, image.shape[0], 8, 0, 0, 0, 0)
-    chunks = {b"IHDR": header, b"IDAT": zlib.compress(image.numpy().tobytes(), 9), b"IEND": b""}
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks.items()
-    )
+            image[number * step :, head * step :][: large.shape[0], : large.shape[1]] = large
+    return png_of(image)
 
 
 def attention_of(
@@ -304,13 +418,15 @@ def attention_of(
     *,
     tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
     layers: Sequence[int] | None = None,
+    image: Any = None,
 ) -> AttentionView:
     """Returns a new attention view of a graph: `show_attention`."""
     session, runs = session_for_view(graph, workspace)
     found = attention_layers(find(captured(graph).root), layers)
     given = inputs_of_view(session, workspace, runs, inputs)
     texts = AxisTokens.of(graph, given, tokens, runs.tokenizer)
-    return AttentionView(graph, session, workspace, found, given, texts)
+    picture = InputImage.of(graph, found, given, image)
+    return AttentionView(graph, session, workspace, found, given, texts, picture)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -96,6 +96,14 @@ export interface Attention {
   is_whole: boolean; // Whether all patterns were sent as they are; else as smaller pictures.
   layers: AttentionLayer[];
   tokens: string[][]; // The labels of positions, which layers refer to.
+  picture: string | null; // The image among the inputs, as a URL.
+  images: AttentionImage[]; // Which tokens are its patches, which layers refer to.
+}
+
+/** Tokens that are the patches of a picture, row by row. */
+export interface AttentionImage {
+  positions: number[];
+  grid: [rows: number, columns: number];
 }
 
 export interface AttentionLayer {
@@ -110,6 +118,7 @@ export interface AttentionLayer {
   shape: [rows: number, columns: number]; // The rows and columns of what was sent.
   queries: number; // Which of `tokens` are the labels.
   keys: number;
+  image: number | null; // Which of `images` its keys are.
 }
 
 /** The traits of a lens view, which `show_lens` shows. Besides `selection`, the front end sets `stream`. */

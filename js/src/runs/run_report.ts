@@ -187,7 +187,11 @@ function makePredictions({ position, prompt, rows }: Predictions, isPatched: boo
   const lines = rows.map((row) =>
     element(
       "tr",
-      element("th", { scope: "row" }, element("code.gp-token", visibleToken(row.text))),
+      element(
+        "th",
+        { scope: "row" },
+        element("code.gp-token", position === null ? visible(row.text) : visibleToken(row.text)),
+      ),
       ...runs.flatMap((run) => [
         element("td.gp-number.gp-rank.gp-muted", formatNumber(row[run][0])),
         probabilityCell(row[run][1]),

@@ -13,7 +13,7 @@ import { type HeadIndex, type Mode, type Pattern, Patterns } from "./attention_d
 import { type MakeView, makeActions, makePatchStrip, makeUpdates, showTraits } from "./linked_view";
 import { isOfOneStack, itemOf, makeFilterNote } from "./selection";
 import { Thumbnails } from "./thumbnails";
-import { type Side, TokenStrips } from "./token_strips";
+import { type Side, type TokenImage, TokenStrips } from "./token_strips";
 
 const MODES: readonly { mode: Mode; name: string; title: string }[] = [
   { mode: "pattern", name: "Pattern", title: "The weights of attention" },
@@ -75,6 +75,7 @@ class AttentionView implements Part {
   private readonly status = element("p.gp-note", { role: "status", hidden: true });
   private readonly panel: HTMLElement;
   private figures: HeatmapFigure[] = [];
+  private images: TokenImage[] = [];
 
   constructor(private readonly view: Linked<AttentionTraits>) {
     const { kernel, model } = view;
@@ -152,6 +153,8 @@ class AttentionView implements Part {
     if (this.patterns === null && box !== null)
       box.checked = this.isLog = patterns.about.layers.some(({ full }) => full[1] > MANY_KEYS);
     this.patterns = patterns;
+    const { images, picture } = patterns.about;
+    this.images = picture === null ? [] : images.map((image) => ({ ...image, picture }));
     if (this.mode === "difference" && !patterns.has("patched")) this.mode = "pattern";
     this.showControls(patterns);
     this.draw();
@@ -504,6 +507,7 @@ class AttentionView implements Part {
       keys: patterns.about.tokens[layer.keys] ?? [],
       run: this.mode === "pattern" && patterns.has("patched") ? "patched: " : "",
       patched: new Set(places.flatMap((place) => this.patchesOf(...place).flatMap(patchedPositions))),
+      image: layer.image === null ? null : (this.images[layer.image] ?? null),
       query: inRange(pointed?.query ?? query, rows),
       key: inRange(pointed?.key ?? key, columns),
     });

@@ -1,4 +1,5 @@
 /** Two strips of tokens: what a token attends to, and which tokens attend to it. Hovering previews, a click pins. */
+import type { AttentionImage } from "../kernel/protocol";
 import { consume, element, replaceChildren, setAttribute } from "../page/dom";
 import { isChoice } from "../page/grid";
 import { formatWithError, visibleToken } from "../page/text";
@@ -7,6 +8,11 @@ import type { Pattern } from "./attention_data";
 
 /** Whether the tokens of a strip are queries or keys. */
 export type Side = "query" | "key";
+
+export interface TokenImage extends AttentionImage {
+  /** A URL. */
+  picture: string;
+}
 
 interface StripOptions {
   preview(position: number | null, side: Side): void;
@@ -24,10 +30,13 @@ interface StripContent {
   run: string;
   /** The positions at which the heads are patched. */
   patched: ReadonlySet<number>;
+  /** The picture of which some tokens are patches. */
+  image: TokenImage | null;
 }
 
 /** The maximum strength of the background, in percent: text on it is readable. */
 const MAX_BACKGROUND = 45;
+const MAX_OVERLAY = 85;
 const MAX_NAMED = 3;
 
 export class TokenStrips {
@@ -42,13 +51,13 @@ export class TokenStrips {
     const looksAt = new Strip("looks at", "key", options);
     const lookedAt = new Strip("is looked at by", "query", options);
     this.strips = [looksAt, lookedAt];
-    this.element = element("div.gp-stack", looksAt.element, lookedAt.element, this.note);
+    this.element = element("div.gp-stack.gp-strips", looksAt.element, lookedAt.element, this.note);
   }
 
-  show({ pattern, queries, keys, query, key, run, patched }: StripContent): void {
+  show({ pattern, queries, keys, query, key, run, patched, image }: StripContent): void {
     const [looksAt, lookedAt] = this.strips;
     const { rows, columns, values, isFull: isWhole } = pattern;
-    for (const strip of this.strips) [strip.error, strip.patched] = [pattern.error, patched];
+    for (const strip of this.strips) [strip.error, strip.patched, strip.image] = [pattern.error, patched, image];
     const isUsable = isWhole && queries.length === rows && keys.length === columns;
     const row = isUsable && query !== null ? values.subarray(query * columns, (query + 1) * columns) : null;
     const column =
@@ -76,6 +85,9 @@ class Strip {
   private position = 0;
   error: Pattern["error"] = () => 0;
   patched: ReadonlySet<number> = new Set();
+  image: TokenImage | null = null;
+  private shownImage: TokenImage | null = null;
+  private tokens: HTMLElement[] = [];
 
   constructor(
     private readonly verb: string,
@@ -124,24 +136,40 @@ class Strip {
     of: string | null,
     run: string,
   ): void {
-    if (texts !== this.texts) {
-      this.texts = texts;
-      replaceChildren(
-        this.line,
-        ...texts.map((text, at) => element("span.gp-token", { "data-at": at, title: `${at}` }, visibleToken(text))),
-      );
-    }
+    if (texts !== this.texts || this.image !== this.shownImage) this.fill(texts);
     if (position !== null) this.position = position;
     const most = largestMagnitude(weights ?? []);
-    for (const [at, token] of [...this.line.children].entries()) {
+    for (const [at, token] of this.tokens.entries()) {
       const weight = weights?.[at] ?? 0;
-      const part = most > 0 ? Math.round((Math.abs(weight) / most) * MAX_BACKGROUND) : 0;
+      const strongest = token.classList.contains("gp-patch") ? MAX_OVERLAY : MAX_BACKGROUND;
+      const part = most > 0 ? Math.round((Math.abs(weight) / most) * strongest) : 0;
       const own = weight < 0 ? "var(--gp-negative)" : "var(--gp-positive)";
-      (token as HTMLElement).style.backgroundColor = part > 0 ? `color-mix(in srgb, ${own} ${part}%, transparent)` : "";
+      token.style.backgroundColor = part > 0 ? `color-mix(in srgb, ${own} ${part}%, transparent)` : "";
       setAttribute(token, "data-active", at === position);
       setAttribute(token, "data-patched", this.patched.has(at));
     }
     replaceChildren(this.title, run, ...this.titleParts(weights, of, position));
+  }
+
+  /** Tokens in a line; those that are patches of a picture, over it. */
+  private fill(texts: readonly string[]): void {
+    const { image } = this;
+    [this.texts, this.shownImage] = [texts, image];
+    const patches = new Set(image?.positions);
+    this.tokens = texts.map((text, at) => {
+      const attributes = { "data-at": at, title: `${at}` };
+      return patches.has(at)
+        ? element("span.gp-patch", attributes)
+        : element("span.gp-token", attributes, visibleToken(text));
+    });
+    const picture = image && element("div.gp-image", ...image.positions.map((at) => this.tokens[at]));
+    if (picture) {
+      picture.style.backgroundImage = `url("${image?.picture}")`;
+      picture.style.gridTemplate = `repeat(${image?.grid[0]}, 1fr) / repeat(${image?.grid[1]}, 1fr)`;
+      picture.style.aspectRatio = `${image?.grid[1]} / ${image?.grid[0]}`;
+    }
+    replaceChildren(this.line, picture, ...this.tokens.filter((_, at) => !patches.has(at)));
+    setAttribute(this.line, "data-image", picture !== null);
   }
 
   /** Without a token: shows how much attention each token receives, as the mean over the queries. */

@@ -48,6 +48,8 @@ async function traits(runs: number, group = "one"): Promise<AttentionTraits> {
       rows: 1,
       is_whole: true,
       tokens: [TOKENS],
+      picture: null,
+      images: [],
       layers: Array.from({ length: LAYERS }, (_, layer) => ({
         name: `layers[${layer}].attn`,
         title: `${layer}`,
@@ -59,6 +61,7 @@ async function traits(runs: number, group = "one"): Promise<AttentionTraits> {
         shape: [SIZE, SIZE],
         queries: 0,
         keys: 0,
+        image: null,
       })),
     },
   };
@@ -397,4 +400,30 @@ test("a patched head has the number of its patch in its picture, its title and, 
   expect(query(".gp-layer-labels span:nth-child(2)").textContent).toBe("1#7");
   session("layers[1].attn.pattern", { is_enabled: false });
   expect(marks()).toEqual([]);
+});
+
+test("patches of an image are shown over it: the weights of a head, those of one patch; a click selects its position", async () => {
+  const from = await traits(1);
+  const layers = from.attention.layers.map((layer) => ({ ...layer, image: 0 }));
+  const picture = "data:image/gif;base64,R0lGODlhAQABAAAAACw=";
+  const images = [{ positions: [2, 3], grid: [1, 2] as [number, number] }];
+  const { click, el, model, query } = await shown(1, { attention: { ...from.attention, layers, picture, images } });
+  const image = query(".gp-image");
+  expect(getComputedStyle(image).backgroundImage).toContain(picture);
+  const patches = [...image.querySelectorAll<HTMLElement>(".gp-patch")];
+  expect(patches.map(({ dataset }) => dataset.at)).toEqual(["2", "3"]);
+  const [first, second] = patches.map((patch) => patch.getBoundingClientRect());
+  expect(first?.right).toBeCloseTo(second?.left ?? 0, 0);
+  expect(first?.top).toBe(second?.top);
+  expect([...query(".gp-token-strip").children].map((one) => one.textContent)).toEqual(["", "The", "␣cat"]);
+  click(1, 1);
+  // Of this head, query 3 looks at key 2 only.
+  patches[1]?.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+  expect(query(".gp-strip-title").textContent).toBe("␣down (3) looks at: ␣sat (2) 1");
+  const [seen, other] = patches.map((patch) => getComputedStyle(patch).backgroundColor);
+  expect(seen).toMatch(/0\.85\)$/);
+  expect(other).toBe("rgba(0, 0, 0, 0)");
+  patches[1]?.click();
+  expect(model.get("selection")).toEqual([itemOf("layers[1].attn.heads[1].z", { position: 3 })]);
+  expect(await accessibilityViolations(el)).toEqual([]);
 });

@@ -263,7 +263,7 @@ describe("a report", () => {
     await show({ patches: [], predictions: [{ position: null, prompt: null, rows }] });
     expect(cells()).toEqual([
       ["Class", "Rank", "Probability"],
-      ["tabby␣cat", "0", "50%"],
+      ["tabby cat", "0", "50%"],
     ]);
     expect(panel.textContent).toContain("Most probable classes");
     expect(panel.textContent).toContain("ran without patches");

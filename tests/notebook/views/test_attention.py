@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import struct
 import time
 import zlib
 from collections.abc import Iterator
@@ -20,9 +21,12 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.experiments import show_attention
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.views.attention import AttentionView
@@ -232,3 +236,63 @@ def test_the_magic_the_browser_and_pages_without_scripts(shell: Shell) -> None:
     with pytest.raises(ValueError, match="'lens_'"):
         pg.browse(views=("lens_",))
     assert patches_of(session_of(pg), "zero", view.selection, None, set())[0].path == "layers[1].attn.heads[3].z"
+
+
+class Merged(nn.Module):
+    """A language model whose prompt has the patches of an image at some positions, as in LLaVA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 20, "n_positions": 40}
+        self.language = GPT2LMHeadModel(GPT2Config(**sizes, **SPECIAL))
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+        embeddings = self.language.transformer.wte(input_ids)
+        patches = self.patches(pixel_values).flatten(2).transpose(1, 2)
+        embeddings = embeddings.masked_scatter((input_ids == 7)[..., None], patches)
+        logits: Tensor = self.language(inputs_embeds=embeddings).logits
+        return logits
+
+
+def vision() -> tuple[nn.Module, dict[str, Tensor]]:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = ViTForImageClassification(ViTConfig(image_size=(12, 20), patch_size=4, **sizes)).eval()
+    return model, {"pixel_values": torch.rand(2, 3, 12, 20)}
+
+
+def merged() -> tuple[nn.Module, dict[str, Tensor]]:
+    ids = torch.tensor([[1, 2, *[7] * 15, 3]])
+    return Merged().eval(), {"input_ids": ids, "pixel_values": torch.rand(1, 3, 12, 20)}
+
+
+@pytest.mark.parametrize(("make", "first"), [(vision, 1), (merged, 2)], ids=["vision", "merged"])
+def test_tokens_that_are_patches_of_an_image_are_those_that_change_with_it(make: Any, first: int) -> None:
+    torch.manual_seed(0)
+    model, inputs = make()
+    pg = PatchableGraph(model, **inputs)
+    with contextlib.closing(show_attention(pg)) as view:
+        about = view.attention
+        (image,) = about["images"]
+        assert image == {"positions": [*range(first, first + 15)], "grid": [3, 5]}
+        assert [layer["image"] for layer in about["layers"]] == [0, 0]
+        picture = base64.b64decode(about["picture"].partition(",")[2])
+        assert struct.unpack(">II", picture[16:24]) == (20, 12)
+        # The patch in a row and column of the image is the one at that place of the grid.
+        name = next(name for name in pg.components if name.endswith("layers[0].resid_pre"))
+        changed = inputs["pixel_values"].clone()
+        changed[:, :, 4:8, 12:16] += 1
+        before, after = (pg.record(name, **given)[name] for given in (inputs, {**inputs, "pixel_values": changed}))
+        assert (before != after).any(-1)[0].nonzero().flatten().tolist() == [first + 1 * 5 + 3]
+
+
+def test_an_image_that_no_token_is_a_patch_of_is_refused() -> None:
+    model, inputs = MODELS["gpt2"]
+    with pytest.raises(GraphError, match="patches of an image"):
+        show_attention(PatchableGraph(model, **inputs), image=np.zeros((4, 4, 3)))
+    model, given = vision()
+    pg = PatchableGraph(model, **given)
+    with pytest.raises(GraphError, match=r"\[2, 3, 4, 5\]"):
+        show_attention(pg, image=np.zeros((2, 3, 4, 5)))
+    with contextlib.closing(show_attention(pg, image=np.zeros((24, 40, 3), np.uint8))) as view:
+        assert view.attention["images"][0]["grid"] == [3, 5]
