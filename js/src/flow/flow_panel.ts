@@ -18,6 +18,7 @@ import { FlowPicture, standaloneSvg } from "./flow_picture";
 
 /** In CSS pixels: the height of the window, and how small texts are at first. */
 const [MAX_HEIGHT, MIN_ZOOM] = [520, 0.85];
+const HINT = "Click a node to select it, a module to enter it; drag to move, Ctrl and the wheel to zoom.";
 
 export class FlowPanel implements Part {
   readonly element: HTMLElement;
@@ -33,7 +34,11 @@ export class FlowPanel implements Part {
   private graph = -1;
   /** The node in the tab order, by its position. */
   private active = 0;
+  /** The row that it scrolled to last; -1: none in this module. */
+  private followed = -1;
   private readonly unfolded = new Set<number>();
+  /** The node that the pointer or the keyboard is at; -1: nothing was shown yet. */
+  private pointed: number | null = -1;
 
   constructor(
     private readonly view: View,
@@ -95,11 +100,10 @@ export class FlowPanel implements Part {
     if (edges === null) return;
     const shown = [...skeleton.children(graph)].filter((row) => state.isShown(row));
     const key = JSON.stringify([graph, state.isFolded, state.components.size, this.unfolded.size, shown]);
-    const isOther = key !== this.key;
-    if (isOther) this.draw(edges, graph);
+    if (key !== this.key) this.draw(edges, graph);
     this.key = key;
     this.picture?.mark(this.selectedRows());
-    this.follow(isOther);
+    this.follow();
   }
 
   private draw(edges: FlowEdges, graph: number): void {
@@ -110,7 +114,7 @@ export class FlowPanel implements Part {
       isShown: (row) => this.state.isShown(row),
       isFolded: (row) => this.state.isFolded && !this.unfolded.has(row) && skeleton.has(row, FLAG.plumbing),
     });
-    const picture = new FlowPicture(skeleton, flow, this.state, (node) => this.describe(node));
+    const picture = new FlowPicture(skeleton, flow, this.state, (node) => this.about(node));
     const { svg, size, drawn } = picture;
     const name = graph === 0 ? this.view.model.get("about").module : skeleton.path(graph);
     setAttribute(
@@ -126,10 +130,14 @@ export class FlowPanel implements Part {
     svg.addEventListener("pointerleave", () => this.point(null));
     const hadFocus = this.window.element.contains(focusedElement(this.element));
     this.picture = picture;
-    this.window.element.style.height = `${Math.min(MAX_HEIGHT, size.height + 4)}px`;
     this.window.show(svg, size);
-    this.window.fit(MIN_ZOOM);
+    if (graph !== before) {
+      this.window.element.style.height = `${Math.min(MAX_HEIGHT, size.height + 4)}px`;
+      this.window.fit(MIN_ZOOM);
+      this.followed = -1;
+    }
     this.showCrumbs();
+    this.pointed = -1;
     this.point(null);
     // On the way up, the module that was left is the one in the tab order.
     const left = makerOf(skeleton, graph, before);
@@ -142,16 +150,18 @@ export class FlowPanel implements Part {
     if (hadFocus) this.drawnAt(this.active)?.element.focus({ preventScroll: true });
   }
 
-  /** Scrolls to the selected node if it is elsewhere; in a new picture, to the module that was left, or the top. */
-  private follow(isOther: boolean): void {
+  /** Scrolls to a node that was selected elsewhere; in another module, to the one that was left, or the top. */
+  private follow(): void {
     const drawn = this.picture?.drawn ?? [];
     const row = this.view.skeleton.nodeOf(this.state.activeRow);
+    if (row === this.followed) return;
+    this.followed = row;
     const place = drawn.findIndex(
       ({ node }) => node.row === row || node.held.includes(row) || node.folded.includes(row),
     );
     if (place >= 0) this.setActive(place);
-    const shown = drawn[place >= 0 ? place : this.active];
-    if (shown && (isOther || place >= 0)) this.window.reveal(...shown.center);
+    const shown = drawn[this.active];
+    if (shown) this.window.reveal(...shown.center);
   }
 
   private selectedRows(): Set<number> {
@@ -179,19 +189,18 @@ export class FlowPanel implements Part {
 
   // -- One node ----------------------------------------------------------------------------------------------------------
 
-  private describe({ row, held, folded }: FlowNode): string {
+  /** What the box of a node does not say: what it is, the whole names of components, and patches. */
+  private about({ row, folded }: FlowNode): string {
     const { skeleton } = this.view;
-    if (folded.length > 0) return `plumbing: ${folded.map((one) => skeleton.nameOf(one)).join(", ")}`;
-    const isModule = skeleton.kindOf(row) === "graph";
+    if (folded.length > 0) return visible(folded.map((one) => skeleton.nameOf(one)).join(", "));
+    const kind = skeleton.kindOf(row);
     const names = this.state.components.get(row)?.map(({ name }) => name) ?? [];
-    const kinds = this.state.patched.at(row).map(({ kind }) => `patched: ${kind}`);
+    const patches = this.state.patched.at(row).map((one) => `patched: ${one.kind}`);
     const words = [
-      skeleton.nameOf(row),
-      isModule ? `module ${skeleton.opOf(row)}` : skeleton.opOf(row),
+      kind === "graph" ? "module" : kind === "op" ? "" : kind,
       skeleton.labelOf(row),
-      ...held.map((one) => skeleton.nameOf(one)),
       ...names,
-      ...kinds,
+      ...patches,
     ];
     return visible(words.filter(Boolean).join(", "));
   }
@@ -208,18 +217,20 @@ export class FlowPanel implements Part {
 
   /** Shows what the pointer or the keyboard is at, with a button to patch it. */
   private point(position: number | null): void {
+    // A button that is placed again between the two halves of a click would not get it.
+    if (position === this.pointed) return;
+    this.pointed = position;
     const { adder, readout } = this;
     const drawn = position === null ? undefined : this.drawnAt(position);
     this.picture?.highlight(position);
     adder.remove();
-    replaceChildren(
-      readout,
-      "Click a node to select it, a module to enter it; drag to move, Ctrl and the wheel to zoom.",
-    );
+    replaceChildren(readout, HINT);
     if (drawn === undefined) return;
     const { node, center, box, element: group } = drawn;
-    const path = visible(this.view.skeleton.path(node.row));
-    replaceChildren(readout, element("code", path), ` ${this.describe(node).split(", ").slice(1).join(", ")}`);
+    const { skeleton } = this.view;
+    const op = skeleton.kindOf(node.row) === "op" ? skeleton.opOf(node.row) : "";
+    const words = [op, this.about(node)].filter(Boolean).join(", ");
+    replaceChildren(readout, element("code", visible(skeleton.path(node.row))), ` ${visible(words)}`);
     if (node.folded.length > 0) return;
     setAttribute(adder, "transform", `translate(${center[0] + box.width / 2}, ${center[1]})`);
     group.append(adder);

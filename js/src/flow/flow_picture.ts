@@ -42,12 +42,12 @@ export class FlowPicture {
   private readonly tags: SVGElement[] = [];
   private near: (Element | undefined)[] = [];
 
-  /** @param name What screen readers call a node. */
+  /** @param about What screen readers say of a node besides its texts. */
   constructor(
     private readonly skeleton: Skeleton,
     private readonly flow: Dataflow,
     private readonly state: TreeState,
-    private readonly name: (node: FlowNode) => string,
+    private readonly about: (node: FlowNode) => string,
   ) {
     const ports: Port[][] = flow.nodes.map(() => []);
     for (const { from, value } of flow.edges) {
@@ -124,7 +124,8 @@ export class FlowPicture {
         "gp-faint": matches !== null && count === 0,
       });
       this.heat(drawn);
-      element.setAttribute("aria-label", this.name(node));
+      const texts = this.linesOf(node).map((line) => line.filter(Boolean).join(" "));
+      element.setAttribute("aria-label", [texts.join(" "), this.about(node)].filter(Boolean).join(", "));
       const words = [...patches.map(({ kind }) => kind), below > 0 && formatCount(below, "patch", "patches")];
       const isModule = skeleton.kindOf(node.row) === "graph";
       if (isModule && count > 0) words.push(`${count} found`);
@@ -182,14 +183,15 @@ export class FlowPicture {
     const kind = isPlumbing ? "plumbing" : own;
     const top = y - height / 2;
     const isRound = kind === "input" || kind === "output";
-    const texts = this.linesOf(node).map(([text, type], at) =>
+    const texts = this.linesOf(node).flatMap(([text, type], at) => [
+      " ",
       svgElement(
         at === 0 ? "text.gp-flow-name" : "text.gp-flow-more",
         { x, y: top + PADDING / 2 + LINE * (at + 1) - 4 },
         text && type ? `${text} ` : text,
         type && svgElement("tspan.gp-flow-component", { "data-type": type }, type),
       ),
-    );
+    ]);
     return svgElement(
       "g.gp-flow-node",
       { role: "button", tabindex: -1, "data-kind": kind, "data-row": node.row },
@@ -287,7 +289,7 @@ function pathOf(start: Point, way: readonly Passage[], end: Point): string {
 
 // -- A picture that stands by itself, for papers: light, with its styles in it -------------------------------------------
 
-const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font", "text-anchor"];
+const STYLES = "fill stroke stroke-width stroke-dasharray paint-order opacity font text-anchor".split(" ");
 
 /** Returns the picture as the text of an SVG file. */
 export function standaloneSvg(svg: SVGSVGElement, root: HTMLElement): string {
@@ -298,11 +300,14 @@ export function standaloneSvg(svg: SVGSVGElement, root: HTMLElement): string {
     for (const marked of [copy, ...copy.querySelectorAll(`.${name}`)]) marked.classList.remove(name);
   for (const added of copy.querySelectorAll(".gp-flow-add")) added.remove();
   root.append(stage);
-  for (const part of [copy, ...copy.querySelectorAll<SVGElement>("*")]) {
+  const parts = [copy, ...copy.querySelectorAll<SVGElement>("*")];
+  const styles = parts.map((part) => {
     const computed = getComputedStyle(part);
-    const own = STYLES.map((name) => `${name}: ${computed.getPropertyValue(name)}`).join("; ");
-    for (const name of ["class", "style", "tabindex", "role", "aria-label", "aria-hidden"]) part.removeAttribute(name);
-    part.setAttribute("style", own);
+    return STYLES.map((name) => `${name}: ${computed.getPropertyValue(name)}`).join("; ");
+  });
+  for (const [at, part] of parts.entries()) {
+    for (const name of ["class", "tabindex", "role", "aria-label", "aria-hidden"]) part.removeAttribute(name);
+    part.setAttribute("style", styles[at] ?? "");
   }
   stage.remove();
   const [, , width, height] = (copy.getAttribute("viewBox") ?? "").split(" ");

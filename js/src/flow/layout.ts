@@ -5,7 +5,7 @@
  * Boxes come in an order in which most lines go forward, as operations come in the order in which they ran. Lines of one
  * value share their way past the rows in between: a mask that all layers read is one line with branches.
  *
- * It is not dagre, which took 1.3 s for 200 nodes and 12 s for 1,000; this takes 0.1 s for 5,000.
+ * It is not dagre, which took 0.4 s for 200 nodes and 4.9 s for 1,000; this took 0.25 s for 5,000.
  */
 import type { Size } from "../page/grid";
 

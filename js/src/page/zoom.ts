@@ -30,13 +30,14 @@ export class ZoomWindow {
     );
   }
 
-  /** Shows a picture, whose size is that at zoom 1. */
+  /** Shows a picture, whose size is that at zoom 1, where another one was. */
   show(picture: SVGSVGElement, size: Size): void {
+    const { scrollLeft, scrollTop } = this.element;
     this.picture = picture;
     this.size = size;
     this.element.replaceChildren(picture);
     this.resize();
-    this.element.scrollTo(0, 0);
+    this.element.scrollTo(scrollLeft, scrollTop);
   }
 
   /** Zooms; what is at a place in the window, by default its middle, stays there. */
@@ -55,6 +56,7 @@ export class ZoomWindow {
     const { width, height } = this.size;
     const whole = Math.min(1, clientWidth / width, this.fits === "both" ? clientHeight / height : 1);
     this.zoomTo(Math.max(least, whole));
+    this.element.scrollTo(0, 0);
   }
 
   /** Scrolls to a place of the picture, unless it is seen. */

@@ -24,6 +24,7 @@ export const KEYS: readonly (readonly [keys: string, what: string])[] = [
   ["Delete, Backspace", "remove its patches"],
   ["Ctrl+C", "copy its path"],
   ["Ctrl+Z; Ctrl+Shift+Z, Ctrl+Y", "undo; redo"],
+  ["arrows, Enter, Alt+↑", "in the graph: along edges, into a module, out of it"],
   ["?", "these keys"],
 ];
 
