@@ -8,10 +8,13 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 from collections import Counter
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from msgspec import UnsetType
 
 from graphpatch_notebook.notebook import messages
 
@@ -88,9 +91,15 @@ def _interface(statement: ast.ClassDef, lines: list[str]) -> str:
         if isinstance(field, ast.AnnAssign):
             assert isinstance(field.target, ast.Name)
             _, _, comment = lines[field.lineno - 1].partition("  # ")
-            written = f"  {field.target.id}: {_type(hints[field.target.id])};"
+            hint = hints[field.target.id]
+            mark = "?" if UnsetType in get_args(hint) else ""
+            name = "from" if field.target.id == "start" and own is messages.CircuitEdge else field.target.id
+            written = f"  {name}{mark}: {_type(hint)};"
             fields.append(f"{written} // {comment}" if comment else written)
     doc = f"/** {own.__doc__.strip()} */"
+    if getattr(own, "__struct_config__", None) and own.__struct_config__.array_like:
+        parts = [re.sub(r";.*", "", line.strip()) for line in fields]
+        return f"{doc}\nexport type {statement.name} = [{', '.join(parts)}];"
     if not fields:
         return f"{doc}\nexport type {statement.name} = Record<string, never>;"
     return "\n".join([doc, head, *fields, "}"])
@@ -109,7 +118,9 @@ def _type(hint: Any, defining: str = "") -> str:
     if origin is Annotated:
         return _type(args[0])
     if origin in (Union, UnionType):
-        return " | ".join(map(_type, args))
+        return " | ".join(_type(arg) for arg in args if arg is not UnsetType)
+    if origin is dict:
+        return f"Record<{', '.join(map(_type, args))}>"
     if origin is Literal:
         return " | ".join(f'"{arg}"' for arg in args)
     if origin is list:

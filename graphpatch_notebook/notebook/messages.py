@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias, TypedDict, get_args
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 Natural: TypeAlias = Annotated[int, Meta(ge=0)]
 RowKind: TypeAlias = Literal[
@@ -28,6 +28,7 @@ RowKind: TypeAlias = Literal[
 ]
 """What a row of the tree is."""
 KINDS: tuple[RowKind, ...] = get_args(RowKind)
+ViewName: TypeAlias = Literal["tree", "attention", "lens", "tokens", "generation", "result"]
 
 
 class Message(Struct, forbid_unknown_fields=True):
@@ -318,6 +319,7 @@ class ActivationView(Message):
 # --------------------------------------------------------------------------------------------------------------------
 # Runs
 
+AttentionRun: TypeAlias = Literal["clean", "patched"]
 RunState: TypeAlias = Literal["running", "done", "failed", "interrupted"]
 Place: TypeAlias = tuple[int, float]
 
@@ -463,7 +465,7 @@ class HeadRequest(Message):
     """Asks for the whole pattern of a head, as bytes."""
 
     version: int
-    run: Literal["clean", "patched"]
+    run: AttentionRun
     layer: Natural  # Its position in `Attention.layers`.
     head: Natural
 
@@ -472,6 +474,262 @@ class Head(Message):
     """The pattern of a head, in a buffer of bytes: `scale` times the squares of their parts of 255."""
 
     scale: float
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Traits: what views show. Tests check that the values of traits are of these types
+
+
+class Spec(Struct, array_like=True):
+    """What was recorded of a value: `["[1, 8, 64] f32", [1, 8, 64], "float32", "tensor"]`."""
+
+    label: str
+    shape: list[int] | None
+    dtype: str | None
+    what: Literal["tensor", "number", "container", "object"]
+    placement: str | UnsetType = UNSET  # Over the processes of a sharded model.
+
+
+class Columns(Message):
+    """All rows of the tree, each before its children, by column. Tables hold values once; columns have positions."""
+
+    names: list[str]
+    ops: list[str]
+    specs: list[Spec]
+    name: list[int]  # Per row: its name as a path writes it.
+    depth: list[int]  # Per row: 0 for the root, 1 for what is in it, ...
+    kind: list[int]
+    op: list[int]  # Per row: a torch function, the class of a module, else the word for the kind.
+    spec: list[int]  # Per row: -1 for graphs and unused modules.
+    flags: list[int]
+    notes: dict[str, str]  # By row: why a graph is opaque, and the like.
+
+
+class AboutView(Message):
+    """What every view of a graph says of itself."""
+
+    view: ViewName
+    name: str  # The variable that holds the graph: `pg`.
+    model_id: str  # The widget's model id, by which it is found among the outputs of a notebook.
+    version: str  # The version of graphpatch-notebook.
+
+
+class About(AboutView):
+    """What the tree says of itself."""
+
+    module: str  # The class of the model.
+    nodes: int  # How many nodes can be patched.
+    arguments: str | None  # The example inputs as the Python code of a call: `ids, attention_mask=mask`.
+    no_inputs: str | None  # Why there are no example inputs that *Run* could use; `null`: there are some.
+    has_given_inputs: bool  # Whether runs are made on inputs that were given to the browser.
+    has_tokenizer: bool
+    measures: dict[str, str]  # The columns that a run can fill, with what they say.
+    patch_kinds: list[PatchKindForm]  # In the order of the editor; the first is the one of a new patch.
+
+
+class AttentionLayer(Message):
+    """The patterns of one attention."""
+
+    name: str  # `layers[3].attn`.
+    title: str
+    layer: int
+    is_cross: bool  # Whether the keys are those of another sequence.
+    heads: int
+    value_heads: int  # How many heads the values have; 0 if the lengths of values are not known.
+    full: tuple[int, int]  # The numbers of queries and keys.
+    shape: tuple[int, int]  # The rows and columns of what was sent.
+    queries: int  # Which of `tokens` are the labels.
+    keys: int
+    image: int | None  # Which of `images` its keys are.
+
+
+class AttentionImage(Message):
+    """Tokens that are the patches of a picture, row by row."""
+
+    positions: list[int]
+    grid: tuple[int, int]  # Its rows and columns.
+
+
+class Attention(Message):
+    """The patterns of all heads."""
+
+    version: int  # Counts what was sent: `head` refers to it.
+    patches: int  # The version of the patches that the run `patched` was made with.
+    runs: list[AttentionRun]
+    rows: int  # How many rows the batch has.
+    is_whole: bool  # Whether all patterns were sent as they are; else as smaller pictures.
+    layers: list[AttentionLayer]
+    tokens: list[list[str]]  # The labels of positions, which layers refer to.
+    picture: str | None  # The image among the inputs, as a URL.
+    images: list[AttentionImage]  # Which tokens are its patches, which layers refer to.
+
+
+class LensRow(Message):
+    """A row of a lens: the state after a component."""
+
+    name: str  # The component.
+    layer: int | None  # The layer that computes it; `null` for the embeddings.
+    label: str
+
+
+class LensStream(Message):
+    """The rows of a stream."""
+
+    name: str
+    rows: list[LensRow]
+
+
+class Lens(Message):
+    """What the states of streams say at each position: the probable tokens, and the probability of a target."""
+
+    streams: list[LensStream]  # Those whose numbers are there.
+    available: list[str]  # Those that the model has.
+    row: int  # The row of the batch that the numbers are of, and how many rows the batch has.
+    rows: int
+    positions: list[str] | None  # The text of each position; `null`: they are numbers.
+    vocabulary: list[str]  # The texts of all tokens that are shown.
+    target: list[int]  # The target of each position, as a position in the vocabulary.
+    has_target: bool  # Whether it was given; else it is what the model itself finds most probable.
+    top: int  # How many probable tokens each cell has.
+    runs: int  # 1: without patches; 2: also with the patches.
+    version: int  # The version of the patches that the numbers are for.
+    remarks: list[str]
+
+
+class Coloring(Message):
+    """Tokens with colors."""
+
+    name: str  # The path of the value.
+    scores: list[str]
+    rows: list[list[str]]  # The texts of the tokens of each row of the batch.
+    runs: int  # 1: without patches; 2: also with the patches.
+    version: int  # The version of the patches that the numbers are for.
+
+
+class GenerationLine(Message):
+    """A continuation of the prompt."""
+
+    name: str
+    steps: int
+    branch: int | None  # The number of the branch; `null` for the lines that are none.
+    start: int  # The step in which the branch has another token.
+
+
+class Generation(Message):
+    """Generated tokens: a line without patches, one with them if there are any, and branches."""
+
+    prompt: list[str]  # The texts of the prompt; empty if they are not known.
+    vocabulary: list[str]  # The texts of all tokens that are shown.
+    tokens: list[int]  # Their numbers.
+    size: int  # How many tokens the model knows.
+    top: int  # How many probable tokens each step has.
+    lines: list[GenerationLine]
+    version: int  # The version of the patches that the numbers are for.
+    remarks: list[str]
+
+
+class CircuitBand(Message):
+    """The area behind the rows of a layer."""
+
+    label: str
+    y: float
+    height: float
+
+
+class CircuitNode(Message):
+    """A node, with its place in the picture."""
+
+    name: str  # The component: `layers[2].attn.heads[3].z`.
+    label: str
+    x: float  # The center.
+    y: float
+    width: float
+    height: float
+    ports: list[tuple[str, float]]  # The inputs at which edges end, and where: `[["q", 112], ...]`.
+    row: int  # The row in the skeleton; -1 without a tree, or if there is none.
+    position: int | None  # In the sequence; `null`: all of them.
+    members: list[int] | UnsetType = UNSET  # The nodes of an attribution graph that it stands for, by their numbers.
+    is_error: bool | UnsetType = UNSET  # What no feature of an attribution graph explains.
+    page: str | UnsetType = UNSET  # The page of a feature, as HTML.
+
+
+class CircuitEdge(Message, kw_only=True):
+    """An edge, with its line in the picture."""
+
+    sender: str
+    receiver: str
+    score: float
+    position: int | None
+    start: int = field(name="from")  # The node where it begins.
+    to: list[int]  # Those where it ends: several, if heads share the keys or values there.
+    thickness: float  # Of its line.
+    line: str  # The `d` of an SVG path.
+
+
+class CircuitColumn(Message):
+    """A position: its token, and its center."""
+
+    label: str
+    x: float
+
+
+class CircuitLink(Message):
+    """A line from where a component reads to another position at which it writes: these two nodes, and the line."""
+
+    ends: tuple[int, int]
+    line: str
+
+
+class CircuitPicture(Message):
+    """A circuit, with the place of everything in its picture, in pixels from the top left."""
+
+    width: float
+    height: float
+    bands: list[CircuitBand]
+    nodes: list[CircuitNode]  # From the lowest row to the highest, each from the left.
+    edges: list[CircuitEdge]  # The strongest first: the largest |score|, or the most influence.
+    columns: list[CircuitColumn]  # The positions, of edges that have some.
+    links: list[CircuitLink]
+    first: int  # How many edges are shown at first.
+    summary: str  # `40 of 1,230 edges, faithfulness 0.91`.
+    python: str  # The code that makes the circuit.
+    json: str
+    is_by_influence: bool | UnsetType = UNSET
+
+
+class CellItems(Message):
+    """What each row and column of a heatmap selects; `null`: nothing. A cell is both, and what all cells have."""
+
+    rows: list[Item] | None
+    columns: list[Item] | None
+    all: Item  # Its name, and names of rows and columns, may have `*` for the layer and the head of the cell.
+
+
+class ResultSide(Message):
+    """The rows or columns of a result."""
+
+    name: str  # The dimension.
+    title: str
+    values: list[str]  # The coordinate of each row or column; of a block, the first and the last.
+    labels: list[str] | None  # The labels beside the cells, shortened; `null`: none.
+    tokens: list[str] | None  # The full texts of tokens, with invisible characters escaped.
+
+
+class ResultHeatmap(Message):
+    """A result with two dimensions, in the order in which it is seen: the top row first."""
+
+    title: str | None
+    name: str  # What the numbers are.
+    rows: ResultSide
+    columns: ResultSide
+    full: tuple[int, int]  # The numbers of rows and columns of the result; a cell may be a block of these.
+    map: Literal["sequential", "diverging"]
+    low: float
+    high: float
+    center: str | None  # Which number has no color, in words; `null`: all have one, or it is zero.
+    missing: str | None  # Why cells have no number.
+    reduced: str | None  # What cells are, if they are blocks.
+    model_id: str  # As in `About`.
 
 
 class Code(Message):

@@ -4,6 +4,8 @@ export type Natural = number;
 
 export type RowKind = "graph" | "input" | "parameter" | "buffer" | "attribute" | "constant" | "op" | "output" | "item" | "unused";
 
+export type ViewName = "tree" | "attention" | "lens" | "tokens" | "generation" | "result";
+
 /** The fields of a patch that a user types; `null` for an empty field. */
 export interface PatchFields {
   path: string;
@@ -205,6 +207,8 @@ export interface ActivationView {
   column_labels: string[] | null;
 }
 
+export type AttentionRun = "clean" | "patched";
+
 export type RunState = "running" | "done" | "failed" | "interrupted";
 
 export type Place = [number, number];
@@ -307,9 +311,208 @@ export interface GenerationRequest {
 /** Asks for the whole pattern of a head, as bytes. */
 export interface HeadRequest {
   version: number;
-  run: "clean" | "patched";
+  run: AttentionRun;
   layer: Natural; // Its position in `Attention.layers`.
   head: Natural;
+}
+
+/** What was recorded of a value: `["[1, 8, 64] f32", [1, 8, 64], "float32", "tensor"]`. */
+export type Spec = [label: string, shape: number[] | null, dtype: string | null, what: "tensor" | "number" | "container" | "object", placement?: string];
+
+/** All rows of the tree, each before its children, by column. Tables hold values once; columns have positions. */
+export interface Columns {
+  names: string[];
+  ops: string[];
+  specs: Spec[];
+  name: number[]; // Per row: its name as a path writes it.
+  depth: number[]; // Per row: 0 for the root, 1 for what is in it, ...
+  kind: number[];
+  op: number[]; // Per row: a torch function, the class of a module, else the word for the kind.
+  spec: number[]; // Per row: -1 for graphs and unused modules.
+  flags: number[];
+  notes: Record<string, string>; // By row: why a graph is opaque, and the like.
+}
+
+/** What every view of a graph says of itself. */
+export interface AboutView {
+  view: ViewName;
+  name: string; // The variable that holds the graph: `pg`.
+  model_id: string; // The widget's model id, by which it is found among the outputs of a notebook.
+  version: string; // The version of graphpatch-notebook.
+}
+
+/** What the tree says of itself. */
+export interface About extends AboutView {
+  module: string; // The class of the model.
+  nodes: number; // How many nodes can be patched.
+  arguments: string | null; // The example inputs as the Python code of a call: `ids, attention_mask=mask`.
+  no_inputs: string | null; // Why there are no example inputs that *Run* could use; `null`: there are some.
+  has_given_inputs: boolean; // Whether runs are made on inputs that were given to the browser.
+  has_tokenizer: boolean;
+  measures: Record<string, string>; // The columns that a run can fill, with what they say.
+  patch_kinds: PatchKindForm[]; // In the order of the editor; the first is the one of a new patch.
+}
+
+/** The patterns of one attention. */
+export interface AttentionLayer {
+  name: string; // `layers[3].attn`.
+  title: string;
+  layer: number;
+  is_cross: boolean; // Whether the keys are those of another sequence.
+  heads: number;
+  value_heads: number; // How many heads the values have; 0 if the lengths of values are not known.
+  full: [number, number]; // The numbers of queries and keys.
+  shape: [number, number]; // The rows and columns of what was sent.
+  queries: number; // Which of `tokens` are the labels.
+  keys: number;
+  image: number | null; // Which of `images` its keys are.
+}
+
+/** Tokens that are the patches of a picture, row by row. */
+export interface AttentionImage {
+  positions: number[];
+  grid: [number, number]; // Its rows and columns.
+}
+
+/** The patterns of all heads. */
+export interface Attention {
+  version: number; // Counts what was sent: `head` refers to it.
+  patches: number; // The version of the patches that the run `patched` was made with.
+  runs: AttentionRun[];
+  rows: number; // How many rows the batch has.
+  is_whole: boolean; // Whether all patterns were sent as they are; else as smaller pictures.
+  layers: AttentionLayer[];
+  tokens: string[][]; // The labels of positions, which layers refer to.
+  picture: string | null; // The image among the inputs, as a URL.
+  images: AttentionImage[]; // Which tokens are its patches, which layers refer to.
+}
+
+/** A row of a lens: the state after a component. */
+export interface LensRow {
+  name: string; // The component.
+  layer: number | null; // The layer that computes it; `null` for the embeddings.
+  label: string;
+}
+
+/** What the states of streams say at each position: the probable tokens, and the probability of a target. */
+export interface Lens {
+  streams: ({ name: string; rows: LensRow[] })[]; // Those whose numbers are there.
+  available: string[]; // Those that the model has.
+  row: number; // The row of the batch that the numbers are of, and how many rows the batch has.
+  rows: number;
+  positions: string[] | null; // The text of each position; `null`: they are numbers.
+  vocabulary: string[]; // The texts of all tokens that are shown.
+  target: number[]; // The target of each position, as a position in the vocabulary.
+  has_target: boolean; // Whether it was given; else it is what the model itself finds most probable.
+  top: number; // How many probable tokens each cell has.
+  runs: number; // 1: without patches; 2: also with the patches.
+  version: number; // The version of the patches that the numbers are for.
+  remarks: string[];
+}
+
+/** Tokens with colors. */
+export interface Coloring {
+  name: string; // The path of the value.
+  scores: string[];
+  rows: string[][]; // The texts of the tokens of each row of the batch.
+  runs: number; // 1: without patches; 2: also with the patches.
+  version: number; // The version of the patches that the numbers are for.
+}
+
+/** A continuation of the prompt. */
+export interface GenerationLine {
+  name: string;
+  steps: number;
+  branch: number | null; // The number of the branch; `null` for the lines that are none.
+  start: number; // The step in which the branch has another token.
+}
+
+/** Generated tokens: a line without patches, one with them if there are any, and branches. */
+export interface Generation {
+  prompt: string[]; // The texts of the prompt; empty if they are not known.
+  vocabulary: string[]; // The texts of all tokens that are shown.
+  tokens: number[]; // Their numbers.
+  size: number; // How many tokens the model knows.
+  top: number; // How many probable tokens each step has.
+  lines: GenerationLine[];
+  version: number; // The version of the patches that the numbers are for.
+  remarks: string[];
+}
+
+/** A node, with its place in the picture. */
+export interface CircuitNode {
+  name: string; // The component: `layers[2].attn.heads[3].z`.
+  label: string;
+  x: number; // The center.
+  y: number;
+  width: number;
+  height: number;
+  ports: ([string, number])[]; // The inputs at which edges end, and where: `[["q", 112], ...]`.
+  row: number; // The row in the skeleton; -1 without a tree, or if there is none.
+  position: number | null; // In the sequence; `null`: all of them.
+  members?: number[]; // The nodes of an attribution graph that it stands for, by their numbers.
+  is_error?: boolean; // What no feature of an attribution graph explains.
+  page?: string; // The page of a feature, as HTML.
+}
+
+/** An edge, with its line in the picture. */
+export interface CircuitEdge {
+  sender: string;
+  receiver: string;
+  score: number;
+  position: number | null;
+  from: number; // The node where it begins.
+  to: number[]; // Those where it ends: several, if heads share the keys or values there.
+  thickness: number; // Of its line.
+  line: string; // The `d` of an SVG path.
+}
+
+/** A circuit, with the place of everything in its picture, in pixels from the top left. */
+export interface CircuitPicture {
+  width: number;
+  height: number;
+  bands: ({ label: string; y: number; height: number })[];
+  nodes: CircuitNode[]; // From the lowest row to the highest, each from the left.
+  edges: CircuitEdge[]; // The strongest first: the largest |score|, or the most influence.
+  columns: ({ label: string; x: number })[]; // The positions, of edges that have some.
+  links: ({ ends: [number, number]; line: string })[];
+  first: number; // How many edges are shown at first.
+  summary: string; // `40 of 1,230 edges, faithfulness 0.91`.
+  python: string; // The code that makes the circuit.
+  json: string;
+  is_by_influence?: boolean;
+}
+
+/** What each row and column of a heatmap selects; `null`: nothing. A cell is both, and what all cells have. */
+export interface CellItems {
+  rows: Item[] | null;
+  columns: Item[] | null;
+  all: Item; // Its name, and names of rows and columns, may have `*` for the layer and the head of the cell.
+}
+
+/** The rows or columns of a result. */
+export interface ResultSide {
+  name: string; // The dimension.
+  title: string;
+  values: string[]; // The coordinate of each row or column; of a block, the first and the last.
+  labels: string[] | null; // The labels beside the cells, shortened; `null`: none.
+  tokens: string[] | null; // The full texts of tokens, with invisible characters escaped.
+}
+
+/** A result with two dimensions, in the order in which it is seen: the top row first. */
+export interface ResultHeatmap {
+  title: string | null;
+  name: string; // What the numbers are.
+  rows: ResultSide;
+  columns: ResultSide;
+  full: [number, number]; // The numbers of rows and columns of the result; a cell may be a block of these.
+  map: "sequential" | "diverging";
+  low: number;
+  high: number;
+  center: string | null; // Which number has no color, in words; `null`: all have one, or it is zero.
+  missing: string | null; // Why cells have no number.
+  reduced: string | null; // What cells are, if they are blocks.
+  model_id: string; // As in `About`.
 }
 
 /** Nothing. */

@@ -1,12 +1,27 @@
 /**
  * What kernel and front end exchange:
  * - traits: what every view must have, and what is saved in the notebook (`Traits`);
- * - requests: the front end asks, the kernel replies (`Requests` in messages.ts, generated from the kernel's definition);
+ * - requests: the front end asks, the kernel replies (`Requests`);
+ *   what both hold is in messages.ts, generated from the kernel's definitions;
  *   each reply belongs to one request by its id;
  * - nothing else: the kernel sends no events. While something runs, the front end asks how far it is.
  */
 
-import type { Item, PatchKindForm, Requests, RunState, SessionState } from "./messages";
+import type {
+  About,
+  AboutView,
+  Attention,
+  CellItems,
+  CircuitPicture,
+  Coloring,
+  Generation,
+  Item,
+  Lens,
+  Requests,
+  ResultHeatmap,
+  RunState,
+  SessionState,
+} from "./messages";
 
 export type {
   ComponentRow as Component,
@@ -29,28 +44,6 @@ export const FLAG = {
 
 /** In `name`, `op` and `spec`: the first position of the table that was not used yet. Long runs of it compress well. */
 export const NEXT = -2;
-
-/** [label, shape, dtype, what]: `["[1, 8, 64] f32", [1, 8, 64], "float32", "tensor"]`, `["int(5)", null, null, "number"]`. */
-export type Spec = [label: string, shape: number[] | null, dtype: string | null, what: SpecWhat, placement?: string];
-type SpecWhat = "tensor" | "number" | "container" | "object";
-
-/**
- * The skeleton: all rows of the tree, in order (each row before its children), as columns. Deflated JSON (zlib) in the
- * trait `skeleton`. Tables (`names`, `ops`, `specs`) hold each value once; the columns have positions in them.
- */
-export interface Columns {
-  names: string[];
-  ops: string[];
-  specs: Spec[];
-  name: number[]; // Per row: its name as a path writes it, quoted where a path would quote it.
-  depth: number[]; // Per row: 0 for the root, 1 for what is in it, ...
-  kind: number[];
-  /** Per row: the torch function of an op, the class of the module of a graph or unused module, else the kind's word. */
-  op: number[];
-  spec: number[]; // Per row: -1 for graphs and unused modules.
-  flags: number[];
-  notes: Record<string, string>; // By row: why a graph is opaque, and the like.
-}
 
 /** The traits of every view of a graph. Only `selection` is set by the front end. */
 export interface LinkedTraits {
@@ -86,68 +79,11 @@ export interface AttentionTraits extends LinkedTraits {
   row: number; // The row of the batch that is shown; -1: the mean.
 }
 
-export type AttentionRun = "clean" | "patched";
-
-export interface Attention {
-  version: number; // Counts what was sent: `head` refers to it.
-  patches: number; // The version of the patches that the run `patched` was made with.
-  runs: AttentionRun[];
-  rows: number; // How many rows the batch has.
-  is_whole: boolean; // Whether all patterns were sent as they are; else as smaller pictures.
-  layers: AttentionLayer[];
-  tokens: string[][]; // The labels of positions, which layers refer to.
-  picture: string | null; // The image among the inputs, as a URL.
-  images: AttentionImage[]; // Which tokens are its patches, which layers refer to.
-}
-
-/** Tokens that are the patches of a picture, row by row. */
-export interface AttentionImage {
-  positions: number[];
-  grid: [rows: number, columns: number];
-}
-
-export interface AttentionLayer {
-  name: string; // `layers[3].attn`.
-  title: string;
-  layer: number;
-  is_cross: boolean; // Whether the keys are those of another sequence.
-  heads: number;
-  /** How many heads the values have, which several heads may share; 0 if the lengths of values are not known. */
-  value_heads: number;
-  full: [queries: number, keys: number]; // The numbers of queries and keys.
-  shape: [rows: number, columns: number]; // The rows and columns of what was sent.
-  queries: number; // Which of `tokens` are the labels.
-  keys: number;
-  image: number | null; // Which of `images` its keys are.
-}
-
 /** The traits of a lens view, which `show_lens` shows. Besides `selection`, the front end sets `stream`. */
 export interface LensTraits extends LinkedTraits {
   lens: Lens;
   cells: DataView; // Deflated numbers: see `readLens` in lens_view.ts.
   stream: string; // The stream that is shown.
-}
-
-/** What the states of streams say at each position: the probable tokens, and the probability of a target. */
-export interface Lens {
-  streams: { name: string; rows: LensRow[] }[]; // Those whose numbers are there.
-  available: string[]; // Those that the model has.
-  row: number; // The row of the batch that the numbers are of, and how many rows the batch has.
-  rows: number;
-  positions: string[] | null; // The text of each position; `null`: they are numbers.
-  vocabulary: string[]; // The texts of all tokens that are shown.
-  target: number[]; // The target of each position, as a position in the vocabulary.
-  has_target: boolean; // Whether it was given; else it is what the model itself finds most probable.
-  top: number; // How many probable tokens each cell has.
-  runs: 1 | 2; // 1: without patches; 2: also with the patches.
-  version: number; // The version of the patches that the numbers are for.
-  remarks: string[];
-}
-
-interface LensRow {
-  name: string; // The component.
-  layer: number | null; // The layer that computes it; `null` for the embeddings.
-  label: string;
 }
 
 /** The traits of a generation view, which `show_generation` shows. */
@@ -162,34 +98,7 @@ export interface TokensTraits extends LinkedTraits {
   numbers: DataView; // Deflated float32, by run, score, row and position.
 }
 
-export interface Coloring {
-  name: string; // The path of the value.
-  scores: string[];
-  rows: string[][]; // The texts of the tokens of each row of the batch.
-  runs: 1 | 2; // 1: without patches; 2: also with the patches.
-  version: number; // The version of the patches that the numbers are for.
-}
-
 export type Score = "probability" | "entropy";
-
-/** Generated tokens: a line without patches, one with them if there are any, and branches. */
-export interface Generation {
-  prompt: string[]; // The texts of the prompt; empty if they are not known.
-  vocabulary: string[]; // The texts of all tokens that are shown.
-  tokens: number[]; // Their numbers.
-  size: number; // How many tokens the model knows.
-  top: number; // How many probable tokens each step has.
-  lines: GenerationLine[];
-  version: number; // The version of the patches that the numbers are for.
-  remarks: string[];
-}
-
-interface GenerationLine {
-  name: string;
-  steps: number;
-  branch: number | null; // The number of the branch; `null` for the lines that are none.
-  start: number; // The step in which the branch has another token.
-}
 
 /** The traits of the widget of `show_circuit`, which has `front_end` besides, and nothing else of the above. */
 export interface CircuitTraits {
@@ -201,57 +110,6 @@ export interface CircuitTraits {
 }
 export type Pinned = [kind: "node" | "edge", number: number];
 
-/** A circuit, with the place of everything in its picture, in pixels from the top left. */
-export interface CircuitPicture {
-  width: number;
-  height: number;
-  bands: CircuitBand[];
-  nodes: CircuitNode[]; // From the lowest row to the highest, each from the left.
-  edges: CircuitEdge[]; // The strongest first: the largest |score|, or, in an attribution graph, the most influence.
-  is_by_influence?: boolean;
-  columns: { label: string; x: number }[]; // The positions, of edges that have some: their token, and their center.
-  /** Lines from where a component reads to the other positions at which it writes: these two nodes, and the line. */
-  links: { ends: [number, number]; line: string }[];
-  first: number; // How many edges are shown at first.
-  summary: string; // `40 of 1,230 edges, faithfulness 0.91`.
-  python: string; // The code that makes the circuit.
-  json: string;
-}
-
-/** The area behind the rows of a layer. */
-interface CircuitBand {
-  label: string;
-  y: number;
-  height: number;
-}
-
-export interface CircuitNode {
-  name: string; // The component: `layers[2].attn.heads[3].z`.
-  label: string;
-  x: number; // The center.
-  y: number;
-  width: number;
-  height: number;
-  ports: [name: string, x: number][]; // The inputs at which edges end, and where: `[["q", 112], ...]`.
-  row: number; // The row in the skeleton; -1 without a tree, or if there is none.
-  position: number | null; // In the sequence; `null`: all of them.
-  members?: number[]; // The nodes of an attribution graph that it stands for, by their numbers there.
-  is_error?: boolean; // What no feature of an attribution graph explains.
-  page?: string; // The page of a feature, as HTML.
-}
-
-export interface CircuitEdge {
-  sender: string;
-  receiver: string;
-  score: number;
-  position: number | null;
-  /** The node where it begins, and those where it ends: several, if heads share the keys or values there. */
-  from: number;
-  to: number[];
-  thickness: number; // Of its line.
-  line: string; // The `d` of an SVG path.
-}
-
 /** The traits of the widget of `show_heatmap`, which has `front_end` besides, and nothing else of the above. */
 export interface HeatmapTraits {
   heatmap: ResultHeatmap;
@@ -260,60 +118,6 @@ export interface HeatmapTraits {
   cell: [row: number, column: number] | null;
   /** What its cells select, for a heatmap that takes part in the selection of a graph: it has `LinkedTraits`, too. */
   cell_items?: CellItems;
-}
-
-/** What each row and column selects; `null`: nothing. A cell is both, and what all cells have. */
-interface CellItems {
-  rows: Item[] | null;
-  columns: Item[] | null;
-  all: Item; // Its name, and names of rows and columns, may have `*` for the layer and the head of the cell.
-}
-
-/** A result with two dimensions, in the order in which it is seen: the top row first. */
-export interface ResultHeatmap {
-  title: string | null;
-  name: string; // What the numbers are.
-  rows: ResultSide;
-  columns: ResultSide;
-  /** The numbers of rows and columns of the result; a cell may be a block of these. */
-  full: [rows: number, columns: number];
-  map: "sequential" | "diverging";
-  low: number;
-  high: number;
-  center: string | null; // Which number has no color, in words; `null`: all have one, or it is zero.
-  missing: string | null; // Why cells have no number.
-  reduced: string | null; // What cells are, if they are blocks.
-  model_id: string; // As in `About`.
-}
-
-export interface ResultSide {
-  name: string; // The dimension.
-  title: string;
-  values: string[]; // The coordinate of each row or column; of a block, the first and the last.
-  labels: string[] | null; // The labels beside the cells, shortened; `null`: none.
-  /** The full texts of tokens, with invisible characters escaped; `null` if they are not tokens. */
-  tokens: string[] | null;
-}
-
-interface AboutView {
-  view: "tree" | "attention" | "lens" | "tokens" | "generation" | "result"; // Which view it is.
-  name: string; // The variable that holds the graph: `pg`.
-  model_id: string; // The widget's model id, by which it is found among the outputs of a notebook.
-  version: string; // The version of graphpatch-notebook.
-}
-
-export interface About extends AboutView {
-  module: string; // The class of the model.
-  nodes: number; // How many nodes can be patched.
-  /** The example inputs as the Python code of a call: `ids, attention_mask=mask`; `null` if unknown. */
-  arguments: string | null;
-  no_inputs: string | null; // Why there are no example inputs that *Run* could use; `null`: there are some.
-  /** Whether runs are made on inputs that were given to the browser instead of the example inputs. */
-  has_given_inputs: boolean;
-  has_tokenizer: boolean;
-  measures: Record<string, string>; // The columns that a run can fill, with what they say.
-  /** All kinds of patches, in the order of the editor; the first is the one of a new patch. */
-  patch_kinds: PatchKindForm[];
 }
 
 export type RequestName = keyof Requests;
