@@ -24,9 +24,14 @@ try:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.debug import CommDebugMode
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
 except ImportError:  # before torch 2.6 these lie elsewhere
     is_possible = False
 else:
@@ -169,6 +174,7 @@ def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
                 ),
                 "metric": lambda: attribute(pg, lambda output: output[..., dist.get_rank()].sum(), X, X + 1),
                 "longer": lambda: patched(pg, {"blocks_0.hidden": CustomPatch(lambda value: value[..., :-1])}),
+                "other sizes": lambda: by_position(mesh),
             },
         ),
         "other": different_patches(plain, pg, mesh),
@@ -176,6 +182,17 @@ def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
     }
     found["is the model's output"] = torch.allclose(whole(pg(X)), model()(X), atol=1e-5)
     return found
+
+
+def by_position(mesh: DeviceMesh) -> None:
+    """Captures a model whose positions are split at four of them, and runs it on six."""
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Shard(1)), "3": PrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate())}  # fmt: skip
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Identity())
+    pg = PatchableGraph(parallelize_module(layers, mesh, plan), torch.ones(2, 4, 8))
+    with pg.patch({"sub_2.output": AddPatch(value=1.0)}):
+        assert pg(torch.ones(2, 4, 8)).shape == (2, 4, 8)
+        pg(torch.ones(2, 6, 8))
 
 
 class Doubled(nn.Embedding):

@@ -57,6 +57,7 @@ def test_refusals(found: list[dict[str, Any]]) -> None:
         assert "computes with DTensors, which derivative rules cannot follow" in each["rules"]
         assert each["metric"].startswith("ExperimentError: the metric differs between the processes: ")
         assert "'blocks_0.hidden' has 16 entries in dimension 2, distributed over processes" in each["longer"]
+        assert "held 2 entries of dimension 1 when the model was captured" in each["other sizes"]
 
 
 def test_a_refused_run_leaves_the_model_usable(found: list[dict[str, Any]]) -> None:
