@@ -156,6 +156,7 @@ class AttentionView implements Part {
     const { images, picture } = patterns.about;
     this.images = picture === null ? [] : images.map((image) => ({ ...image, picture }));
     if (this.mode === "difference" && !patterns.has("patched")) this.mode = "pattern";
+    if (this.mode === "values" && !patterns.hasLengths) this.mode = "pattern";
     this.showControls(patterns);
     this.draw();
   }

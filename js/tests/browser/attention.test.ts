@@ -427,3 +427,37 @@ test("patches of an image are shown over it: the weights of a head, those of one
   expect(model.get("selection")).toEqual([itemOf("layers[1].attn.heads[1].z", { position: 3 })]);
   expect(await accessibilityViolations(el)).toEqual([]);
 });
+
+test("rows of a generation appear as the kernel sends them: it is asked for them, until it is done", async () => {
+  const [first] = (await traits(1)).attention.layers;
+  if (first === undefined) throw new Error("no layer");
+  const sized = async (size: number) => {
+    const layer = { ...first, full: [size, size] as [number, number], shape: [size, size] as [number, number] };
+    const cells = await deflatedParts([
+      new Uint8Array(Float32Array.of(1).buffer),
+      new Uint8Array(size * size),
+    ] as BlobPart[]);
+    const tokens = [Array.from({ length: size }, (_, at) => `t${at}`)];
+    const about = { ...(await traits(1)).attention, tokens, layers: [{ ...layer, heads: 1, value_heads: 0 }] };
+    return [about, cells] as const;
+  };
+  const [prompt, cells] = await sized(2);
+  const { el, model } = await shown(1, { attention: { ...prompt, patches: -1 }, cells });
+  await vi.waitFor(() => expect(model.sent).toHaveLength(1)); // for other patches than those of the session
+  const answer = (state: string) => {
+    const { id, request } = model.sent.at(-1) as { id: number; request: string };
+    expect(request).toBe("update");
+    model.trigger("msg:custom", { id, result: { id: 1, state, seconds: 0, fraction: null, error: null } }, []);
+  };
+  for (const size of [3, 4]) {
+    const [about, more] = await sized(size);
+    model.set("attention", about);
+    model.set("cells", more);
+    const asked = model.sent.length;
+    answer("running");
+    await vi.waitFor(() => expect(el.querySelectorAll(".gp-large-head .gp-heatmap-rows span")).toHaveLength(size));
+    await vi.waitFor(() => expect(model.sent.length).toBe(asked + 1));
+  }
+  answer("done");
+  expect(el.querySelector(".gp-token-strip")?.textContent).toBe("t0t1t2t3");
+});
