@@ -200,6 +200,7 @@ def test_axe_finds_nothing_in_it(view: TreePage) -> None:
 
 
 def test_the_picture_is_saved_as_a_file_that_stands_by_itself(view: TreePage, tmp_path: Path) -> None:
+    expect(node(view, "hidden_states_1")).to_contain_text("stream")
     with view.page.expect_download() as saved:
         graph_of(view).get_by_role("button", name="SVG").click()
     assert saved.value.suggested_filename == "pg.transformer.h_0.svg"

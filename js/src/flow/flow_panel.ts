@@ -26,6 +26,7 @@ export class FlowPanel implements Part {
   private readonly crumbs = element("nav.gp-line.gp-tight.gp-crumbs", { "aria-label": "Modules" });
   private readonly note = element("p.gp-note", { role: "status" });
   private readonly readout = element("div.gp-caption.gp-readout");
+  private readonly patch: HTMLButtonElement;
   private readonly adder = svgElement("g.gp-flow-add", { "aria-hidden": true });
   private edges: FlowEdges | null = null;
   private picture: FlowPicture | null = null;
@@ -46,7 +47,11 @@ export class FlowPanel implements Part {
   ) {
     const onActive = (act: (row: number, anchor: Element) => void) => (event: Event) =>
       act(state.activeRow, event.currentTarget as Element);
-    const patch = onActive((row, anchor) => view.editPatch({ row }, anchor));
+    this.patch = buttonElement(
+      { onclick: onActive((row, anchor) => view.editPatch({ row }, anchor)) },
+      icon("add"),
+      "Patch …",
+    );
     const details = onActive((row, anchor) => view.showDetails(row, anchor));
     const save = buttonElement({ title: "Save the picture as SVG", onclick: () => this.save() }, icon("down"), "SVG");
     this.element = element(
@@ -59,11 +64,7 @@ export class FlowPanel implements Part {
       element(
         "div.gp-line.gp-flow-actions",
         makeActions(view).element,
-        element(
-          "div.gp-line.gp-tight",
-          buttonElement({ onclick: patch }, icon("add"), "Patch …"),
-          buttonElement({ onclick: details }, icon("info"), "Details"),
-        ),
+        element("div.gp-line.gp-tight", this.patch, buttonElement({ onclick: details }, icon("info"), "Details")),
       ),
     );
     this.adder.append(
@@ -93,6 +94,7 @@ export class FlowPanel implements Part {
     const { skeleton } = view;
     const graph = skeleton.graphOf(state.activeRow);
     const isLost = view.kernel.state === "lost";
+    this.patch.hidden = isLost;
     const waiting = isLost ? "The dataflow needs the kernel: run the cell again." : "Reading the dataflow …";
     const note = edges === null ? waiting : skeleton.noteOf(graph);
     this.note.textContent = note;
@@ -128,6 +130,8 @@ export class FlowPanel implements Part {
     svg.addEventListener("focusout", () => this.point(null));
     svg.addEventListener("pointerover", (event) => this.point(this.positionOf(event)));
     svg.addEventListener("pointerleave", () => this.point(null));
+    // On the way up, the module that was left is the one in the tab order.
+    const place = graph === before ? this.drawnAt(this.active)?.node.row : makerOf(skeleton, graph, before);
     const hadFocus = this.window.element.contains(focusedElement(this.element));
     this.picture = picture;
     this.window.show(svg, size);
@@ -139,12 +143,10 @@ export class FlowPanel implements Part {
     this.showCrumbs();
     this.pointed = -1;
     this.point(null);
-    // On the way up, the module that was left is the one in the tab order.
-    const left = makerOf(skeleton, graph, before);
     this.setActive(
       Math.max(
         0,
-        drawn.findIndex(({ node }) => node.row === left),
+        drawn.findIndex(({ node }) => node.row === place),
       ),
     );
     if (hadFocus) this.drawnAt(this.active)?.element.focus({ preventScroll: true });
@@ -231,7 +233,7 @@ export class FlowPanel implements Part {
     const op = skeleton.kindOf(node.row) === "op" ? skeleton.opOf(node.row) : "";
     const words = [op, this.about(node)].filter(Boolean).join(", ");
     replaceChildren(readout, element("code", visible(skeleton.path(node.row))), ` ${visible(words)}`);
-    if (node.folded.length > 0) return;
+    if (node.folded.length > 0 || this.patch.hidden) return;
     setAttribute(adder, "transform", `translate(${center[0] + box.width / 2}, ${center[1]})`);
     group.append(adder);
   }
@@ -252,8 +254,10 @@ export class FlowPanel implements Part {
     const drawn = position === null ? undefined : this.drawnAt(position);
     if (drawn === undefined || position === null) return;
     this.setActive(position);
-    const isPatch = (event.target as Element).closest(".gp-flow-add") !== null;
-    if (isPatch) this.view.editPatch({ row: drawn.node.row }, drawn.element);
+    const target = event.target as Element;
+    const held = target.closest("[data-held]")?.getAttribute("data-held");
+    if (held) this.view.reveal(Number(held));
+    else if (target.closest(".gp-flow-add") !== null) this.view.editPatch({ row: drawn.node.row }, drawn.element);
     else this.choose(drawn.node, event.shiftKey);
   }
 

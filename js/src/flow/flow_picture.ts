@@ -118,7 +118,7 @@ export class FlowPicture {
       const patches = [node.row, ...rows].flatMap((row) => state.patched.at(row));
       const below = state.patched.countBelow(node.row);
       toggleClasses(element, {
-        "gp-in-tree": selected.has(node.row),
+        "gp-in-tree": [node.row, ...rows].some((row) => selected.has(row)),
         "gp-patched-node": patches.length + below > 0,
         "gp-found": count > 0,
         "gp-faint": matches !== null && count === 0,
@@ -183,11 +183,13 @@ export class FlowPicture {
     const kind = isPlumbing ? "plumbing" : own;
     const top = y - height / 2;
     const isRound = kind === "input" || kind === "output";
-    const texts = this.linesOf(node).flatMap(([text, type], at) => [
+    const lines = this.linesOf(node);
+    const first = lines.length - node.held.length; // the line of the first parameter
+    const texts = lines.flatMap(([text, type], at) => [
       " ",
       svgElement(
         at === 0 ? "text.gp-flow-name" : "text.gp-flow-more",
-        { x, y: top + PADDING / 2 + LINE * (at + 1) - 4 },
+        { x, y: top + PADDING / 2 + LINE * (at + 1) - 4, "data-held": node.held[at - first] },
         text && type ? `${text} ` : text,
         type && svgElement("tspan.gp-flow-component", { "data-type": type }, type),
       ),

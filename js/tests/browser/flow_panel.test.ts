@@ -81,10 +81,12 @@ test("what the kernel adds leaves the place that is seen as it is; another modul
   const { rig, node, state, panel } = await shown();
   const window = panel.element.querySelector(".gp-zoom-window") as HTMLElement;
   for (let times = 0; times < 5; times++) panel.element.querySelector<HTMLElement>('[aria-label="Zoom in"]')?.click();
+  node("mlp").focus({ preventScroll: true });
   window.scrollTo(30, 200);
   state.setComponents([{ row: rig.row(`${BLOCK}.hidden_states_1`), name: "layers[0].resid_mid", axes: [], shape: [] }]);
   expect(node("hidden_states_1").textContent).toContain("add stream");
   expect([window.scrollLeft, window.scrollTop]).toEqual([30, 200]);
+  expect(document.activeElement).toBe(node("mlp"));
   state.reveal(rig.row(`${BLOCK}.attn`));
   expect(window.scrollTop).toBe(0);
 });
@@ -107,6 +109,9 @@ test("patches, matches and the selection of other views are marked; pointing off
   state.reveal(rig.row(`${BLOCK}.attn.c_attn.linear`));
   expect(node("linear").textContent).toContain("weight [192, 64]");
   expect(node("linear").classList).toContain("gp-in-tree");
+  await userEvent.click(node("linear").querySelector("[data-held]") as Element);
+  expect(rig.view.calls.at(-1)).toEqual(["reveal", rig.row(`${BLOCK}.attn.c_attn.weight`)]);
+  expect(node("linear").classList).toContain("gp-in-tree");
 });
 
 test("without edges it waits, or says that it needs the kernel; hidden, it draws nothing", async () => {
@@ -114,6 +119,9 @@ test("without edges it waits, or says that it needs the kernel; hidden, it draws
   expect(panel.element.textContent).toContain("Reading the dataflow");
   rig.model.set("edges", edges);
   await vi.waitFor(() => expect(node("attn")).toBeDefined());
+  rig.model.trigger("comm:close");
+  const patches = [...panel.element.querySelectorAll("button")].filter(({ textContent }) => textContent === "Patch …");
+  expect(patches.map(({ hidden }) => hidden)).toEqual([true]);
   rig.model.set("shows_graph", false);
   await settled();
   expect(panel.element.hidden).toBe(true);
