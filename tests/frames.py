@@ -84,16 +84,16 @@ class TupleOutputModule(nn.Module):
 
 # As the documentation prints it.
 DOCUMENTED_TREE = """\
-<root>: CompiledGraphModule
+<root>: TupleOutputModule
 ├─x: Tensor(3, 2)
-├─linear_0: CompiledGraphModule
+├─linear_0: Linear
 │ ├─input: Tensor(3, 2)
 │ ├─weight: Tensor(3, 2)
 │ ├─bias: Tensor(3)
 │ ├─linear: Tensor(3, 3)
 │ └─output: Tensor(3, 3)
 ├─add: Tensor(3, 2)
-├─linear_1: CompiledGraphModule
+├─linear_1: Linear
 │ ├─input: Tensor(3, 2)
 │ ├─weight: Tensor(3, 2)
 │ ├─bias: Tensor(3)

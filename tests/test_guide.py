@@ -52,16 +52,16 @@ def test_repr_of_the_graph_modules(tuple_pg: PatchableGraph) -> None:
 
 def test_tree(tuple_pg: PatchableGraph) -> None:
     expected = """
-<root>: CompiledGraphModule
+<root>: TupleOutputModule
 ├─x: Tensor(3, 2)
-├─linear_0: CompiledGraphModule
+├─linear_0: Linear
 │ ├─input: Tensor(3, 2)
 │ ├─weight: Tensor(3, 2)
 │ ├─bias: Tensor(3)
 │ ├─linear: Tensor(3, 3)
 │ └─output: Tensor(3, 3)
 ├─add: Tensor(3, 2)
-├─linear_1: CompiledGraphModule
+├─linear_1: Linear
 │ ├─input: Tensor(3, 2)
 │ ├─weight: Tensor(3, 2)
 │ ├─bias: Tensor(3)

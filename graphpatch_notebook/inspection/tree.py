@@ -28,7 +28,6 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from graphpatch_notebook.capture.inputs import passed_on
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, once_a_capture, refs_in
 from graphpatch_notebook.components.operations import CREATIONS, LINEAR_MAPS, PRODUCTS
-from graphpatch_notebook.inspection.resolution import graph_class
 from graphpatch_notebook.paths import format_segment
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec, leaves
 
@@ -234,8 +233,7 @@ class _FrameEntries:
 
     def of_frame(self, frame: Frame | None, name: str, is_plumbing: bool = False) -> TreeEntry:
         nodes = () if frame is None else (node for node in frame.nodes_and_splices if self.show_all or is_shown(node))
-        label = graph_class(frame)
-        return TreeEntry(name, label, "graph", tuple(map(self.of_node, nodes)), is_plumbing)
+        return TreeEntry(name, _label_of(frame), "graph", tuple(map(self.of_node, nodes)), is_plumbing)
 
     def of_node(self, node: Node) -> TreeEntry:
         name, is_plumbing = format_segment(node.name), id(node) in self.plumbing
@@ -244,6 +242,19 @@ class _FrameEntries:
         entry = spec_entry(node.spec, name, show_all=self.show_all)
         entry.is_plumbing = is_plumbing
         return entry
+
+
+def _label_of(frame: Frame | None) -> str:
+    """Returns the class of a module, with the kind of its graph unless that is captured and whole."""
+    if frame is None:
+        return "opaque"
+    kinds = {
+        "opaque": frame.opaque_reason is not None,
+        "edited graph": frame.is_edited,
+        "custom graph": frame.custom_graph is not None,
+    }
+    kind = next((f" ({kind})" for kind, is_it in kinds.items() if is_it), "")
+    return type(frame.module).__name__ + kind
 
 
 def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False) -> TreeEntry:

@@ -126,7 +126,7 @@ def test_keys_and_clicks_do_what_is_meant(
     view.search("")
     view.row("h_0 … h_5").click()
     view.row("h_3").locator(".gp-chevron").click()
-    opened_too = view.place.get_by_text("opened in 5 equal modules")
+    opened_too = view.place.get_by_text("Opened too: 5 equal modules")
     expect(opened_too).to_be_visible()
     look("opened")
     view.button("Only this one").click()

@@ -91,7 +91,7 @@ def test_names_of_our_own_and_keywords_stay_reachable(name):
     assert graph[name][name]._shape == graph[f"{name}.{name}"]._shape == torch.Size([5])
     assert graph[name].output[name]._shape == graph[f"{name}.output|{name}"]._shape == torch.Size([7])
     assert resolve(root.frame, str(graph[name].output[name])).spec == tensor(7)
-    assert f"├─{name}: CompiledGraphModule" in repr(graph)
+    assert f"├─{name}: Identity" in repr(graph)
     if not name.startswith("_"):
         assert getattr(graph, name) == graph[name]
 
@@ -166,7 +166,7 @@ def test_opaque_graphs_say_why_there_is_no_code():
     said = "No compiled code:\nOpaqueGraphModule, because its class is in classes_to_skip_compiling"
     assert graph.inner._code.startswith("Calling context:\nFile ")
     assert graph.inner._code.endswith(said)
-    assert repr(graph.inner) == "inner: OpaqueGraphModule\n└─output: Tensor(1)"
+    assert repr(graph.inner) == "inner: Identity (opaque)\n└─output: Tensor(1)"
     root.frame.opaque_reason = inner.frame.opaque_reason
     assert graph._code == said
 
@@ -176,7 +176,7 @@ def test_opaque_graphs_say_why_there_is_no_code():
 
 def test_the_documented_tree(graph):
     assert repr(graph) == DOCUMENTED_TREE
-    assert repr(graph.linear_0).splitlines()[:2] == ["linear_0: CompiledGraphModule", "├─input: Tensor(3, 2)"]
+    assert repr(graph.linear_0).splitlines()[:2] == ["linear_0: Linear", "├─input: Tensor(3, 2)"]
     assert repr(graph.output) == "output: tuple(2)\n├─sub_0: Tensor(3, 3)\n└─sub_1: Tensor(3, 3)"
     assert repr(graph.output.sub_0) == "sub_0: Tensor(3, 3)"
 
@@ -193,7 +193,7 @@ def test_the_tree_hides_clutter_unless_asked():
     root.output((torch.ones(2), None, {"a.b": 0.5}))
     graph = path_of(root.frame)
     assert repr(graph) == textwrap.dedent("""\
-        <root>: CompiledGraphModule
+        <root>: Identity
         ├─n: int(3)
         └─output: tuple(3)
           ├─sub_0: Tensor(2)
@@ -216,7 +216,7 @@ def test_a_large_tree_folds_equal_layers():
     graph = path_of(layered_frame(12))
     lines = repr(graph).splitlines()
     assert len(lines) < 70
-    assert "│ ├─h_1 … h_11: 11 × CompiledGraphModule (same as h_0)" in lines
+    assert "│ ├─h_1 … h_11: 11 × Identity (same as h_0)" in lines
     assert lines[-1] == "… 550 more nodes: pg.graph._tree(max_lines=None) shows them, pg.nodes lists all"
     assert lines[-2] == "  └─logits: Tensor(1, 8, 16)"
     whole = graph._tree(max_lines=None).splitlines()
@@ -246,7 +246,7 @@ def test_an_unrolled_loop_is_folded():
     root.op("stack", tensor(200))
     root.output(tensor(1))
     assert repr(path_of(root.frame)) == textwrap.dedent("""\
-        <root>: CompiledGraphModule
+        <root>: Identity
         ├─getitem: Tensor(1)
         ├─mul: Tensor(1)
         ├─state: Tensor(1)

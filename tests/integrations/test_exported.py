@@ -235,20 +235,20 @@ def test_the_hierarchy_is_that_of_the_model() -> None:
     assert (
         repr(pg.graph.layers_0)
         == """\
-layers_0: CompiledGraphModule
+layers_0: Mlp
 ├─x: Tensor(3, 4)
-├─up: CompiledGraphModule
+├─up: Linear
 │ ├─x: Tensor(3, 4)
 │ ├─weight: Tensor(8, 4)
 │ ├─bias: Tensor(8)
 │ ├─linear: Tensor(3, 8)
 │ └─output: Tensor(3, 8)
-├─act: CompiledGraphModule
+├─act: GELU
 │ ├─linear: Tensor(3, 8)
 │ ├─gelu: Tensor(3, 8)
 │ └─output: Tensor(3, 8)
 ├─mul: Tensor(3, 8)
-├─down: CompiledGraphModule
+├─down: Linear
 │ ├─mul: Tensor(3, 8)
 │ ├─weight: Tensor(4, 8)
 │ ├─bias: Tensor(4)

@@ -2,7 +2,7 @@
 import type { JobStatus, SessionState } from "../kernel/protocol";
 import { buttonElement, element } from "../page/dom";
 import { formatSeconds } from "../page/text";
-import { RequestFailed, type View } from "../view";
+import { listen, RequestFailed, type View } from "../view";
 
 const FIRST_DELAY = 30;
 const LONGEST_DELAY = 300;
@@ -80,6 +80,8 @@ export class JobView<J extends JobStatus> {
   private readonly stop: HTMLButtonElement;
   private readonly poller: Poller<J>;
   private stopWaiting: (() => void) | null = null;
+  /** The patches when an error was shown. */
+  private patchesKey = "";
 
   constructor(
     private readonly view: View,
@@ -101,6 +103,10 @@ export class JobView<J extends JobStatus> {
       onError: (reason) => this.onError(reason),
     });
     view.onRemove(() => this.close());
+    // An error goes with its cause.
+    listen(view, "change:session", () => {
+      this.message.hidden ||= this.patchesKey !== patchesKey(view.model.get("session"));
+    });
   }
 
   /** Shows a job; `asked`: the request that starts it, or asks for it. */
@@ -123,14 +129,13 @@ export class JobView<J extends JobStatus> {
   }
 
   private showError(message: string): void {
+    this.patchesKey = patchesKey(this.view.model.get("session"));
     const old = this.result.childElementCount > 0 ? "\nBelow is the result of the run before." : "";
     this.message.textContent = message + old;
     this.message.hidden = false;
   }
 
   showOutdated(isOutdated: boolean, repair: string): void {
-    // An error goes with its cause.
-    if (isOutdated) this.message.hidden = true;
     this.outdated.hidden = !isOutdated;
     this.outdated.textContent = isOutdated ? `The chosen patches have changed since: ${repair}.` : "";
   }
@@ -177,7 +182,7 @@ export class JobView<J extends JobStatus> {
       else this.bar.value = fraction;
       const percent = fraction === null ? "" : `${Math.floor(100 * fraction)}% · `;
       this.text.textContent = `${percent}${formatSeconds(seconds)}`;
-      this.waits.textContent = `The interrupt waits for ${waits_for}`;
+      this.waits.textContent = waits_for === null ? "" : `The interrupt waits for ${waits_for}`;
       this.waits.hidden = waits_for === null;
       return;
     }

@@ -180,7 +180,7 @@ export function makeOpenedNote({ onRemove }: View, tree: TreeState): Part {
   const note = makeOffer("Only this one", () => tree.closeOthers());
   const show = () => {
     const { length } = tree.openedToo;
-    note.say(length === 0 ? "" : `The same was opened in ${formatCount(length, "equal module")}.`);
+    note.say(length === 0 ? "" : `Opened too: ${formatCount(length, "equal module")}.`);
   };
   onRemove(tree.onChange((change) => change === "lines" && show()));
   return note;

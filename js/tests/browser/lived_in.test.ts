@@ -79,7 +79,7 @@ test("equal layers open together, which is said, with a way to open one only", a
   row("h_0 … h_3").click();
   row("h_2").querySelector<HTMLElement>(".gp-chevron")?.click();
   const said = () => el.querySelector(".gp-offer:not([hidden])")?.textContent ?? "";
-  expect(said()).toBe("The same was opened in 3 equal modules.Only this one");
+  expect(said()).toBe("Opened too: 3 equal modules.Only this one");
   named(el, "Only this one").click();
   expect(said()).toBe("");
   expect(names().filter((name) => name === "attn")).toEqual(["attn"]);

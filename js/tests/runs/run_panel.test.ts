@@ -111,6 +111,26 @@ describe("a run", () => {
     expect(inputs().hasAttribute("aria-invalid")).toBe(false);
   });
 
+  it("shows why it failed until the patches change", async () => {
+    open({ session: session(patch(1)) }, { run: () => runStatus(2, { state: "failed", error: "IndexError: no." }) });
+    await run();
+    expect(alerts().join()).toContain("IndexError: no.");
+    view.model.set("session", { ...session(patch(1)), version: 8 });
+    expect(alerts().join()).toContain("IndexError: no.");
+    view.model.set("session", session());
+    expect(alerts()).toEqual([]);
+  });
+
+  it("says what an interrupt waits for", async () => {
+    let status = runStatus(7);
+    open({}, { run: () => status, run_status: () => status });
+    await run();
+    expect(progress()?.textContent).not.toContain("waits");
+    status = runStatus(7, { waits_for: "cell:9, in forward: time.sleep(9)" });
+    await vi.advanceTimersByTimeAsync(300);
+    expect(progress()?.textContent).toContain("The interrupt waits for cell:9, in forward: time.sleep(9)");
+  });
+
   it("keeps the old result, dimmed, during a new run and if it fails", async () => {
     let status = done(1);
     open({ session: session(patch(1)) }, { run: () => status, run_status: () => status });

@@ -61,6 +61,9 @@ def test_a_small_model_is_there_whole() -> None:
     for line in repr(pg.graph).splitlines():
         assert re.sub(r"^[│├└─ ]*", "", line) in shown
     assert "No patch is chosen." in shown
+    assert "<root>: Sequential" in shown
+    assert "sub_1: ReLU" in shown
+    assert "GraphModule" not in shown
 
 
 def test_hostile_names_are_text() -> None:

@@ -316,7 +316,7 @@ def test_a_cell_shows_the_widget_and_a_tree_without_it(kernel: Kernel, cell: str
     live, static = shown(messages)
     assert live["data"][WIDGET_VIEW]["model_id"]
     assert live["data"].keys() == {WIDGET_VIEW}
-    assert static["data"]["text/plain"].startswith("<root>: CompiledGraphModule")
+    assert static["data"]["text/plain"].startswith("<root>: Sequential")
     assert f'class="gp-static gp-static-{live["data"][WIDGET_VIEW]["model_id"]}"' in static["data"]["text/html"]
     assert "zero sub_0.linear[:, 0]" in static["data"]["text/html"]
     if not cell.startswith("display"):
