@@ -1,10 +1,12 @@
 /** A window onto a large picture, which is scrolled, dragged, and zoomed by buttons and the wheel with Ctrl. */
-import { buttonElement, consume, element, setAttribute } from "./dom";
+import { buttonElement, consume, element, replaceChildren, setAttribute, svgElement } from "./dom";
 import { clamp, type Size } from "./grid";
 
 /** How much larger a click on a button makes the picture, and how small and large it gets. */
 const STEP = 1.25;
 const ZOOMS = [0.05, 3] as const;
+/** How large the small picture of what fits the width is at most. */
+const MAP: Size = { width: 240, height: 48 };
 /** What is so close to the border of the window, in pixels, is not seen well. */
 const EDGE = 24;
 
@@ -12,7 +14,19 @@ export class ZoomWindow {
   readonly element = element("div.gp-zoom-window", {
     onwheel: (event: WheelEvent) => this.onWheel(event),
     onpointerdown: (event: PointerEvent) => this.onPointerDown(event),
+    onscroll: () => this.showSeen(),
   });
+  /** What is seen of the picture, on a small one; a click there goes to that place. */
+  private readonly map = svgElement("svg.gp-zoom-map", {
+    "aria-hidden": true,
+    onclick: ({ offsetX, offsetY }: MouseEvent) => {
+      const scale = this.zoom / this.mapScale;
+      const { clientWidth, clientHeight } = this.element;
+      this.element.scrollTo(offsetX * scale - clientWidth / 2, offsetY * scale - clientHeight / 2);
+    },
+  });
+  private readonly seen = svgElement("rect.gp-zoom-seen");
+  private mapScale = 1;
   readonly buttons: HTMLElement;
   zoom = 1;
   private picture: SVGSVGElement | null = null;
@@ -27,7 +41,9 @@ export class ZoomWindow {
       button("Zoom out", "−", () => this.zoomTo(this.zoom / STEP)),
       button("Zoom in", "+", () => this.zoomTo(this.zoom * STEP)),
       button(fits === "width" ? "Fit to width" : "Fit the picture", "Fit", () => this.fit()),
+      this.map,
     );
+    new ResizeObserver(() => this.showSeen()).observe(this.element);
   }
 
   /** Shows a picture, whose size is that at zoom 1, where another one was. */
@@ -36,6 +52,14 @@ export class ZoomWindow {
     this.picture = picture;
     this.size = size;
     this.element.replaceChildren(picture);
+    if (this.fits === "width") {
+      setAttribute(this.map, "viewBox", `0 0 ${size.width} ${size.height}`);
+      this.mapScale = Math.min(MAP.width / size.width, MAP.height / size.height);
+      setAttribute(this.map, "width", size.width * this.mapScale);
+      setAttribute(this.map, "height", size.height * this.mapScale);
+      const nodes = [...picture.querySelectorAll("[role=button] > rect")].map((node) => node.cloneNode());
+      replaceChildren(this.map, ...nodes, this.seen);
+    }
     this.resize();
     this.element.scrollTo(scrollLeft, scrollTop);
   }
@@ -71,6 +95,15 @@ export class ZoomWindow {
     if (this.picture === null) return;
     setAttribute(this.picture, "width", this.size.width * this.zoom);
     setAttribute(this.picture, "height", this.size.height * this.zoom);
+    this.showSeen();
+  }
+
+  private showSeen(): void {
+    const { clientWidth, clientHeight, scrollLeft, scrollTop, scrollWidth, scrollHeight } = this.element;
+    const isWhole = scrollWidth <= clientWidth + 1 && scrollHeight <= clientHeight + 1;
+    this.map.toggleAttribute("hidden", this.fits !== "width" || isWhole);
+    const seen = { x: scrollLeft, y: scrollTop, width: clientWidth, height: clientHeight };
+    for (const [name, value] of Object.entries(seen)) setAttribute(this.seen, name, value / this.zoom);
   }
 
   private onWheel(event: WheelEvent): void {

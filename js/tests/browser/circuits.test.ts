@@ -1,4 +1,4 @@
-import { expect, test } from "vitest";
+import { expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
 import { makeCircuitPanel } from "../../src/circuits/circuit_figure";
 import type { CircuitPicture, CircuitTraits } from "../../src/kernel/protocol";
@@ -139,6 +139,20 @@ test("a pinned node shows the page of its feature, of which nothing runs", async
   expect("ran" in window).toBe(false);
   await userEvent.click(node(nodes[1]?.label ?? ""));
   expect(el.querySelector(".gp-circuit-page")).toBeNull();
+});
+
+test("a small picture says what is seen of one that does not fit, and a click there goes to that place", async () => {
+  const { el, query } = await shown({ width: 4000 });
+  const [scroll, map] = [query<HTMLElement>(".gp-zoom-window"), query<SVGSVGElement>(".gp-zoom-map")];
+  const seen = () => (query(".gp-zoom-seen") as Element).getBoundingClientRect();
+  await vi.waitFor(() => expect(map.getBoundingClientRect().width).toBeCloseTo(242, 0));
+  const box = map.getBoundingClientRect();
+  expect(seen().left - box.left).toBeLessThan(4);
+  await userEvent.click(map, { position: { x: box.width / 2, y: box.height / 2 } });
+  await vi.waitFor(() => expect(scroll.scrollLeft).toBeGreaterThan(1000));
+  await vi.waitFor(() => expect((seen().left + seen().right) / 2).toBeCloseTo(box.left + box.width / 2, -1));
+  el.querySelector<HTMLElement>("[aria-label='Fit to width']")?.click();
+  expect(getComputedStyle(map).display).toBe("none");
 });
 
 test("a wide picture fits by a button, and is zoomed by buttons and by the wheel with Ctrl", async () => {
