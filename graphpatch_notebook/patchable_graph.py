@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.components import Components, Weights
     from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
+    from graphpatch_notebook.experiments.datasets.feature_pages import FeaturePage
     from graphpatch_notebook.graphs.verification import VerificationReport
     from graphpatch_notebook.notebook.views.browser import Browser
     from graphpatch_notebook.patching import CompiledModel
@@ -310,6 +311,7 @@ class PatchableGraph(_LikeItsModel):
         *,
         inputs: Any = None,
         circuit: Circuit | AttributionGraph | None = None,
+        pages: Mapping[str, FeaturePage] | None = None,
         views: Iterable[str] = (),
     ) -> Browser:
         """Returns a widget with the tree of the graph: inspect nodes and their code, choose patches by click, run.
@@ -322,6 +324,7 @@ class PatchableGraph(_LikeItsModel):
             inputs: Inputs for *Run*, instead of the example inputs: a tuple of arguments, a dict of keyword arguments,
                 or one value.
             circuit: A circuit of this model. Its picture is shown above the tree, to patch components by click.
+            pages: Pages of features, which the nodes of an attribution graph open: as for `show_circuit`.
             views: The names of views to show with the tree: "attention", "lens", and "graph", which draws the dataflow
                 of the module at the path. What is selected in one is selected in all.
 
@@ -342,7 +345,7 @@ class PatchableGraph(_LikeItsModel):
         from graphpatch_notebook.notebook.views.linked import workspace_of_user
 
         workspace = workspace_of_user(sys._getframe(1).f_globals)
-        return browser_of(self, workspace, str(path), inputs=inputs, circuit=circuit, views=views)
+        return browser_of(self, workspace, str(path), inputs=inputs, circuit=circuit, pages=pages, views=views)
 
     @property
     def nodes(self) -> NodeMap:

@@ -37,7 +37,8 @@ def page_html(page: FeaturePage) -> str:
         _histogram(page),
         _table("Raises" if logits[0] else "Logits", logits[0], page.unknown),
         _table("Lowers", logits[1], ""),
-        _table("Written by", page.written_by, page.unread),
+        _table("Written by heads" if page.heads else "Written by", page.heads, page.unread),
+        _table("Written by features", page.features, ""),
     ]
     rows = "".join(_example(page, number, scale) for number in range(len(page.examples)))
     return (

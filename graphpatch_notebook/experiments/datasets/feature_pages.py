@@ -65,7 +65,8 @@ class FeaturePage:
         promoted: The tokens whose logits it raises most, as pairs of token and effect.
         suppressed: Those whose logits it lowers most.
         unknown: Why its effects on logits are not known; empty if they are.
-        written_by: The heads and features that write most into what it reads, as pairs of name and strength.
+        heads: The heads that write most into what it reads, as pairs of name and strength.
+        features: The features that write most into it.
         unread: Why these are not known; empty if they are.
         tokenizer: What gives the texts of tokens; `None` for numbers.
 
@@ -92,7 +93,8 @@ class FeaturePage:
     promoted: Sequence[tuple[int, float]] = ()
     suppressed: Sequence[tuple[int, float]] = ()
     unknown: str = ""
-    written_by: Sequence[tuple[str, float]] = ()
+    heads: Sequence[tuple[str, float]] = ()
+    features: Sequence[tuple[str, float]] = ()
     unread: str = ""
     tokenizer: Any = field(default=None, repr=False)
 
@@ -157,8 +159,8 @@ def feature_pages(
         dataset: An iterable of batches, or the inputs of all examples, with `batch_size`: as of `record_to`.
             Or an `ActivationStore` with these values: then the model does not run.
         top: How many examples a page has.
-        logits: How many tokens it has whose logits are raised, and lowered, most, and heads and features that write to
-            it.
+        logits: How many tokens it has whose logits are raised, and lowered, most, and how many heads and features that
+            write to it.
         positions: The positions that count: an index, indices or a slice; `None` for all. `slice(1, None)` leaves out
             the first token, which activates some features most in every text. Pages show all tokens.
         batch_size: How many examples run at once, if `dataset` has the inputs of all examples.
@@ -599,7 +601,9 @@ def _sources(pg: PatchableGraph, base: str, features: _Features, count: int) -> 
     """Yields the heads and features that write most into what each feature reads."""
     read, matrix = Place.of_features(pg, base).read(pg)
     for rows in features.rows(matrix, _AT_ONCE // 2**15):
-        names, scores = sources(pg, read, rows)
-        best = scores.abs().topk(min(count, len(names))).indices
-        for own, values in zip(best.tolist(), scores.gather(1, best).tolist(), strict=True):
-            yield {"written_by": [(names[number], value) for number, value in zip(own, values, strict=True)]}
+        parts = sources(pg, read, rows)
+        best = [scores.abs().topk(min(count, len(names))).indices for names, scores in parts]
+        for number in range(len(rows)):
+            own = ((*part, each[number].tolist()) for part, each in zip(parts, best, strict=True))
+            pairs = [[(names[at], float(scores[number, at])) for at in order] for names, scores, order in own]
+            yield dict(zip(("heads", "features"), pairs, strict=True))

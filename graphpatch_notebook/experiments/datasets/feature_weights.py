@@ -183,8 +183,8 @@ def writers_before(pg: PatchableGraph, read: Place) -> list[Place]:
     return [each for each in found if each.stack == read.stack and (each.layer, _WRITTEN.get(each.part, 9.0)) < end]
 
 
-def sources(pg: PatchableGraph, read: Place, rows: Tensor) -> tuple[list[str], Tensor]:
-    """Returns heads and features that write into what rows read, and how strongly each does, (rows, sources).
+def sources(pg: PatchableGraph, read: Place, rows: Tensor) -> list[tuple[list[str], Tensor]]:
+    """Returns heads, and features, that write into what rows read, and how strongly each does, (rows, sources).
 
     Args:
         pg: The graph.
@@ -194,17 +194,19 @@ def sources(pg: PatchableGraph, read: Place, rows: Tensor) -> tuple[list[str], T
     values = pg.components.evidence.values
     rows = through_norm(pg, values.get(read.name), rows.float(), backwards=True)
     rows = rows / rows.norm(dim=1, keepdim=True)
-    names, found = list[str](), [rows[:, :0]]
+    heads: tuple[list[str], list[Tensor]] = [], [rows[:, :0]]
+    features: tuple[list[str], list[Tensor]] = [], [rows[:, :0]]
     for place in writers_before(pg, read):
         norm = place.output_norm(pg)
         if place.part == "attn.z":
             weights = pg.weights[place.stack]
             every = [weights.W_OV[place.layer, head] for head in range(weights.W_O.heads(place.layer))]
-            heads = [FactoredMatrix(each.left.float(), through_norm(pg, norm, each.right.float())) for each in every]
-            scores = [(rows @ each.right.mT @ each.left.mT).norm(dim=1) / each.norm() for each in heads]
-            found.append(torch.stack(scores, 1))
+            maps = [FactoredMatrix(each.left.float(), through_norm(pg, norm, each.right.float())) for each in every]
+            scores = torch.stack([(rows @ ov.right.mT @ ov.left.mT).norm(dim=1) / ov.norm() for ov in maps], 1)
         else:
             vectors = through_norm(pg, norm, place.written(pg).float())
-            found.append(rows @ (vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-30)).mT)
-        names += [place.form.format(number) for number in range(found[-1].shape[1])]
-    return names, torch.cat(found, 1)
+            scores = rows @ (vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-30)).mT
+        names, found = heads if place.part == "attn.z" else features
+        names += [place.form.format(number) for number in range(scores.shape[1])]
+        found.append(scores)
+    return [(names, torch.cat(found, 1)) for names, found in (heads, features)]

@@ -53,7 +53,7 @@ from graphpatch_notebook.notebook.views.linked import (
     session_for_view,
 )
 from graphpatch_notebook.notebook.views.measures import MEASURES, Found, measure
-from graphpatch_notebook.notebook.views.results import picture_of, static_circuit
+from graphpatch_notebook.notebook.views.results import GroupedView, picture_of, static_circuit
 from graphpatch_notebook.notebook.views.selection import item_of
 from graphpatch_notebook.notebook.views.skeleton import HIDDEN, PATCHABLE, SIZE, Skeleton, skeleton_of
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -73,9 +73,10 @@ if TYPE_CHECKING:
 
     from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
+    from graphpatch_notebook.experiments.datasets.feature_pages import FeaturePage
 
 
-class Browser(LinkedView):
+class Browser(GroupedView, LinkedView):
     """The tree of a graph, to inspect and to patch by clicking. `pg.browse()` returns it.
 
     All browsers of a graph and the magics share the chosen patches: a change in one appears in all. A browser keeps its
@@ -113,6 +114,7 @@ class Browser(LinkedView):
 
     FRONT_END: ClassVar[Mapping[str, Any]] = {
         **LinkedView.FRONT_END,
+        **GroupedView.GROUPS,
         "expanded": list[Natural] | None,
         "selected": Natural,
         "query": Annotated[str, Meta(max_length=10_000)],
@@ -138,7 +140,7 @@ class Browser(LinkedView):
         self._scores_name = ""
         self._measured: Found = {}
         self._measuring: tuple[Any, Job[Found]] | None = None
-        self._circuit: Circuit | AttributionGraph | None = None
+        self._pages: Mapping[str, FeaturePage] = {}
         self._has_components, self._has_edges = False, shows_graph
         self._opened_at = skeleton.path(row)
         self.views = tuple(views)
@@ -219,15 +221,21 @@ class Browser(LinkedView):
                 raise SessionError(job.error or "the run failed")
         self._show_measured(names, job)
 
-    def set_circuit(self, circuit: Circuit | AttributionGraph | None) -> None:
+    def set_circuit(
+        self, circuit: Circuit | AttributionGraph | None, pages: Mapping[str, FeaturePage] | None = None
+    ) -> None:
         """Shows the picture of a circuit above the tree; `None` removes it.
 
         A component that is pinned in the picture becomes the selected row, and has a button to patch it.
 
         Args:
             circuit: A circuit of this graph's model.
+            pages: Pages of features, as for `show_circuit`.
         """
-        self._circuit = circuit
+        self._pages = pages or {}
+        self.show(circuit)
+
+    def _draw(self) -> None:
         self.renew("circuit")
 
     @property
@@ -351,7 +359,7 @@ class Browser(LinkedView):
             "scores": lambda: b"".join(packed(column, len(skeleton)) for _, column in self._score_columns(skeleton)),
             "score_names": lambda: [name for name, _ in self._score_columns(skeleton)],
             "run": lambda: self._runs.state,
-            "circuit": lambda: None if self._circuit is None else picture_of(self._circuit, skeleton.find),
+            "circuit": lambda: None if self._circuit is None else picture_of(self._circuit, self._pages, skeleton.find),
         }
 
     def _score_columns(self, skeleton: Skeleton) -> list[tuple[str, dict[int, float]]]:
@@ -455,6 +463,7 @@ def browser_of(
     inputs: Any = None,
     typed: str | None = None,
     circuit: Circuit | AttributionGraph | None = None,
+    pages: Mapping[str, FeaturePage] | None = None,
     views: Iterable[str] = (),
 ) -> Browser:
     """Returns a new browser of a graph: `pg.browse`. `typed` are the inputs as Python code, evaluated for each run.
@@ -472,7 +481,7 @@ def browser_of(
         raise ValueError(f"unknown view {unknown.pop()!r}; views are 'attention', 'graph' and 'lens'")
     above = [known[name](graph, workspace) for name in wanted if name != "graph"]
     browser = Browser(graph, session, workspace, path, above, shows_graph="graph" in wanted)
-    browser.set_circuit(circuit)
+    browser.set_circuit(circuit, pages)
     workspace.news.clear()  # the browser shows it
     return browser
 

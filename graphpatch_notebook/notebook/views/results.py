@@ -376,7 +376,44 @@ _MOST_EDGES = 300
 _LISTED = 20
 
 
-class CircuitView(DisplayedWidget):
+class GroupedView(DisplayedWidget):
+    """A view with the picture of a circuit, in which nodes of an attribution graph become groups."""
+
+    groups: Any = traitlets.Dict().tag(sync=True)
+
+    GROUPS: ClassVar[Mapping[str, Any]] = {"groups": dict[str, Annotated[list[Natural], Meta(min_length=1)]]}
+    _circuit: Any = None
+
+    def _draw(self) -> None:
+        """Sends the picture again."""
+        raise NotImplementedError
+
+    def show(self, circuit: Circuit | AttributionGraph | None) -> None:
+        """Shows a circuit, with its groups."""
+        self._circuit = circuit
+        with self.hold_sync():
+            groups = circuit.groups if isinstance(circuit, AttributionGraph) else {}
+            self.groups = {name: list(members) for name, members in groups.items()}
+            self._draw()
+
+    def _check(self, name: str, value: Any) -> None:
+        super()._check(name, value)
+        if name == "groups" and value:
+            count = len(self._circuit.nodes) if isinstance(self._circuit, AttributionGraph) else 0
+            members = [member for own in value.values() for member in own]
+            if max(members) >= count or len({*members}) < len(members):
+                raise traitlets.TraitError("groups are numbers of nodes of an attribution graph, each in one group")
+
+    _checked_groups = traitlets.validate("groups")(DisplayedWidget.checked)
+
+    @traitlets.observe("groups")
+    def _follow_groups(self, change: Any) -> None:
+        if isinstance(self._circuit, AttributionGraph):
+            self._circuit = replace(self._circuit, groups={name: tuple(own) for name, own in change["new"].items()})
+            self._draw()
+
+
+class CircuitView(GroupedView):
     """An interactive picture of a circuit, which `show_circuit` returns.
 
     In a notebook, it displays as a widget, with a picture that replaces it without a kernel. Elsewhere, it is one line.
@@ -405,27 +442,19 @@ class CircuitView(DisplayedWidget):
     circuit = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
     model_id = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
     pinned: Any = traitlets.List(default_value=None, allow_none=True).tag(sync=True)
-    groups: Any = traitlets.Dict().tag(sync=True)
     selected: Any = traitlets.Any(default_value=None, read_only=True)
 
-    FRONT_END: ClassVar[Mapping[str, Any]] = {
-        "pinned": tuple[str, Natural] | None,
-        "groups": dict[str, Annotated[list[Natural], Meta(min_length=1)]],
-    }
+    FRONT_END: ClassVar[Mapping[str, Any]] = {**GroupedView.GROUPS, "pinned": tuple[str, Natural] | None}
 
     def __init__(self, circuit: Circuit | AttributionGraph, pages: Mapping[str, FeaturePage] | None = None) -> None:
-        self._circuit, self._pages = circuit, pages or {}
-        if isinstance(circuit, AttributionGraph):
-            self.groups = {name: list(members) for name, members in circuit.groups.items()}
-        self._draw()
+        self._pages = pages or {}
+        self.show(circuit)
         self.set_trait("model_id", self._own_id)
         super().__init__()
 
     def _draw(self) -> None:
-        state = picture_of(self._circuit)
-        for node in state["nodes"]:
-            if node["name"] in self._pages:
-                node["page"] = page_html(self._pages[node["name"]])
+        state = picture_of(self._circuit, self._pages)
+        self.pinned = None  # its number is that of another node
         self.set_trait("circuit", state)
         self._names: dict[Any, Any] = {
             **{("node", number): _key(node, "name") for number, node in enumerate(state["nodes"])},
@@ -438,24 +467,12 @@ class CircuitView(DisplayedWidget):
         super()._check(name, value)
         if name == "pinned" and value is not None and tuple(value) not in self._names:
             raise traitlets.TraitError(f"{value!r} is not in the picture")
-        if name == "groups" and value:
-            count = len(self._circuit.nodes) if isinstance(self._circuit, AttributionGraph) else 0
-            members = [member for own in value.values() for member in own]
-            if max(members) >= count or len({*members}) < len(members):
-                raise traitlets.TraitError("groups are numbers of nodes of an attribution graph, each in one group")
 
-    _checked_pinned = traitlets.validate("pinned", "groups")(DisplayedWidget.checked)
+    _checked_pinned = traitlets.validate("pinned")(DisplayedWidget.checked)
 
     @traitlets.observe("pinned")
     def _follow_pinned(self, change: Any) -> None:
         self.set_trait("selected", self._names.get(tuple(change["new"] or ())))
-
-    @traitlets.observe("groups")
-    def _follow_groups(self, change: Any) -> None:
-        if isinstance(self._circuit, AttributionGraph):
-            self._circuit = replace(self._circuit, groups={name: tuple(own) for name, own in change["new"].items()})
-            self.pinned = None  # its number is that of another node
-            self._draw()
 
     # -- display -------------------------------------------------------------------------------------------------------
 
@@ -475,7 +492,9 @@ def _key(item: dict[str, Any], *names: str) -> Any:
 
 
 def picture_of(
-    circuit: Circuit | AttributionGraph, row_of: Callable[[str], int | None] = lambda _: None
+    circuit: Circuit | AttributionGraph,
+    pages: Mapping[str, FeaturePage],
+    row_of: Callable[[str], int | None] = lambda _: None,
 ) -> dict[str, Any]:
     """Returns the `CircuitPicture` of the front end."""
     picture = circuit.strongest(_MOST_EDGES).picture()
@@ -487,7 +506,9 @@ def picture_of(
     return {
         **picture,
         "nodes": [
-            {**node, "row": -1 if row is None else row} for node, row in zip(picture["nodes"], rows, strict=True)
+            {**node, "row": -1 if row is None else row}
+            | ({"page": page_html(pages[node["name"]])} if node["name"] in pages else {})
+            for node, row in zip(picture["nodes"], rows, strict=True)
         ],
         "first": min(READABLE, len(picture["edges"])),
         "summary": summary_of(circuit, len(picture["edges"])),

@@ -48,6 +48,17 @@ export class CircuitFigure {
   private readonly readout = element("div.gp-caption.gp-readout");
   private readonly details = element("div.gp-line.gp-box.gp-circuit-pinned", { "aria-live": "polite" });
   private readonly shownText = element("span.gp-number");
+  private readonly finder = element("input.gp-field", {
+    type: "text",
+    role: "searchbox",
+    "aria-label": "Find nodes",
+    placeholder: "Find nodes",
+    title: "Enter goes from one node that is found to the next",
+    size: 14,
+    oninput: () => this.find(),
+    onkeydown: (event: KeyboardEvent) => this.onFinderKey(event),
+  });
+  private readonly foundText = element("span.gp-muted", { role: "status" });
   private readonly slider: HTMLInputElement;
   private count: number;
   private pinned: Pinned | null = null;
@@ -81,7 +92,7 @@ export class CircuitFigure {
     this.element = element(
       "section.gp-stack.gp-circuit",
       { role: "region", "aria-label": "Circuit" },
-      element("div.gp-line", threshold, this.window.buttons, element("div.gp-line", ...copies)),
+      element("div.gp-line", threshold, this.finder, this.foundText, this.window.buttons, ...copies),
       this.window.element,
       this.legend(),
       this.readout,
@@ -237,6 +248,39 @@ export class CircuitFigure {
     if (!seen.has(this.active)) this.setActive([...seen][0] ?? 0);
     if (this.pinned !== null && !this.isShown(this.pinned)) this.togglePin(null);
     else this.highlight();
+    this.find();
+  }
+
+  /** The nodes that are shown and have all words in label, name or position. */
+  private matches(): number[] {
+    const words = this.finder.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const texts = this.circuit.nodes.map((node) =>
+      `${node.label} ${node.name}${placeText(node.position)}`.toLowerCase(),
+    );
+    return [...texts.keys()].filter((number) => {
+      return words.length > 0 && this.isShown(["node", number]) && words.every((word) => texts[number]?.includes(word));
+    });
+  }
+
+  private find(): void {
+    const found = this.matches();
+    for (const [number, group] of this.nodes.entries())
+      toggleClasses(group, { "gp-circuit-found": found.includes(number) });
+    this.foundText.textContent = this.finder.value.trim() === "" ? "" : formatCount(found.length, "node");
+  }
+
+  /** Enter pins the next node that is found; Esc ends the search. */
+  private onFinderKey(event: KeyboardEvent): void {
+    if (event.key !== "Enter" && event.key !== "Escape") return;
+    consume(event);
+    if (event.key === "Escape") this.finder.value = "";
+    this.find();
+    const found = this.matches();
+    const next = found[(found.indexOf(this.pinned?.[0] === "node" ? this.pinned[1] : -1) + 1) % found.length];
+    if (next === undefined || isSame(this.pinned, ["node", next])) return;
+    this.setActive(next);
+    this.togglePin(["node", next]);
+    this.nodes[next]?.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 
   private isShown([kind, number]: Pinned): boolean {
@@ -423,10 +467,17 @@ function withSign(score: number): string {
 
 // -- The picture of a circuit, alone, as `show_circuit` shows it, or above the tree of its model -------------------------
 
-export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: () => void) => void): HTMLElement {
-  const page = element("div");
-  let figure: CircuitFigure;
-  const group = (name: string, members: number[]) => {
+/** What a widget with groups has. */
+interface Grouped {
+  get(name: "groups"): CircuitTraits["groups"];
+  set(name: "groups", value: CircuitTraits["groups"]): void;
+  save_changes(): void;
+}
+
+/** Makes groups of an attribution graph; `null` for circuits, which have none. */
+function groupsOf(model: Grouped, { nodes }: CircuitPicture): FigureOptions["onGroup"] {
+  if (nodes.every(({ members }) => members === undefined)) return null;
+  return (name, members) => {
     const others = Object.entries(model.get("groups") ?? {}).map(([other, own]): [string, number[]] => {
       return [other, own.filter((member) => !members.includes(member))];
     });
@@ -434,6 +485,11 @@ export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: ()
     model.set("groups", name === "" ? kept : { ...kept, [name]: members });
     saveChanges(model);
   };
+}
+
+export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: () => void) => void): HTMLElement {
+  const page = element("div");
+  let figure: CircuitFigure;
   const follow = () => figure.pin(model.get("pinned"));
   const show = () => {
     const circuit = model.get("circuit");
@@ -443,7 +499,7 @@ export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: ()
         saveChanges(model);
       },
       actions: null,
-      onGroup: circuit.nodes.some(({ members }) => members !== undefined) ? group : null,
+      onGroup: groupsOf(model, circuit),
     });
     replaceChildren(page, figure.element);
     follow();
@@ -487,7 +543,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
         view.selection.set([itemOf(node.name, { position: node.position })]);
       },
       actions,
-      onGroup: null,
+      onGroup: groupsOf(view.model, circuit),
     });
     panel.append(figure.element);
     mark();

@@ -70,6 +70,7 @@ export interface Traits extends LinkedTraits {
   score_names: string[]; // Of the columns.
   run: { id: number; state: RunState } | null; // The current or last run of any view; `null` before the first one.
   circuit: CircuitPicture | null; // The circuit that is shown above the tree; `null`: none is.
+  groups?: CircuitTraits["groups"]; // Of the circuit; set by the front end.
 }
 
 /** The traits of the attention view. Only `row` and `selection` are set by the front end. */

@@ -129,6 +129,31 @@ test("nodes selected with Shift become a group with a name, and leave it again",
   expect(model.get("groups")).toEqual({ other: [2], ends: [4, 9] });
 });
 
+test("nodes are found by words, and Enter pins one after the other", async () => {
+  const nodes = picture().nodes.map((one) => ({ ...one, ports: [] }));
+  const { el, model, node, query } = await shown({ nodes });
+  const field = query<HTMLInputElement>('[aria-label="Find nodes"]');
+  const found = () => [...el.querySelectorAll(".gp-circuit-found")];
+  await userEvent.type(field, "@");
+  expect(found()).toEqual([node("embed"), node("logits")]);
+  expect(query(".gp-muted[role=status]").textContent).toBe("2 nodes");
+  for (const number of [0, 2, 0]) {
+    await userEvent.type(field, "{Enter}");
+    expect(model.get("pinned")).toEqual(["node", number]);
+  }
+  await userEvent.type(field, " EMB{Enter}");
+  expect(found()).toEqual([node("embed")]);
+  expect(model.get("pinned")).toEqual(["node", 0]);
+  expect(await accessibilityViolations(el)).toEqual([]);
+  const slider = query<HTMLInputElement>("input[type=range]");
+  slider.focus();
+  await userEvent.keyboard("{Home}"); // the first edge only, from head to logits
+  expect(found()).toEqual([]);
+  await userEvent.type(field, "{Escape}");
+  expect(field.value).toBe("");
+  expect(query(".gp-muted[role=status]").textContent).toBe("");
+});
+
 test("a pinned node shows the page of its feature, of which nothing runs", async () => {
   const page = '<div class="page"><p>the <b>cat</b></p><script>window.ran = 1</script></div>';
   const nodes = picture().nodes.map((one, number) => (number === 0 ? { ...one, page } : one));

@@ -375,7 +375,7 @@ def test_pages_are_continued(tmp_path: Path, kind: str) -> None:
 
 
 def strengths(page: FeaturePage) -> dict[str, float]:
-    return dict(page.written_by)
+    return dict((*page.heads, *page.features))
 
 
 def test_heads_and_neurons_that_write_to_a_neuron() -> None:
@@ -403,10 +403,11 @@ def test_heads_and_neurons_that_write_to_a_neuron() -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] == pytest.approx(float(value), abs=1e-5)
-    sizes = [abs(value) for _, value in page.written_by]
-    assert sizes == sorted(sizes, reverse=True)
+    for pairs in (page.heads, page.features):
+        sizes = [abs(value) for _, value in pairs]
+        assert sizes == sorted(sizes, reverse=True)
     few = show_feature(pg, neuron, examples(), batch_size=4, logits=3)
-    assert few.written_by == page.written_by[:3]
+    assert (few.heads, few.features) == (page.heads[:3], page.features[:3])
     assert "Written by" in few._repr_html_()
     direction = show_feature(pg, {"a": ("layers[0].resid_post", read)}, examples(), batch_size=4, logits=1000)
     earlier = {name for name in expected if name.startswith("layers[0]")}

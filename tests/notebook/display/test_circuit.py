@@ -100,6 +100,17 @@ def test_nodes_have_the_pages_of_their_features() -> None:
     assert shown == {name: pages[name]._repr_html_(), "@logits[5]": None}
     view.groups = {"both": [0]}
     assert all("page" not in node for node in view.circuit["nodes"])
+    browser: Any = pg.browse(circuit=graph, pages=pages)
+    assert [node.get("page") for node in browser.circuit["nodes"]] == [pages[name]._repr_html_(), None]
+    browser.set_state({"groups": {"both": [0]}})
+    assert [node["members"] for node in browser.circuit["nodes"]] == [[0], [1]]
+    assert browser.groups == {"both": [0]}
+    browser.set_state({"groups": {"both": [0, 2]}})
+    assert browser.groups == {"both": [0]}
+    browser.set_circuit(None)
+    assert (browser.circuit, browser.groups) == (None, {})
+    browser.set_state({"groups": {"both": [0]}})
+    assert browser.groups == {}
 
 
 def test_a_browser_shows_a_circuit_whose_nodes_are_rows() -> None:
