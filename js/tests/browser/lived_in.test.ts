@@ -136,6 +136,7 @@ test("? lists the keys, and Esc closes the list", async () => {
   await userEvent.keyboard("?");
   const keys = el.querySelector("details:has(.gp-keys)") as HTMLDetailsElement;
   expect(keys.open).toBe(true);
+  expect(getComputedStyle(keys.querySelector("dl") as HTMLElement).borderTopWidth).toBe("1px");
   await userEvent.keyboard("{Escape}");
   expect(keys.open).toBe(false);
   expect(document.activeElement).toBe(el.querySelector("[role=tree]"));
