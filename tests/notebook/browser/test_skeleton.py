@@ -118,7 +118,8 @@ def makers(skeleton: Skeleton) -> dict[int, set[int]]:
 def read_by(node: fx.Node, written: dict[fx.Node, Node]) -> set[Node]:
     """Returns the records of the nodes that a node of an fx graph reads, past those that take containers apart.
 
-    `written` has the last assignment into each tensor: graphs of fx read the tensor, and records the assignment.
+    `written` has the last assignment into each tensor, or operator of a library that writes into it: graphs of fx read
+    the tensor, and records the assignment.
     """
     given = ((each, written.get(each, each.meta.get(RECORD))) for each in node.all_input_nodes)
     return {one for each, record in given for one in ([record] if record is not None else read_by(each, written))}
@@ -136,8 +137,8 @@ def check_edges(pg: PatchableGraph) -> int:
             if record is None or record.inner:
                 continue
             rows = {skeleton.row_of_node(one) for one in read_by(node, written)}
-            if node.target is operator.setitem:
-                written[node.args[0]] = record
+            if (place := 0 if node.target is operator.setitem else record.written_argument) is not None:
+                written[node.kwargs[place] if isinstance(place, str) else node.args[place]] = record
             assert found.get(skeleton.row_of_node(record), set()) == rows, node
             count += len(rows)
     return count
