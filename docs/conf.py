@@ -123,7 +123,7 @@ def write_llms_txt(app: Sphinx, error: Exception | None) -> None:
         for inner in app.env.toctree_includes.get(page, ()):
             add(inner)
 
-    add("docs/index")
+    add(app.config.root_doc)
     (Path(app.outdir) / "llms.txt").write_text("\n".join([*lines, ""]), "utf8")
 
 

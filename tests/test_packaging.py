@@ -129,7 +129,7 @@ except ModuleNotFoundError as error:
     print(error.name)
 """
     done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "graphpatch_notebook.no_such_module"
+    assert done.stdout.strip() == "graphpatch.no_such_module"
 
 
 def test_typed() -> None:

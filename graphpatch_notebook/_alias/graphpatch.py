@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ class _Submodules(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, inner = name.partition(".")
-        return ModuleSpec(name, self) if package == __name__ and inner else None
+        is_there = package == __name__ and inner and find_spec(f"{graphpatch_notebook.__name__}.{inner}") is not None
+        return ModuleSpec(name, self) if is_there else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(graphpatch_notebook.__name__ + spec.name.removeprefix(__name__))

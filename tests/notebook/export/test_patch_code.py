@@ -88,5 +88,8 @@ def test_values_are_evaluated_in_the_order_of_the_code(session: Session) -> None
 def test_what_cannot_be_written_on_one_line_is_refused(session: Session) -> None:
     session.add(patch("layers_0.up.linear", "replace", value="f'''{\"\"\"a\nb\"\"\"}'''"))
 
+    if sys.version_info >= (3, 12):  # whose f-strings may hold quotes of their own kind
+        assert is_clean(export(session))
+        return
     with pytest.raises(SessionError, match=r"#1 .*layers_0.up.linear"):
         export(session)
