@@ -350,16 +350,12 @@ def lay_out(circuit: Circuit) -> dict[str, Any]:
         "bands": bands_of(tops),
         "nodes": [drawn_node(node, tops[node.row]) for node in drawn],
         "edges": [
-            {
-                "sender": edge.sender,
-                "receiver": edge.receiver,
-                "score": edge.score,
-                "position": edge.position,
-                "from": number_of[own[0][0]],
-                "to": [number_of[path[-1]] for path in own],
-                "thickness": width,
-                "line": "".join(curve(path, tops, _port(edge)) for path in own),
-            }
+            drawn_edge(
+                edge,
+                [number_of[own[0][0]], *(number_of[path[-1]] for path in own)],
+                width,
+                "".join(curve(path, tops, _port(edge)) for path in own),
+            )
             for (edge, own), width in zip(routed, widths, strict=True)
         ],
         "columns": [{"label": tokens[at], "x": x} for at, x in zip(positions, centers, strict=True) if at in tokens],
@@ -419,6 +415,20 @@ def drawn_node(node: PictureNode, y: float) -> dict[str, Any]:
         "height": NODE_HEIGHT,
         "ports": [[port, round(node.port(port), 1)] for port in _PORTS if port in node.ports],
         "position": node.position,
+    }
+
+
+def drawn_edge(edge: Edge, ends: Sequence[int], width: float, line: str) -> dict[str, Any]:
+    """Returns an edge as it is drawn, from the first of the nodes with these numbers to the others."""
+    return {
+        "sender": edge.sender,
+        "receiver": edge.receiver,
+        "score": edge.score,
+        "position": edge.position,
+        "from": ends[0],
+        "to": [*ends[1:]],
+        "thickness": width,
+        "line": line,
     }
 
 

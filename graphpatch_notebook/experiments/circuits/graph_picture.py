@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.experiments.circuits import circuit as circuits
-from graphpatch_notebook.experiments.circuits.circuit import LayoutRow, PictureNode
+from graphpatch_notebook.experiments.circuits.circuit import Edge, LayoutRow, PictureNode
 
 if TYPE_CHECKING:
     from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph, GraphNode
@@ -60,6 +60,10 @@ def lay_out_graph(graph: AttributionGraph) -> dict[str, Any]:
     largest = max((abs(float(graph.weights[pair])) for pair in pairs), default=1.0)
     at = {position: [node for node in drawn if node.position == position] for position in positions}
     lines = [_line(drawn[source], drawn[target], tops, at[graph.nodes[source].position]) for target, source in pairs]
+    edges = [
+        Edge(str(graph.nodes[source]), str(graph.nodes[target]), float(graph.weights[target, source]))
+        for target, source in pairs
+    ]
     ends = [node.x + node.width / 2 for node in drawn] + [end for _, end in lines]
     return {
         "width": round(max(ends, default=0.0) + circuits.MARGIN, 1),
@@ -71,17 +75,8 @@ def lay_out_graph(graph: AttributionGraph) -> dict[str, Any]:
         ],
         "is_by_influence": True,
         "edges": [
-            {
-                "sender": str(graph.nodes[source]),
-                "receiver": str(graph.nodes[target]),
-                "score": float(graph.weights[target, source]),
-                "position": None,
-                "from": source,
-                "to": [target],
-                "thickness": circuits.thickness(float(graph.weights[target, source]), largest),
-                "line": line,
-            }
-            for (target, source), (line, _) in zip(pairs, lines, strict=True)
+            circuits.drawn_edge(edge, [source, target], circuits.thickness(edge.score, largest), line)
+            for (target, source), edge, (line, _) in zip(pairs, edges, lines, strict=True)
         ],
         "columns": [{"label": token, "x": x} for token, x in zip(tokens, centers, strict=True)],
         "links": [],
