@@ -35,16 +35,17 @@ def test_each_row_has_a_ratio_or_a_reason(comparison: Comparison) -> None:
 
 
 def test_table(comparison: Comparison) -> None:
-    assert comparison.headers()[1:] == ["asked", "plain hooks", "this package", "TransformerLens 3"]
+    assert comparison.headers()[1:] == ["asked", "best peer", "plain hooks", "this package", "TransformerLens 3"]
     ((heading, rows),) = comparison.rows()
     assert heading.startswith("tiny (a forward: ")
     assert [row[0] for row in rows] == list(ROWS.values())
-    assert rows[0][1:3] == ["", "-"]
-    assert float(rows[1][3]) > 0
+    assert rows[0][1] == ""
+    assert rows[0][3] == "-"
+    assert float(rows[1][2]) == float(rows[1][5]) > 0
     lines = comparison.markdown().splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == 2 + 1 + len(ROWS)
-    assert len(comparison.table("all of it").columns) == 5
+    assert len(comparison.table("all of it").columns) == 6
     assert any("transformer-lens 3." in line for line in comparison.versions())
     assert "plain hooks, construct: -, nothing to construct" in comparison.notes()
 

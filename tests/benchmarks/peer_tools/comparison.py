@@ -11,6 +11,8 @@ from tests.benchmarks.peer_tools.measurement import ROWS, Measured
 from tests.benchmarks.peer_tools.subject import SUBJECTS
 from tests.benchmarks.peer_tools.tools import TOOLS
 
+PEERS = [tool for tool in TOOLS if tool not in ("hooks", "ours")]
+
 
 @dataclass
 class Comparison:
@@ -32,7 +34,7 @@ class Comparison:
 
     def headers(self) -> list[str]:
         """The titles of the columns."""
-        return ["multiples of a plain forward", "asked", *(TOOLS[tool].title for tool in self.tools)]
+        return ["multiples of a plain forward", "asked", "best peer", *(TOOLS[tool].title for tool in self.tools)]
 
     def rows(self) -> Iterator[tuple[str, list[list[str]]]]:
         """The title of each model, and its rows: what is done, what is asked of us, then the ratio of each tool."""
@@ -46,7 +48,8 @@ class Comparison:
     def row(self, row: str, by_tool: Mapping[str, Measured], asked: float | None) -> list[str]:
         found = [by_tool[tool].ratios.get(row) if tool in by_tool else None for tool in self.tools]
         shown = ["-" if ratio is None else f"{ratio:.2f}" for ratio in found]
-        return [ROWS[row], "" if asked is None else f"{asked:.2f}", *shown]
+        peers = [by_tool[tool].ratios[row] for tool in PEERS if tool in by_tool and row in by_tool[tool].ratios]
+        return [ROWS[row], "" if asked is None else f"{asked:.2f}", f"{min(peers):.2f}" if peers else "-", *shown]
 
     def versions(self) -> list[str]:
         """For each tool, what its environment has."""
@@ -84,7 +87,7 @@ class Comparison:
         """The table as Markdown."""
         lines = [line(self.headers()), line(["---"] * len(self.headers()))]
         for heading, rows in self.rows():
-            lines += [line([f"**{heading}**", *([""] * (1 + len(self.tools)))]), *(line(row) for row in rows)]
+            lines += [line([f"**{heading}**", *([""] * (2 + len(self.tools)))]), *(line(row) for row in rows)]
         return "\n".join(lines)
 
 

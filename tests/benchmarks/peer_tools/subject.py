@@ -82,13 +82,16 @@ class Subject:
 SMALL = Subject(
     "GPT-2 4x128", 4, 128, 4, 4096, rounds=200, sweep_rounds=9, positions=16,
     asked={
-        "construct": 3, "record": 1.05, "zero": 1.05, "zero_queries": 1.1, "zero_tanh": 1.08, "record_modules": 1.2,
-        "everything": 1.5, "sweep": 0.12, "first_sweep": 0.2,
+        "construct": 3, "record": 1.06, "zero": 1.06, "zero_queries": 1.1, "zero_tanh": 1.08, "record_modules": 1.2,
+        "everything": 1.6, "sweep": 0.12, "first_sweep": 0.2,
     },
 )  # fmt: skip
 LARGE = Subject(
     "GPT-2 124M", 12, 768, 12, 50257, rounds=7, sweep_rounds=2, positions=4,
-    asked={"record": 1.02, "zero": 1.02, "zero_queries": 1.03, "zero_tanh": 1.03, "sweep": 0.1},
+    asked={
+        "construct": 1.3, "record": 1.02, "zero": 1.02, "zero_queries": 1.03, "zero_tanh": 1.03, "everything": 1.1,
+        "sweep": 0.1,
+    },
 )  # fmt: skip
 SUBJECTS: Mapping[str, Subject] = {"small": SMALL, "large": LARGE}
 
