@@ -261,8 +261,8 @@ class FramePlan:
 
     def settle(self) -> None:
         """Derives the rest, when all entries are added to this plan and to those below it."""
-        module, below = self.frame.module, self.below()
-        self.needs_mode = self.sites is not None or (isinstance(module, _FUSED) and bool(below))
+        is_fused = isinstance(self.frame.module, _FUSED) and bool(self.calls)
+        self.needs_mode = self.sites is not None or is_fused
         self.is_bare = not (self.inputs or self.tensors or self.graph or self.skips or self.needs_mode)
 
 
@@ -314,7 +314,7 @@ class Plan:
             plans[id(graph.frame)].graph = graph
         for plan in plans.values():
             if plan is not self.root and plan.frame.call is not None:
-                calls = nearest_above(plan.frame, plans).calls
+                calls = (plans.get(id(plan.frame.parent)) or nearest_above(plan.frame, plans)).calls
                 calls.setdefault(id(plan.frame.module), {})[plan.frame.call.call_index] = plan
         self.restricted: list[Entry] = []
         self.skips: list[Entry] = []
@@ -348,9 +348,7 @@ class Plan:
             for call in plan.frame.calls()
             if id(call.frame.module) not in self.watched and callers.is_worth_leaving_mode(call.frame)
         }
-        by_frame = {id(entry.target.frame): entry for entry in self.all_entries}.values()
-        above = {id(f): (f, entry) for entry in by_frame for f in entry.target.frame.frames_above()}
-        self.on_the_way = list(above.values())
+        self.on_the_way = _on_the_way(self.all_entries)
         self.custom = {
             id(graph.frame.module): FramePlan(graph.frame, graph)
             for graph in reversed(own_graphs)
@@ -361,6 +359,17 @@ class Plan:
         """Returns the plan for `entries` after the patches of this one."""
         together = [*self.entries, *entries]
         return Plan(self.root.frame, together, self.callers, self.own_graphs, self.splices) if entries else self
+
+
+def _on_the_way(entries: Iterable[Entry]) -> list[tuple[Frame, Entry]]:
+    """Returns the frames that lead to patched values, each once, with one of the entries on these."""
+    found: dict[int, tuple[Frame, Entry]] = {}
+    for entry in entries:
+        frame: Frame | None = entry.target.frame
+        while frame is not None and id(frame) not in found:
+            found[id(frame)] = frame, entry
+            frame = frame.parent
+    return list(found.values())
 
 
 def _with_splices(entries: Sequence[Entry], splices: Sequence[Splicing]) -> Sequence[Entry]:
@@ -448,6 +457,13 @@ class Callers:
         return list(found.values())
 
 
+def _is_held(held: Iterable[Held]) -> bool:
+    for holder, name, there in held:  # noqa: SIM110  # each step of a generator is a call of a function
+        if holder.get(name) is not there:
+            return False
+    return True
+
+
 _UNKNOWN: list[Held] = [({}, "", object())]
 
 
@@ -458,7 +474,7 @@ def refuse_exchanged(plan: Plan) -> None:
     """
     known = plan.callers.held
     for frame, entry in plan.on_the_way:
-        if all(holder.get(name) is held for holder, name, held in known.get(id(frame), _UNKNOWN)):
+        if _is_held(known.get(id(frame), _UNKNOWN)):
             continue  # as when it was last looked at
         (now, held), before, attention = held_now(frame), frame.conditions.attention, attention_named_by(frame.module)
         if now in (None, frame.module) and before in (None, attention):
