@@ -152,6 +152,7 @@ class ByHand:
                 self.model(clean)
             others, values = values, {}
             result = metric(self.model(corrupted))
+        values = {module: value for module, value in values.items() if value.requires_grad}
         gradients = torch.autograd.grad(result, list(values.values()), allow_unused=True)
         return [
             ((others[module] - value) * gradient).sum()
