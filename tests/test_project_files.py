@@ -10,6 +10,7 @@ import pytest
 import tomllib
 import yaml
 
+import graphpatch_notebook
 from tests.versions import OWN, ROWS, chosen_rows
 
 ROOT = Path(__file__).parents[1]
@@ -53,3 +54,18 @@ def test_classifiers_are_the_pythons_that_tests_run_on() -> None:
     classified = {text.removeprefix(prefix) for text in PROJECT["project"]["classifiers"] if text.startswith(prefix)}
     assert classified == {row[0].removeprefix("3.") for row in ROWS}
     assert {f"3.{minor}" for minor in classified} - {OWN} == {row[0] for row in ROWS} - {OWN}
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = graphpatch_notebook.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf8"))
+    assert citation["version"] == version
+    assert f"## [{version}] - {citation['date-released']}" in (ROOT / "CHANGELOG.md").read_text("utf8")
+
+
+def test_the_changelog_of_a_version_is_short() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text("utf8")
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert {
+        section.splitlines()[0]: len(section.splitlines()) for section in sections if section.count("\n") > 120
+    } == {}
