@@ -86,6 +86,8 @@ const TEXT_CELL = { narrow: 40, wide: 90, height: 22 };
 const FONT_SIZE = 11;
 /** The largest cell of a result that fills the width, in CSS pixels. */
 const FILLING_CELL: Size = { width: 120, height: 30 };
+/** More than the width of a scroll bar, in CSS pixels. */
+const SCROLL_BAR = 24;
 /** The most of the width that labels of rows take, in CSS pixels: as in plots.css. */
 const ROW_LABELS = 220;
 const LABEL_GAP = 6;
@@ -193,6 +195,7 @@ export class HeatmapFigure {
   /** Of the values that decide the colors. */
   private readonly colors: Summary;
   private fittedCell: Size;
+  private filledWidth = 0;
   private readonly frame: HeatmapFrame;
   private readonly zoom: Zoom | null;
   private readonly ratio = globalThis.devicePixelRatio || 1;
@@ -236,6 +239,10 @@ export class HeatmapFigure {
   }
 
   private fill(): void {
+    // Labels that turn around may add or remove a scroll bar of the page: cells do not grow into its place.
+    const { clientWidth } = this.element;
+    if (clientWidth >= this.filledWidth && clientWidth < this.filledWidth + SCROLL_BAR) return;
+    this.filledWidth = clientWidth;
     const { width, height } = this.fittingCell();
     if (width === this.fittedCell.width && height === this.fittedCell.height) return;
     this.fittedCell = { width, height };
