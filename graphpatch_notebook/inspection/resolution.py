@@ -269,6 +269,8 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
 
 def _of_items(root: Frame, path: str) -> str | None:
     """Returns what `model.layers[3].mlp` may mean, as Python writes items of lists; `None` if it means nothing."""
+    if '"' in path:  # brackets in quotes are those of a name
+        return None
     with contextlib.suppress(ValueError):
         parsed = parse_path(path.replace("[", ".").replace("]", ""))
         for respelled in _respelled(root, (), parsed.names, parsed.dig):

@@ -107,7 +107,7 @@ def test_loading_imports_little_and_the_rest_at_its_first_use() -> None:
     later = (f"{package}.files", f"{package}.experiments")
     assert not [module for module in imported if module.startswith(later)]
     components = {module for module in imported if module.startswith(f"{package}.components.")}
-    known = ("dimensions", "meta_runs", "names", "operations")  # contexts ask which dimension is which
+    known = ("dimensions", "names", "operations")  # contexts ask which dimension is which
     assert components == {f"{package}.components.{name}" for name in known}
     notebook = {module for module in imported if module.startswith(f"{package}.notebook.")}
     assert {module.removeprefix(f"{package}.notebook.") for module in notebook} == {
