@@ -96,7 +96,7 @@ def test_a_heatmap_is_drawn_read_clicked_made_larger_and_scrolls(
     canvas.scroll_into_view_if_needed()
     take_picture("small")
     before = canvas.bounding_box()
-    for _ in range(5):
+    for _ in range(4):
         large.get_by_role("button", name="Larger cells").click()
     assert before is not None
     notebook.page.wait_for_function(
