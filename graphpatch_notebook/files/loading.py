@@ -121,6 +121,8 @@ class StoredForward:
 class LoadedModule(Module):
     """A module of the saved model, without its code: its parameters, buffers and children."""
 
+    is_loaded = True  # for the tree, which says of other modules that their graph is not the captured one
+
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raises an error: a module with a graph has another `forward`."""
         raise GraphError("the example inputs did not reach this module, so the file has no graph: run it in the model")

@@ -251,7 +251,7 @@ def _label_of(frame: Frame | None) -> str:
     kinds = {
         "opaque": frame.opaque_reason is not None,
         "edited graph": frame.is_edited,
-        "custom graph": frame.custom_graph is not None,
+        "custom graph": frame.custom_graph is not None and not getattr(type(frame.module), "is_loaded", False),
     }
     kind = next((f" ({kind})" for kind, is_it in kinds.items() if is_it), "")
     return type(frame.module).__name__ + kind

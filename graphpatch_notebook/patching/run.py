@@ -22,6 +22,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import INVOKE, call_sites, decomposition_of, unpacked
+from graphpatch_notebook.capture.held_values import held_at
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
 from graphpatch_notebook.capture.observers import Swaps, observer
 from graphpatch_notebook.capture.records import Frame
@@ -267,6 +268,8 @@ class Run(TorchFunctionMode):
         changed: dict[str, Tensor] = {}
         for path, entries in sorted(plan.tensors.items()):  # processes of one model may have written another order
             with without_torch_functions():
+                if held_at(module, path) is None:  # a state that the model has not computed yet: nothing fires
+                    continue
                 value = held_value(module, path)
             if (patched := self.at_boundary(entries, value)) is not value:
                 changed[path] = patched

@@ -33,7 +33,6 @@ from graphpatch_notebook import (
     save_patches,
 )
 from graphpatch_notebook.components import Component
-from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import attribute, mean_values, record_to
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
@@ -436,9 +435,14 @@ def test_heads_in_one_dimension_with_the_batch() -> None:
     found = one.output(0, {head: AddPatch(value=2.0, positions=[[1], [3]])})
     torch.testing.assert_close(found, one.output(0, by_path(component, edit)))
     assert one.record(head, 1)[head].shape == (3, LENGTH + 2, LENGTH + 2)
-    inputs = one.calls[0].args[0]
-    with pytest.raises(ExperimentError, match=f"with the batch at '{component.path}'"):
-        attribute(one.pg, lambda output: output.mean(), inputs, inputs.flip(1), paths=head)
+    clean = one.calls[0].args[0]
+    corrupted = clean.flip(1)
+    scores = attribute(one.pg, lambda output: output.square().mean(), clean, corrupted, paths=head)
+    there, here = (one.pg.record(head, inputs)[head].detach() for inputs in (clean, corrupted))
+    step = torch.zeros_like(here, requires_grad=True)
+    with one.pg.patch({head: AddPatch(value=step)}):
+        (gradient,) = torch.autograd.grad(one.pg(corrupted).square().mean(), step)
+    assert scores.item() == pytest.approx(((there - here) * gradient).sum().item(), 1e-4)
 
 
 def test_the_table_has_both_orders(small: Small) -> None:
