@@ -24,6 +24,7 @@ from graphpatch_notebook.components.flow import Axes, Flow, Norm, Step, Trails, 
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
     ATTENTION,
+    FUSED_ATTENTION,
     MIXING,
     NORMS,
     SAME_VALUES,
@@ -256,6 +257,8 @@ class Writes:
             is_given = not flow.is_held(mixed[-1]) and code.study.tensor(mixed[-1]) is not None
             is_own = any(code.study.depends(mixed[-1], state) for state in states)
             return "cross_attn" if is_given and not is_own else "attn"
+        if mixes is not False and ops & FUSED_ATTENTION:  # whose heads may be experts, as in JetMoE
+            return "attn"
         if flow.choices(code.nodes):
             return "mlp"
         kernels = [node for node in code.nodes if self._is_kernel(node)]

@@ -797,3 +797,22 @@ def test_what_was_found_is_freed_with_its_graph() -> None:
     del pg
     gc.collect()
     assert flow() is None
+
+
+def test_attention_whose_heads_are_experts_is_attention() -> None:
+    from transformers import JetMoeConfig, JetMoeForCausalLM
+
+    config = JetMoeConfig(
+        vocab_size=31, hidden_size=16, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8, intermediate_size=16,
+        num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = JetMoeForCausalLM(config).eval(), torch.arange(1, 11).reshape(2, 5)
+    pg = PatchableGraph(model, ids, use_cache=False)
+    kept: list[torch.Tensor] = []
+    block = model.model.layers[0].self_attention
+    with block.register_forward_hook(lambda _, args, output: kept.append(output[0])), torch.no_grad():
+        model(ids, use_cache=False)
+    found = pg.record("layers[0].attn_out", ids, use_cache=False)["layers[0].attn_out"]
+    assert torch.equal(found, kept[0])
+    assert pg.components["layers[0].mlp_out"].path.startswith("model.layers_0.mlp")
