@@ -298,7 +298,7 @@ class PatchableGraph(_LikeItsModel):
         Example:
             >>> import torch
             >>> PatchableGraph(torch.nn.ReLU(), torch.ones(2)).graph
-            <root>: CompiledGraphModule
+            <root>: ReLU
             ├─input: Tensor(2)
             ├─relu: Tensor(2)
             └─output: Tensor(2)
@@ -336,7 +336,7 @@ class PatchableGraph(_LikeItsModel):
         Example:
             >>> import torch
             >>> PatchableGraph(torch.nn.ReLU(), torch.ones(2)).browse()
-            <root>: CompiledGraphModule
+            <root>: ReLU
             ├─input: Tensor(2)
             ├─relu: Tensor(2)
             └─output: Tensor(2)

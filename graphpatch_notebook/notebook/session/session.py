@@ -329,7 +329,7 @@ class Session:
                 made: Any = patch.patch(namespace)
         except Exception as error:
             raise ChosenPatchError("value", f"{type(error).__name__}: {error}") from None
-        if not isinstance(made.value, Tensor):
+        if not isinstance(getattr(made, "value", None), Tensor):
             return
         with suppress(NotImplementedError):  # of a mask, the size of what it selects is not known
             given, part = tuple(made.value.shape), patch.part(zeros, namespace)
