@@ -25,7 +25,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError, GraphError
 from graphpatch_notebook.experiments.datasets.batches import RowReader, numbered
 from graphpatch_notebook.experiments.datasets.feature_html import page_html
-from graphpatch_notebook.experiments.datasets.feature_weights import Place, sources, through_norm
+from graphpatch_notebook.experiments.datasets.feature_weights import FeaturePlace, sources, through_norm
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, ShardFolder, digest_of, settings_of
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
@@ -583,7 +583,7 @@ def _weight_fields(pg: PatchableGraph, base: str, features: _Features, count: in
 
 def _effects(pg: PatchableGraph, base: str, features: _Features, count: int) -> Iterator[dict[str, Any]]:
     """Yields the tokens whose logits each feature raises, and lowers, most."""
-    place = Place.of_features(pg, base)
+    place = FeaturePlace.of_features(pg, base)
     matrix, stacks = place.written(pg), pg.components.evidence.stacks
     if place.output_norm(pg) is not None:
         raise ExperimentError(f"what {base!r} adds to the residual stream depends on the scale of a norm")
@@ -599,7 +599,7 @@ def _effects(pg: PatchableGraph, base: str, features: _Features, count: int) -> 
 
 def _sources(pg: PatchableGraph, base: str, features: _Features, count: int) -> Iterator[dict[str, Any]]:
     """Yields the heads and features that write most into what each feature reads."""
-    read, matrix = Place.of_features(pg, base).read(pg)
+    read, matrix = FeaturePlace.of_features(pg, base).read(pg)
     for rows in features.rows(matrix, _AT_ONCE // 2**15):
         parts = sources(pg, read, rows)
         best = [scores.abs().topk(min(count, len(names))).indices for names, scores in parts]

@@ -26,7 +26,7 @@ _READ = {"resid_pre": 0.0, "ln1": 0.5, "resid_mid": 2.0, "ln2": 2.5, "resid_post
 
 
 @dataclass(frozen=True)
-class Place:
+class FeaturePlace:
     """Where features are.
 
     Attributes:
@@ -46,14 +46,14 @@ class Place:
     call: Any = None
 
     @classmethod
-    def of_features(cls, pg: PatchableGraph, base: str) -> Place:
+    def of_features(cls, pg: PatchableGraph, base: str) -> FeaturePlace:
         """Returns the place of features, by the name of their value."""
         path = pg.components[base].path if base in pg.components else base
         every = {f"{format_path(each.frame.path)}.latents": each for each in spliced_calls(pg.nodes.root)}
         return cls.of(pg, every[path].target, every[path]) if path in every else cls.of(pg, base)
 
     @classmethod
-    def of(cls, pg: PatchableGraph, path: str, call: Any = None) -> Place:
+    def of(cls, pg: PatchableGraph, path: str, call: Any = None) -> FeaturePlace:
         """Returns the place of a value, by its path or name.
 
         Raises:
@@ -97,7 +97,7 @@ class Place:
             return matrix.reshape(-1, matrix.shape[-1])
         raise ExperimentError(f"what {self.name!r} adds to the residual stream is not known")
 
-    def read(self, pg: PatchableGraph) -> tuple[Place, Tensor]:
+    def read(self, pg: PatchableGraph) -> tuple[FeaturePlace, Tensor]:
         """Returns what is read for the features, and their coefficients in it, (features, channels).
 
         Raises:
@@ -108,10 +108,12 @@ class Place:
             matrix = getattr(splice.sae, "W_enc", getattr(getattr(splice.sae, "encoder", None), "weight", None))
             if not isinstance(matrix, Tensor) or matrix.ndim != 2:
                 raise ExperimentError("the SAE has neither W_enc nor encoder.weight")
-            return Place.of(pg, (*splice.sources, self.call.target)[0]), matrix if len(matrix) == count else matrix.mT
+            return FeaturePlace.of(pg, (*splice.sources, self.call.target)[0]), matrix if len(
+                matrix
+            ) == count else matrix.mT
         if self.part == "mlp.post":
             name = next(name for name in ("ln2", "resid_mid", "resid_pre") if f"{self.start}{name}" in pg.components)
-            return Place.of(pg, f"{self.start}{name}"), pg.weights[self.stack].W_in[self.layer].mT
+            return FeaturePlace.of(pg, f"{self.start}{name}"), pg.weights[self.stack].W_in[self.layer].mT
         if self.part.startswith("resid_"):
             return self, torch.eye(self._size(pg))
         raise ExperimentError(f"what makes {self.name!r} is no linear map of the residual stream that is known")
@@ -162,7 +164,7 @@ def through_norm(pg: PatchableGraph, value: Value | None, rows: Tensor, *, backw
     return rows @ (jacobian if backwards else jacobian.mT)
 
 
-def writers_before(pg: PatchableGraph, read: Place) -> list[Place]:
+def writers_before(pg: PatchableGraph, read: FeaturePlace) -> list[FeaturePlace]:
     """Returns the heads and features that write into a state of the stream, or into what a norm reads.
 
     Features are the latents of the SAEs of the graph, or else the neurons.
@@ -177,13 +179,13 @@ def writers_before(pg: PatchableGraph, read: Place) -> list[Place]:
     is_parallel = read.part == "ln2" and f"{read.start}resid_mid" not in pg.components
     end = read.layer, 0.5 if is_parallel else _READ[read.part]
     calls = [each for each in spliced_calls(pg.nodes.root) if isinstance(each.frame.module, SaeSplice)]
-    found = [Place.of(pg, each.target, each) for each in calls]
+    found = [FeaturePlace.of(pg, each.target, each) for each in calls]
     parts = (".attn.z",) if calls else (".attn.z", ".mlp.post")
-    found += [Place.of(pg, name) for name in pg.components if name.endswith(parts)]
+    found += [FeaturePlace.of(pg, name) for name in pg.components if name.endswith(parts)]
     return [each for each in found if each.stack == read.stack and (each.layer, _WRITTEN.get(each.part, 9.0)) < end]
 
 
-def sources(pg: PatchableGraph, read: Place, rows: Tensor) -> list[tuple[list[str], Tensor]]:
+def sources(pg: PatchableGraph, read: FeaturePlace, rows: Tensor) -> list[tuple[list[str], Tensor]]:
     """Returns heads, and features, that write into what rows read, and how strongly each does, (rows, sources).
 
     Args:

@@ -38,8 +38,7 @@ from graphpatch_notebook.notebook.views.linked import (
     Handlers,
     Patches,
     RequestContext,
-    inputs_of_view,
-    session_for_view,
+    inputs_for_view,
 )
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch
@@ -123,7 +122,7 @@ class AttentionView(ComputedView):
         inputs: RunInputs,
         tokens: AxisTokens,
         image: InputImage | None,
-        generation: Generated | None = None,
+        generation: GeneratedAttention | None = None,
     ) -> None:
         self._generation = generation
         self._layers, self._inputs, self._tokens, self._image = layers, inputs, tokens, image
@@ -441,12 +440,11 @@ def attention_of(
     max_new_tokens: int = 0,
 ) -> AttentionView:
     """Returns a new attention view of a graph: `show_attention`."""
-    session, runs = session_for_view(graph, workspace)
     found = attention_layers(find(captured(graph).root), layers)
-    given = inputs_of_view(session, workspace, runs, inputs)
+    session, runs, given = inputs_for_view(graph, workspace, inputs)
     texts = AxisTokens.of(graph, given, tokens, runs.tokenizer)
     picture = InputImage.of(graph, found, given, image)
-    generation = Generated.of(graph, given, runs.tokenizer, max_new_tokens) if max_new_tokens else None
+    generation = GeneratedAttention.of(graph, given, runs.tokenizer, max_new_tokens) if max_new_tokens else None
     return AttentionView(graph, session, workspace, found, given, texts, picture, generation)
 
 
@@ -609,7 +607,7 @@ def patterns_of_run(
 
 
 @dataclass(kw_only=True, eq=False)
-class RowsPatch(Patch[Tensor]):
+class PatternRowsPatch(Patch[Tensor]):
     """Keeps the rows of a pattern, those of the prompt and of each later step of a generation."""
 
     observes_only: ClassVar[bool] = True
@@ -624,7 +622,7 @@ class RowsPatch(Patch[Tensor]):
         return original_output
 
 
-class Generated:
+class GeneratedAttention:
     """A greedy generation without patches, whose attention is shown as far as it is generated.
 
     With patches, the same tokens are run, so that the patterns can be compared.
@@ -633,11 +631,11 @@ class Generated:
     def __init__(self, prompt: list[int], tokenizer: Any, count: int) -> None:
         self._prompt, self._tokenizer, self._count = prompt, tokenizer, count
         self._tokens: list[int] = []
-        self._patches: list[RowsPatch] = []
+        self._patches: list[PatternRowsPatch] = []
         self.is_done = False
 
     @classmethod
-    def of(cls, graph: PatchableGraph, inputs: RunInputs, tokenizer: Any, count: int) -> Generated:
+    def of(cls, graph: PatchableGraph, inputs: RunInputs, tokenizer: Any, count: int) -> GeneratedAttention:
         """Returns the generation after a prompt.
 
         Raises:
@@ -674,7 +672,7 @@ class Generated:
         """Generates."""
         self._tokens = []
         axes = [tuple(layer.pattern.axes[dim] for dim in layer.pattern.kept_dims) for layer in layers]
-        self._patches = [RowsPatch(axes=own, kept=[], any_shape=True) for own in axes]
+        self._patches = [PatternRowsPatch(axes=own, kept=[], any_shape=True) for own in axes]
         pairs = zip(layers, self._patches, strict=True)
         patch_map: dict[Any, Any] = {f"{layer.name}.pattern": [patch] for layer, patch in pairs}
         options = {"do_sample": False, "num_beams": 1, "max_new_tokens": self._count, "streamer": self}

@@ -29,8 +29,7 @@ from graphpatch_notebook.notebook.views.linked import (
     Handlers,
     Patches,
     RequestContext,
-    inputs_of_view,
-    session_for_view,
+    inputs_for_view,
 )
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
@@ -144,8 +143,8 @@ def generation_of(
     max_new_tokens: int = 20,
 ) -> GenerationView:
     """Returns a new generation view of a graph: `show_generation`."""
-    session, runs = session_for_view(graph, workspace)
-    inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs).copy())
+    session, runs, given = inputs_for_view(graph, workspace, inputs)
+    inputs = Inputs(*given.copy())
     generator = Generator(graph, inputs, max_new_tokens)
     return GenerationView(graph, session, workspace, generator, runs.tokenizer)
 

@@ -27,8 +27,7 @@ from graphpatch_notebook.notebook.views.linked import (
     Handlers,
     Patches,
     RequestContext,
-    inputs_of_view,
-    session_for_view,
+    inputs_for_view,
 )
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.texts import token_text
@@ -52,8 +51,8 @@ def lens_of(
     stack: str = "",
 ) -> LensView:
     """Returns a new lens view of a graph: `show_lens`."""
-    session, runs = session_for_view(graph, workspace)
-    inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs).copy())
+    session, runs, given = inputs_for_view(graph, workspace, inputs)
+    inputs = Inputs(*given.copy())
     readouts = Readouts(graph, inputs, target=numbers_of(graph, target), top=_TOP, row=row, stack=stack)
     size = len(readouts.target)
     if tokens is not None and len(tokens) != size:

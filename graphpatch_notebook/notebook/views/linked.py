@@ -374,12 +374,15 @@ def session_for_view(
     return session, runs
 
 
-def inputs_of_view(session: Session, workspace: Workspace, runs: Runs, inputs: Inputs | None) -> RunInputs:
-    """Returns the inputs of a new view: those that were given, else those of *Run*."""
+def inputs_for_view(
+    graph: PatchableGraph, workspace: Workspace, inputs: Inputs | None
+) -> tuple[Session, Runs, RunInputs]:
+    """Returns the session of a graph for a new view, the runs, and the inputs: those given, else those of *Run*."""
+    session, runs = session_for_view(graph, workspace)
     if inputs is None:
-        return inputs_for_run(session, workspace.namespace, runs.typed, runs.inputs)
+        return session, runs, inputs_for_run(session, workspace.namespace, runs.typed, runs.inputs)
     written = written_arguments(inputs.args, inputs.kwargs, workspace.namespace)
-    return RunInputs(*captured(session.graph).tokenized(inputs.args, inputs.kwargs), written or "...")
+    return session, runs, RunInputs(*captured(session.graph).tokenized(inputs.args, inputs.kwargs), written or "...")
 
 
 def workspace_of_user(namespace: dict[str, Any]) -> Workspace:

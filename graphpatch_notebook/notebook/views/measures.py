@@ -78,6 +78,7 @@ def measure(job: Job[Any], calls: ModelCalls, skeleton: Skeleton, *, timed: bool
         job.done += 1
         if timed:
             _read_times(job, calls, skeleton, rows, found)
+            job.done += 1
     return found
 
 
@@ -195,4 +196,3 @@ def _read_times(job: Job[Any], calls: ModelCalls, skeleton: Skeleton, rows: list
 
     with torch.no_grad():
         _call(job, calls, skeleton, [*ends], read, lambda _: None)
-    job.done += 1

@@ -21,7 +21,7 @@ from graphpatch_notebook.notebook.runs import RunInputs
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.attention import AxisTokens
-from graphpatch_notebook.notebook.views.linked import ComputedView, Patches, inputs_of_view, session_for_view
+from graphpatch_notebook.notebook.views.linked import ComputedView, Patches, inputs_for_view
 from graphpatch_notebook.notebook.views.selection import axes_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import ProbePatch
@@ -42,8 +42,7 @@ def tokens_of(
     tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
 ) -> TokensView:
     """Returns a new tokens view of a graph: `show_tokens`."""
-    session, runs = session_for_view(graph, workspace)
-    given = inputs_of_view(session, workspace, runs, inputs)
+    session, runs, given = inputs_for_view(graph, workspace, inputs)
     texts = AxisTokens.of(graph, given, tokens, runs.tokenizer)
     return TokensView(graph, session, workspace, path, score, names, given, texts)
 

@@ -20,6 +20,8 @@ import {
 } from "../job_fixtures";
 import "../../src/style.css";
 
+const DONE = { id: 1, state: "done" as const, seconds: 1, fraction: 1, error: null, waits_for: null };
+
 const HOSTILE = `<img src=x onerror="window.hacked = 1">`;
 const TOKENS = ["When", " Mary", " and", "\n"];
 const views: FakeView[] = [];
@@ -223,7 +225,6 @@ async function full(): Promise<FakeView> {
       { ...probe, name: "b", path: "h", view: activation({ plot: HISTOGRAM }), note: null },
     ],
   });
-  const done = { id: 1, state: "done" as const, seconds: 1, fraction: 1, error: null, waits_for: null };
   const seen = activation({
     plot: heatmap(4, 4),
     row_labels: TOKENS,
@@ -231,7 +232,7 @@ async function full(): Promise<FakeView> {
     path: HOSTILE,
   });
   view.kernel.script = {
-    run: () => ({ result: { ...done, report: shown }, buffers: [values] }),
+    run: () => ({ result: { ...DONE, report: shown }, buffers: [values] }),
     activation: () => activationStatus(1, { state: "done", view: seen }, [values]),
     activation_close: () => ({ result: {}, buffers: [] }),
   };
@@ -265,15 +266,7 @@ it.each([1200, 640, 330])(
     );
     const other = { ...probe, number: 3, name: "b" };
     const shown = report({ probes: [probe, other] });
-    const done = {
-      id: 1,
-      state: "done" as const,
-      seconds: 1,
-      fraction: 1,
-      error: null,
-      waits_for: null,
-      report: shown,
-    };
+    const done = { ...DONE, report: shown };
     view.kernel.script = { run: () => ({ result: done, buffers }) };
     view.root.append(new RunPanel(view).element);
     view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
@@ -299,15 +292,7 @@ it("shows the output's numbers beside a long path that wraps", async () => {
   const path = `output|${"a_long_name_of_a_key.".repeat(60)}hidden_states`;
   const [change] = report().changes;
   const shown = report({ changes: change === undefined ? [] : [{ ...change, path }, change] });
-  const done = {
-    id: 1,
-    state: "done" as const,
-    seconds: 1,
-    fraction: 1,
-    error: null,
-    waits_for: null,
-    report: shown,
-  };
+  const done = { ...DONE, report: shown };
   view.kernel.script = { run: () => ({ result: done, buffers: [] }) };
   view.root.append(new RunPanel(view).element);
   view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
