@@ -43,8 +43,8 @@ from graphpatch_notebook.graphs import (
     OpaqueGraphModule,
     UnusedModule,
 )
-from graphpatch_notebook.inspection.node_map import NodeMeta
 from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.inspection.resolution import NodeMeta
 from graphpatch_notebook.lazy_names import lazy_names as _lazy_names
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patchable_graph import PatchableGraph

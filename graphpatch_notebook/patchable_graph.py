@@ -24,9 +24,8 @@ from graphpatch_notebook.errors import GraphError, add_note
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule, own_graphs
 from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.graphs.modules import delegate
-from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.inspection.resolution import METHODS
+from graphpatch_notebook.inspection.resolution import METHODS, NodeMap
 from graphpatch_notebook.options import ExtractionOptions, check_input_names, options_among
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection

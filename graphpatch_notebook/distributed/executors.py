@@ -28,7 +28,7 @@ from torch.nn import Module
 from graphpatch_notebook.distributed.checkpoint import weights_digest
 from graphpatch_notebook.errors import ExperimentError, add_note
 from graphpatch_notebook.inspection.meanings import Meanings, differing_names, meanings
-from graphpatch_notebook.inspection.node_map import kept_for
+from graphpatch_notebook.inspection.resolution import kept_for
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching import innermost
 from graphpatch_notebook.patching.sharding import sharding_of

@@ -33,7 +33,7 @@ from graphpatch_notebook.distributed.executors import dumps, sendable
 from graphpatch_notebook.distributed.sharding import note_placements
 from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchWarning, add_note
 from graphpatch_notebook.inspection.meanings import differing_names, meanings
-from graphpatch_notebook.inspection.node_map import kept_for
+from graphpatch_notebook.inspection.resolution import kept_for
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patching import GENERATION_CONFIG, PatchContext, Recording, active_patches, innermost

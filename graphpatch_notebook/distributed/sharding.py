@@ -28,8 +28,7 @@ from graphpatch_notebook.components.operations import UNFILLED
 from graphpatch_notebook.distributed.processes import Processes
 from graphpatch_notebook.errors import GraphError, PatchValueError
 from graphpatch_notebook.inspection.meanings import differing_names, meanings
-from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
-from graphpatch_notebook.inspection.resolution import Target, resolve
+from graphpatch_notebook.inspection.resolution import NodeMap, Target, kept_for, resolve
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.patching.sharding import (
     holds_some_experts,

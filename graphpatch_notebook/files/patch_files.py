@@ -22,7 +22,7 @@ from graphpatch_notebook.files.documents import (
     write_document,
 )
 from graphpatch_notebook.inspection.meanings import differing_names, meanings, targets_of
-from graphpatch_notebook.inspection.node_map import kept_for
+from graphpatch_notebook.inspection.resolution import kept_for
 from graphpatch_notebook.interrupts import reading
 from graphpatch_notebook.patches import kinds
 from graphpatch_notebook.patches.kinds import Patch

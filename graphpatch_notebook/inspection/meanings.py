@@ -12,8 +12,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from graphpatch_notebook.capture.records import Node, Ref, Site, Structure
-from graphpatch_notebook.inspection.node_map import NodeMap
-from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
+from graphpatch_notebook.inspection.resolution import NodeMap, Target, Unresolvable, resolve
 from graphpatch_notebook.paths import format_path, format_segment
 from graphpatch_notebook.values import children, key_text
 

@@ -10,7 +10,7 @@ import torch
 
 from graphpatch_notebook._version import __version__
 from graphpatch_notebook.capture import Frame
-from graphpatch_notebook.inspection.node_map import NodeMap
+from graphpatch_notebook.inspection.resolution import NodeMap
 
 _PACKAGES = "transformers accelerate bitsandbytes anywidget ipywidgets ipython ipykernel jupyterlab notebook".split()
 

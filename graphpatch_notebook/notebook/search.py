@@ -23,8 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from graphpatch_notebook.components import find as find_components
-from graphpatch_notebook.inspection.node_map import NodeMap, NodeMeta, NodeRows, kept_for
-from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
+from graphpatch_notebook.inspection.resolution import NodeMap, NodeMeta, NodeRows, Unresolvable, kept_for, resolve
 from graphpatch_notebook.notebook.display.tables import Column, Table, source_label, value_label, visible
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import nearest

@@ -37,8 +37,7 @@ from graphpatch_notebook.errors import (
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
 from graphpatch_notebook.graphs.build import connect_records
 from graphpatch_notebook.graphs.generated_code import name_assigned_at
-from graphpatch_notebook.inspection.node_map import NodeMap
-from graphpatch_notebook.inspection.resolution import Target, Unresolvable
+from graphpatch_notebook.inspection.resolution import NodeMap, Target, Unresolvable
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches.kinds import Patch, RunStopped
 from graphpatch_notebook.patching.plan import (

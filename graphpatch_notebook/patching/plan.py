@@ -37,8 +37,8 @@ from graphpatch_notebook.components.dimensions import dimensions_of, shape_probl
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import GraphPatchError, PatchMapError, PatchValueError, UnknownPathError
 from graphpatch_notebook.graphs import CompiledGraphModule
-from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import (
+    NodeMap,
     Target,
     Unresolvable,
     answer_to_alias,

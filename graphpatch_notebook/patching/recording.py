@@ -13,9 +13,8 @@ from torch import Tensor
 
 from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
-from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.inspection.resolution import METHODS, Target, answer_to_alias
+from graphpatch_notebook.inspection.resolution import METHODS, NodeMap, Target, answer_to_alias, kept_for
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
 from graphpatch_notebook.patches.selections import PositionSelection

@@ -19,8 +19,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import Location
+from graphpatch_notebook.inspection.resolution import NodeMap
 from graphpatch_notebook.notebook.completion import PathCompleter
 from graphpatch_notebook.notebook.search import NodeIndex, find, index_of
 from graphpatch_notebook.notebook.session.session import session_of

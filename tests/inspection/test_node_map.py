@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.node_map import NodeMap
-from graphpatch_notebook.inspection.resolution import resolve
+from graphpatch_notebook.inspection.resolution import NodeMap, resolve
 from tests.frames import layered_frame, tuple_frame
 
 

@@ -11,9 +11,8 @@ from torch import nn
 
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.inspection.resolution import resolve
+from graphpatch_notebook.inspection.resolution import NodeMap, resolve
 from graphpatch_notebook.options import ExtractionOptions
 from tests.frames import DOCUMENTED_TREE, TupleOutputModule
 

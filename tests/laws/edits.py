@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from graphpatch_notebook import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure
-from graphpatch_notebook.inspection.node_map import NodeMeta
+from graphpatch_notebook.inspection.resolution import NodeMeta
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import parse_path
 from graphpatch_notebook.values import TensorSpec

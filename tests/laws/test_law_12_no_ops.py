@@ -27,7 +27,7 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.inspection.node_map import NodeMeta
+from graphpatch_notebook.inspection.resolution import NodeMeta
 from tests.laws.captures import (
     Capture,
     capture_of,

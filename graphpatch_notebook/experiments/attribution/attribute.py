@@ -36,8 +36,8 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_same_input_shapes,
 )
 from graphpatch_notebook.experiments.results import keep_components, metric_name, with_component_dims
-from graphpatch_notebook.inspection.node_map import kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.inspection.resolution import kept_for
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching.sharding import runs_where_the_model_is

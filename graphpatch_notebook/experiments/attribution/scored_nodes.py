@@ -31,8 +31,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     input_tensors,
     targets,
 )
-from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
-from graphpatch_notebook.inspection.resolution import Target, resolve
+from graphpatch_notebook.inspection.resolution import NodeMap, NodeRows, Target, resolve
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patching import row_dimension, sequence_dim, takes_tokens
 from graphpatch_notebook.patching.sharding import sharding_of

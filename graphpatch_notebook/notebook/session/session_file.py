@@ -31,8 +31,7 @@ from IPython.paths import get_ipython_dir
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError, cut
 from graphpatch_notebook.inspection.meanings import Meanings, differing_names, meanings, targets_of
-from graphpatch_notebook.inspection.node_map import kept_for
-from graphpatch_notebook.inspection.resolution import with_nearest
+from graphpatch_notebook.inspection.resolution import kept_for, with_nearest
 from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.notebook.messages import Message, PatchFields
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, fields_of

@@ -22,9 +22,16 @@ from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import Location, sources_in
-from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse, resolve
+from graphpatch_notebook.inspection.resolution import (
+    NodeMap,
+    Unresolvable,
+    is_patchable,
+    kept_for,
+    nearest_paths,
+    parse,
+    resolve,
+)
 from graphpatch_notebook.inspection.tree import is_clutter, is_shown, plumbing, unused_modules, used_modules
 from graphpatch_notebook.notebook.display.tables import spec_label, visible
 from graphpatch_notebook.notebook.messages import KINDS, ComponentRow, Flow, RowKind

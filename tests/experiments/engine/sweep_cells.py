@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphpatch_notebook import AddPatch, CustomPatch, Patch, ReplacePatch, ZeroPatch
-from graphpatch_notebook.inspection.node_map import NodeMeta
+from graphpatch_notebook.inspection.resolution import NodeMeta
 from tests.laws.captures import Capture
 
 PatchMap = dict[str, Any]

@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 from graphpatch_notebook import PatchableGraph, UnknownPathError
 from graphpatch_notebook.capture.records import RECORD, Node
 from graphpatch_notebook.graphs import CompiledGraphModule
-from graphpatch_notebook.inspection.node_map import NodeMap
-from graphpatch_notebook.inspection.resolution import resolve
+from graphpatch_notebook.inspection.resolution import NodeMap, resolve
 from graphpatch_notebook.notebook.display.tables import spec_label
 from graphpatch_notebook.notebook.views import skeleton as skeletons
 from graphpatch_notebook.notebook.views.skeleton import (
