@@ -28,7 +28,7 @@ from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import METHODS, NodeMap
 from graphpatch_notebook.options import ExtractionOptions, check_input_names, options_among
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, StopPatch
-from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.patches.slices import PositionSelection
 from graphpatch_notebook.patching import (
     GENERATION_CONFIG,
     CapturedModel,

@@ -35,7 +35,7 @@ from graphpatch_notebook.notebook.magics.commands import CELL, commands
 from graphpatch_notebook.notebook.search import KEYS, STATES, index_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, is_a
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.selections import NAMED_STEPS
+from graphpatch_notebook.patches.slices import NAMED_STEPS
 from graphpatch_notebook.paths import format_segment
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, leaves
 

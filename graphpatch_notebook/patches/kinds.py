@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError
-from graphpatch_notebook.patches.selections import PositionSelection, StepSelection, selection
 from graphpatch_notebook.patches.slices import (
+    PositionSelection,
+    StepSelection,
     TensorIndex,
     as_index,
     index_problem,
     part_dimensions,
+    selection,
     selection_problem,
 )
 from graphpatch_notebook.torch_compat import version_of

@@ -29,7 +29,7 @@ from graphpatch_notebook.components.dimensions import Extent, dimensions_of
 from graphpatch_notebook.errors import GraphPatchError, PatchValueError
 from graphpatch_notebook.inspection.resolution import Target, axes_of
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.patches.selections import Selection, selection
+from graphpatch_notebook.patches.slices import Selection, selection
 from graphpatch_notebook.values import (
     ContainerSpec,
     TensorSpec,

@@ -17,7 +17,7 @@ from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import METHODS, NodeMap, Target, answer_to_alias, kept_for
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
-from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.patches.slices import PositionSelection
 from graphpatch_notebook.patching.context import CapturedModel, PatchContext
 from graphpatch_notebook.patching.plan import part_of
 from graphpatch_notebook.paths import nearest

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphpatch_notebook.patches.selections import selection
+from graphpatch_notebook.patches.slices import selection
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.selections import PositionSelection, Selection, selection
+from graphpatch_notebook.patches.slices import PositionSelection, Selection, selection
 from graphpatch_notebook.patching import (
     DECODER_TOKENS,
     CapturedModel,

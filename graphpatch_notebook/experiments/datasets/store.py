@@ -32,7 +32,7 @@ from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.interrupts import reading, whole_file
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.selections import PositionSelection, selection
+from graphpatch_notebook.patches.slices import PositionSelection, selection
 from graphpatch_notebook.patching import active_patches
 from graphpatch_notebook.patching.sharding import processes_of
 from graphpatch_notebook.paths import nearest

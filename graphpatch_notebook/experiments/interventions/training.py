@@ -19,7 +19,7 @@ from graphpatch_notebook.experiments.interventions.modules import Intervention
 from graphpatch_notebook.experiments.methods.arguments import check_graph, several_paths
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import CustomPatch, shown_value
-from graphpatch_notebook.patches.selections import PositionSelection, selection
+from graphpatch_notebook.patches.slices import PositionSelection, selection
 
 _KEYS = {"base", "sources", "target", "positions", "source_positions"}
 

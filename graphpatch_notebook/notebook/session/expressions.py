@@ -20,8 +20,13 @@ import numpy as np
 import torch
 
 from graphpatch_notebook.errors import SessionError, cut
-from graphpatch_notebook.patches.selections import NAMED_STEPS
-from graphpatch_notebook.patches.slices import LARGEST_INDEX, index_text, indexed_dimensions, selection_problem
+from graphpatch_notebook.patches.slices import (
+    LARGEST_INDEX,
+    NAMED_STEPS,
+    index_text,
+    indexed_dimensions,
+    selection_problem,
+)
 from graphpatch_notebook.paths import nearest
 
 # These nodes run no code except that of the objects that the names refer to.
