@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import built_without_weights, call_sites, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
-from graphpatch_notebook.capture.observers import original_forward
+from graphpatch_notebook.capture.modules import original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import GraphError, add_note

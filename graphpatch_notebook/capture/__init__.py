@@ -36,13 +36,6 @@ from graphpatch_notebook.capture.frame_recorder import (
     part_count_by_values,
     plain,
 )
-from graphpatch_notebook.capture.held_values import (
-    OF_EACH_MODULE,
-    PLAIN_VALUES,
-    WRITTEN,
-    mutable_containers,
-    reachable_modules,
-)
 from graphpatch_notebook.capture.meta_device import (
     META,
     OnMeta,
@@ -52,7 +45,17 @@ from graphpatch_notebook.capture.meta_device import (
     parameter_without_values,
     result_of_size,
 )
-from graphpatch_notebook.capture.observers import Swaps, all_modules, observer, visible_apply
+from graphpatch_notebook.capture.modules import (
+    OF_EACH_MODULE,
+    PLAIN_VALUES,
+    WRITTEN,
+    Swaps,
+    all_modules,
+    mutable_containers,
+    observer,
+    reachable_modules,
+    visible_apply,
+)
 from graphpatch_notebook.capture.packed_weights import Packing, held_by, is_packed, packing_of, passed_as, unpacked
 from graphpatch_notebook.capture.recorder import OpPlace, Recorder
 from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_doubts

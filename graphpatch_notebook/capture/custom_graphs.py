@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.frame_recorder import function_name
-from graphpatch_notebook.capture.held_values import held_at
+from graphpatch_notebook.capture.modules import held_at
 from graphpatch_notebook.capture.records import (
     RECORD,
     Frame,

@@ -26,7 +26,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.call_sites import Assigned
-from graphpatch_notebook.capture.held_values import (
+from graphpatch_notebook.capture.modules import (
     TensorSource,
     alias,
     find_source,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, functional
 
-from graphpatch_notebook.capture.held_values import module_at
+from graphpatch_notebook.capture.modules import module_at
 from graphpatch_notebook.capture.records import map_leaves
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.values import TensorSpec

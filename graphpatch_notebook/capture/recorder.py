@@ -29,9 +29,8 @@ from graphpatch_notebook.capture.frame_recorder import (
     raw_name,
     writes_in_place,
 )
-from graphpatch_notebook.capture.held_values import AttributePaths, looking_at
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, with_input
-from graphpatch_notebook.capture.observers import declared_forward
+from graphpatch_notebook.capture.modules import AttributePaths, declared_forward, looking_at
 from graphpatch_notebook.capture.packed_weights import packing_of
 from graphpatch_notebook.capture.records import (
     CallNode,

@@ -42,9 +42,8 @@ from graphpatch_notebook.capture import (
     result_of_size,
 )
 from graphpatch_notebook.capture.frame_recorder import VALUE_READS, FrameRecorder
-from graphpatch_notebook.capture.held_values import OF_EACH_MODULE, mutable_containers, reachable_modules
 from graphpatch_notebook.capture.inputs import call_like, inputs_of_call, value_like
-from graphpatch_notebook.capture.observers import innermost_forward
+from graphpatch_notebook.capture.modules import OF_EACH_MODULE, innermost_forward, mutable_containers, reachable_modules
 from graphpatch_notebook.capture.records import (
     CallNode,
     CompositeCall,

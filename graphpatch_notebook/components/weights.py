@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture import is_packed
-from graphpatch_notebook.capture.held_values import changed_model, exchange, held_now, is_offloaded
+from graphpatch_notebook.capture.modules import changed_model, exchange, held_now, is_offloaded
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, once_a_capture
 from graphpatch_notebook.components.components import Component, Components, find, table_of
 from graphpatch_notebook.components.flow import Flow, Trails, UnknownValueError, Value, walk

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from graphpatch_notebook.capture.held_values import module_at
+from graphpatch_notebook.capture.modules import module_at
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components.attention import Attention, Part, Parts, attentions
 from graphpatch_notebook.components.dimensions import Dimensions, dimensions_of

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.inputs import signature_with
+from graphpatch_notebook.capture.modules import module_at
 from graphpatch_notebook.capture.records import (
     RECORD,
     CallNode,

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture import listed_doubts
-from graphpatch_notebook.capture.held_values import module_at
+from graphpatch_notebook.capture.modules import module_at
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, Site
 from graphpatch_notebook.components.dimensions import dimensions_of
 from graphpatch_notebook.errors import GraphError, GraphPatchWarning, SerializationError

@@ -16,7 +16,7 @@ from torch import fx
 from torch.compiler import is_compiling
 from torch.nn import ModuleList
 
-from graphpatch_notebook.capture.held_values import held_at, module_at
+from graphpatch_notebook.capture.modules import held_at, module_at
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, refer_to_copies
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import BuiltGraph, build

@@ -31,8 +31,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module, ModuleList, Parameter
 
 from graphpatch_notebook.capture import call_sites
-from graphpatch_notebook.capture.held_values import plain_tensors
-from graphpatch_notebook.capture.observers import Swaps, innermost_forward, observer, original_forward
+from graphpatch_notebook.capture.modules import Swaps, innermost_forward, observer, original_forward, plain_tensors
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.interrupts import afterwards, holding

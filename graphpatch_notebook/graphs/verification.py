@@ -10,9 +10,8 @@ from typing import Any, Literal, TypeAlias
 from torch.nn import Module
 
 from graphpatch_notebook.capture import Doubt, Reason, call_sites, listed_doubts
-from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import inputs_of_call
-from graphpatch_notebook.capture.observers import Swaps, observer
+from graphpatch_notebook.capture.modules import Swaps, observer, reachable_modules
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.modules import GraphModule, unobserved

@@ -24,7 +24,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites, is_own, parameter_without_values
 from graphpatch_notebook.capture.inputs import ExampleInputs
-from graphpatch_notebook.capture.observers import Swaps, all_modules, observer, visible_apply
+from graphpatch_notebook.capture.modules import Swaps, all_modules, observer, visible_apply
 from graphpatch_notebook.capture.records import Frame, Node, Site
 from graphpatch_notebook.errors import (
     GraphError,

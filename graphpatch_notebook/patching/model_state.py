@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from graphpatch_notebook.capture.held_values import (
+from graphpatch_notebook.capture.modules import (
     LARGE,
     NOT_STATE,
     PLAIN_VALUES,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
-from graphpatch_notebook.capture.held_values import Held, changed_model, exchange, held_now
+from graphpatch_notebook.capture.modules import Held, changed_model, exchange, held_now
 from graphpatch_notebook.capture.records import (
     ATTENTION_IN_CONFIG,
     HELD_KINDS,

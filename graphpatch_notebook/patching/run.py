@@ -22,9 +22,8 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import INVOKE, call_sites, decomposition_of, unpacked
-from graphpatch_notebook.capture.held_values import held_at
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
-from graphpatch_notebook.capture.observers import Swaps, observer
+from graphpatch_notebook.capture.modules import Swaps, held_at, observer
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.dimensions import shape_problem, unpacked_shape
 from graphpatch_notebook.components.operations import FUSED_ATTENTION

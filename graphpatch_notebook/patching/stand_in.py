@@ -14,8 +14,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture import Packing, held_by, passed_as, unpacked
-from graphpatch_notebook.capture.held_values import REGISTRIES, held_at
-from graphpatch_notebook.capture.observers import innermost_forward, is_swapped, observer, original_forward
+from graphpatch_notebook.capture.modules import (
+    REGISTRIES,
+    held_at,
+    innermost_forward,
+    is_swapped,
+    observer,
+    original_forward,
+)
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.torch_compat import own_call
 

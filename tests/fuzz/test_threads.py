@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook import AddPatch, CustomPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
-from graphpatch_notebook.capture.observers import is_swapped
+from graphpatch_notebook.capture.modules import is_swapped
 from tests.fuzz.graph_runs import add_unused_call
 from tests.fuzz.test_programs import FIRST_SEED
 from tests.fuzz.test_user_errors import X

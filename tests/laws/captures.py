@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from graphpatch_notebook import CustomPatch, GraphPatchWarning, PatchableGraph
-from graphpatch_notebook.capture.held_values import reachable_modules
+from graphpatch_notebook.capture.modules import reachable_modules
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.patchable_graph import captured
 from tests.zoo import CASES, Call, Case, is_of_a_kind_of_its_own, seed_all

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpatch_notebook.capture.held_values import reachable_modules
+from graphpatch_notebook.capture.modules import reachable_modules
 from graphpatch_notebook.capture.records import ElementNode, Frame, Node
 from graphpatch_notebook.values import TensorSpec
 from tests.frozen_imports import FUNCTIONS

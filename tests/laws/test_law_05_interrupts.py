@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ZeroPatch
-from graphpatch_notebook.capture.observers import is_swapped, observer
+from graphpatch_notebook.capture.modules import is_swapped, observer
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patching import innermost
 from graphpatch_notebook.torch_compat import function_mode_depth

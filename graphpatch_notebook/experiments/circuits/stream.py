@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.observers import original_forward
+from graphpatch_notebook.capture.modules import original_forward
 from graphpatch_notebook.capture.records import Ref, map_leaves
 from graphpatch_notebook.components import Projection
 from graphpatch_notebook.components.flow import Norm, Trails, Value, called, walk

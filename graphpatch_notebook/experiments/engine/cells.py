@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.held_values import plain_tensors
+from graphpatch_notebook.capture.modules import plain_tensors
 from graphpatch_notebook.errors import ExperimentError, add_note
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, declares
 from graphpatch_notebook.patching import Entry

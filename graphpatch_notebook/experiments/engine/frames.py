@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
-from graphpatch_notebook.capture.observers import all_modules
+from graphpatch_notebook.capture.modules import all_modules
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, IMMUTABLE, children, mapped, with_own_containers
 

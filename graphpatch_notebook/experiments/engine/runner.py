@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphpatch_notebook.capture.held_values import plain_tensors
-from graphpatch_notebook.capture.observers import all_modules
+from graphpatch_notebook.capture.modules import all_modules, plain_tensors
 from graphpatch_notebook.errors import PatchMapError
 from graphpatch_notebook.experiments.engine.cells import (
     Cell,

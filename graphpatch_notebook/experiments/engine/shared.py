@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.observers import all_modules
+from graphpatch_notebook.capture.modules import all_modules
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.experiments.engine.frames import (
     NEVER,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.held_values import plain_tensors
+from graphpatch_notebook.capture.modules import plain_tensors
 from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.flow import Flow

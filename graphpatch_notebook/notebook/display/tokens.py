@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import bind, signature_of
-from graphpatch_notebook.capture.observers import original_forward
+from graphpatch_notebook.capture.modules import original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.messages import Prediction, Predictions
