@@ -1,10 +1,26 @@
-"""Every exception and warning of this package. Errors also inherit from the built-in class that code would catch."""
+"""Errors and warnings, with the lines that warnings name; blocks that end well, also by a KeyboardInterrupt.
+
+If a click started the run, rather than a line of the user's code, they are collected, to be shown with its results.
+Collection is local to a context; `warnings.catch_warnings` would affect all threads.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import re
-from typing import Any
+import secrets
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
 
 _MARK = "graphpatch: "
 _LONGEST_WORD = 300
@@ -195,3 +211,133 @@ def removed(name: str) -> ImportError | None:
     """Returns an error that says what to write instead of a name of the version before; `None` for other names."""
     now = REMOVED.get(name)
     return None if now is None else ImportError(f"{name!r} was removed in version 0.2.0; use {now}")
+
+
+_T = TypeVar("_T")
+
+# What the content of a file cannot cause: a mistake in code, a missing package, a warning that the user made an error.
+_NOT_OF_FILES = (AssertionError, ImportError, NameError, Warning)
+_PARTS_MISSING = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR)
+
+
+@contextmanager
+def afterwards(*steps: Callable[[], object]) -> Iterator[None]:
+    """Runs steps, in order, when the block ends or raises."""
+    with ExitStack() as stack:
+        for step in reversed(steps):
+            stack.callback(step)
+        yield
+
+
+@contextmanager
+def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    """Gives a context variable another value for the length of the block."""
+    before = variable.get()
+    try:
+        variable.set(value)
+        yield
+    finally:
+        variable.set(before)
+
+
+@contextmanager
+def reading(name: str, kind: type[Exception], hint: str = "") -> Iterator[None]:
+    """Raises an error of this kind, which names the file, for all that a damaged file makes the block raise.
+
+    What the operating system refuses (too many open files, no permission) is no damage, and stays what it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_refused = isinstance(error, OSError) and error.errno not in (None, *_PARTS_MISSING)
+        if is_refused or isinstance(error, _NOT_OF_FILES):
+            raise
+        raise kind(f"{name} is damaged, or does not fit: {error}{hint}") from error
+
+
+@contextmanager
+def whole_file(file: Path) -> Iterator[Path]:
+    """Gives a name to write to, and then replaces `file` atomically; its mode stays.
+
+    Links stay, and lead to it. What was loaded from the old file, or reads it now, is not disturbed.
+
+    Raises:
+        OSError: It cannot be written; what was there stays. The error names `file`, and is of the class of its number
+            (`PermissionError`, ...).
+    """
+    target = Path(os.path.realpath(file))
+    written = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        written.touch()  # raises the usual errors where nothing can be written
+        yield written
+        with written.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        if target.exists() and not target.is_file():
+            shutil.copyfile(written, target)  # a device stays what it is, and a folder is an error
+            return
+        if target.exists():
+            shutil.copymode(target, written)
+        written.replace(target)
+    except Exception as error:
+        from safetensors import SafetensorError
+
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
+        number = getattr(error, "errno", None)
+        if number is None:
+            raise OSError(f"{str(file)!r} cannot be written, perhaps for lack of space") from error
+        raise OSError(number, os.strerror(number), str(file)) from error
+    finally:
+        written.unlink(missing_ok=True)
+
+
+_INSIDE = (
+    os.path.dirname(__file__),
+    os.path.dirname(torch.__file__),
+    os.path.dirname(contextlib.__file__) + os.sep + "contextlib",
+    "<graphpatch",
+)
+
+_collected: ContextVar[dict[str, str] | None] = ContextVar("graphpatch_collected_warnings", default=None)
+
+
+@contextlib.contextmanager
+def collected_warnings() -> Iterator[dict[str, str]]:
+    """Collects the warnings that this package gives in the block, in its thread or task: their kinds by message."""
+    messages: dict[str, str] = {}
+    with holding(_collected, messages):
+        yield messages
+
+
+def _is_collected(message: str, kind: str) -> bool:
+    messages = _collected.get()
+    if messages is not None:
+        messages[message] = kind
+    return messages is not None
+
+
+def level_of_caller() -> int:
+    """Returns the `stacklevel` at which a warning, given by the caller of this, names a line of the user's code."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def warn_each_time(message: str, kind: str) -> None:
+    """Gives a warning that names a line of the user's code, even if that line gave the same warning before.
+
+    By default Python shows a warning once for each line of code, so running a cell again would show nothing.
+    """
+    if _is_collected(message, kind):
+        return
+    frame = sys._getframe(level_of_caller() - 1)
+    warnings.warn_explicit(
+        GraphPatchWarning(message, kind), None, frame.f_code.co_filename, frame.f_lineno, registry={}
+    )
+
+
+def warn(message: str, kind: str, stacklevel: int) -> None:
+    """Gives a warning, once for each line of code; `stacklevel` counts from the caller of this function."""
+    if not _is_collected(message, kind):
+        warnings.warn(GraphPatchWarning(message, kind), stacklevel=stacklevel + 1)

@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.call_sites import count_as_users
-from graphpatch_notebook.errors import CaptureError
-from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.errors import CaptureError, holding
 from graphpatch_notebook.torch_compat import safe_softmax
 from graphpatch_notebook.values import PLAIN_TENSORS, TensorSpec
 

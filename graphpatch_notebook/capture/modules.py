@@ -28,8 +28,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from graphpatch_notebook.capture.call_sites import facts_of
 from graphpatch_notebook.capture.records import Frame, Kind
-from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.errors import GraphError, holding
 from graphpatch_notebook.torch_compat import Switch, called_attribute, visible_flex_attention, without_torch_functions
 from graphpatch_notebook.values import ABSENT, PLAIN_TENSORS, children
 

@@ -17,14 +17,12 @@ from typing import Any
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import spliced_calls
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, reading, warn_each_time, whole_file
 from graphpatch_notebook.inspection.meanings import differing_names
-from graphpatch_notebook.interrupts import reading, whole_file
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching.sharding import is_distributed, processes_of, runs_where_the_model_is
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import digest
-from graphpatch_notebook.warning_places import warn_each_time
 
 _SAMPLED = 1024
 _SWEEP, _NAMES = "sweep.json", "names"

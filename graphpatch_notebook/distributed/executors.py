@@ -26,13 +26,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.distributed.checkpoint import weights_digest
-from graphpatch_notebook.errors import ExperimentError, add_note
+from graphpatch_notebook.errors import ExperimentError, add_note, collected_warnings, warn_each_time
 from graphpatch_notebook.inspection.meanings import Meanings, differing_names, meanings
 from graphpatch_notebook.inspection.resolution import kept_for
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching import innermost
 from graphpatch_notebook.patching.sharding import sharding_of
-from graphpatch_notebook.warning_places import collected_warnings, warn_each_time
 
 _Batch = TypeVar("_Batch")
 _Result = TypeVar("_Result")

@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.nn import Module
 
-from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.errors import GraphError, warn_each_time
 from graphpatch_notebook.patching.sharding import is_distributed
 from graphpatch_notebook.torch_compat import default_store, is_fully_sharded
-from graphpatch_notebook.warning_places import warn_each_time
 
 _T = TypeVar("_T")
 _LIMIT = datetime.timedelta(minutes=10)

@@ -31,7 +31,7 @@ from graphpatch_notebook.components import Components, Weights, find
 from graphpatch_notebook.components.dimensions import copy_on_meta
 from graphpatch_notebook.distributed.executors import dumps, sendable
 from graphpatch_notebook.distributed.sharding import note_placements
-from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchWarning, add_note
+from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchWarning, add_note, warn_each_time
 from graphpatch_notebook.inspection.meanings import differing_names, meanings
 from graphpatch_notebook.inspection.resolution import kept_for
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -39,7 +39,6 @@ from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patching import GENERATION_CONFIG, PatchContext, Recording, active_patches, innermost
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import mapped
-from graphpatch_notebook.warning_places import warn_each_time
 
 _RECIPE = """\
     def build():

@@ -15,11 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from graphpatch_notebook.components.names import ComponentName, is_component_name, parse_name
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, reading, warn_each_time, whole_file
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Measurement
-from graphpatch_notebook.interrupts import reading, whole_file
 from graphpatch_notebook.lazy_names import extra
-from graphpatch_notebook.warning_places import warn_each_time
 
 Scores: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Labels: TypeAlias = "list[tuple[str, tuple[Any, ...]]]"

@@ -38,11 +38,10 @@ from torch.nn.parameter import is_lazy
 
 from graphpatch_notebook._version import __version__
 from graphpatch_notebook.capture.records import InputParameter, Kind
-from graphpatch_notebook.errors import SerializationError
+from graphpatch_notebook.errors import SerializationError, whole_file
 from graphpatch_notebook.graphs.build import Container, NamedFunction
 from graphpatch_notebook.graphs.edits import unchanged
 from graphpatch_notebook.inspection.meanings import Meanings
-from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.torch_compat import assert_that, native_namespaces, overload_path, set_grad_enabled
 from graphpatch_notebook.values import (
     SEQUENCES,

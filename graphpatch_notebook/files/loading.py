@@ -36,7 +36,7 @@ from graphpatch_notebook.capture.records import (
     SourceLine,
 )
 from graphpatch_notebook.components.dimensions import Dimensions, StoredRuns, dimensions_of
-from graphpatch_notebook.errors import GraphError, SerializationError
+from graphpatch_notebook.errors import GraphError, SerializationError, reading
 from graphpatch_notebook.files.documents import (
     FramePart,
     FunctionPart,
@@ -58,7 +58,6 @@ from graphpatch_notebook.graphs.edits import SnapshotCalls
 from graphpatch_notebook.graphs.generated_code import generate
 from graphpatch_notebook.graphs.modules import running_graph
 from graphpatch_notebook.graphs.signatures import Aspect, Settings
-from graphpatch_notebook.interrupts import reading
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import set_grad_enabled
 from graphpatch_notebook.values import TensorSpec, tensor_specs

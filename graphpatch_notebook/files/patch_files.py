@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from graphpatch_notebook.errors import SerializationError
+from graphpatch_notebook.errors import SerializationError, reading
 from graphpatch_notebook.files.documents import (
     PatchDocument,
     PatchPart,
@@ -23,7 +23,6 @@ from graphpatch_notebook.files.documents import (
 )
 from graphpatch_notebook.inspection.meanings import differing_names, meanings, targets_of
 from graphpatch_notebook.inspection.resolution import kept_for
-from graphpatch_notebook.interrupts import reading
 from graphpatch_notebook.patches import kinds
 from graphpatch_notebook.patches.kinds import Patch
 

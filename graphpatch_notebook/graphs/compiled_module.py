@@ -18,12 +18,11 @@ from torch.nn import ModuleList
 
 from graphpatch_notebook.capture.modules import held_at, module_at
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, refer_to_copies
-from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.errors import GraphError, holding
 from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.graphs.edits import SnapshotCalls, check_doubts, check_edited, guarded, update_records, where
 from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, name_of_module, weave, woven_patches
 from graphpatch_notebook.graphs.modules import GraphModule, RunningGraph, interpreter, run_as, run_live
-from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import (
     codegen_of,

@@ -29,7 +29,7 @@ from graphpatch_notebook.capture.custom_graphs import (
 from graphpatch_notebook.capture.frame_recorder import SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, OpNode, Ref, SizeGuard
-from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.errors import GraphError, warn
 from graphpatch_notebook.graphs.build import AUXILIARY, connect_records
 from graphpatch_notebook.graphs.signatures import Aspect, CallSignature, Difference
 from graphpatch_notebook.paths import format_path, unique_name
@@ -43,7 +43,6 @@ from graphpatch_notebook.values import (
     describe,
     is_same_plain,
 )
-from graphpatch_notebook.warning_places import warn
 
 _SIZES = frozenset(name.strip("_").split(".")[0] for name in SIZE_READS)
 # Values that can be compared with those of the example.

@@ -14,10 +14,9 @@ from torch.nn import Module
 from graphpatch_notebook.capture.custom_graphs import GraphRun
 from graphpatch_notebook.capture.inputs import signature_with
 from graphpatch_notebook.capture.records import RECORD, CallNode, Frame, Node, OpNode
-from graphpatch_notebook.errors import add_note, has_note
+from graphpatch_notebook.errors import add_note, afterwards, has_note, holding
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.modules import interpreter
-from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.patching.model_state import ModelSnapshot
 from graphpatch_notebook.paths import format_path
 

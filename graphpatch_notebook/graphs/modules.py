@@ -33,8 +33,7 @@ from torch.nn import Module, ModuleList, Parameter
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.modules import Swaps, innermost_forward, observer, original_forward, plain_tensors
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.interrupts import afterwards, holding
+from graphpatch_notebook.errors import GraphError, afterwards, holding
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import forward_hooks, forward_pre_hooks, version_of
 

@@ -13,10 +13,10 @@ from graphpatch_notebook.capture import Doubt, Reason, call_sites, listed_doubts
 from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.modules import Swaps, observer, reachable_modules
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import afterwards, holding
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.modules import GraphModule, unobserved
 from graphpatch_notebook.graphs.signatures import object_classes
-from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.patching.model_state import RunComparison, copied, owner_of, preserved, run_and_compare
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import describe

@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, cut
+from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, collected_warnings, cut
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.notebook.display.tables import file_label
 from graphpatch_notebook.notebook.display.tokens import MOST_ROWS, TokenInputs, TokenLabels, logits_of, predictions
@@ -55,7 +55,6 @@ from graphpatch_notebook.patches.kinds import Patch, ProbePatch
 from graphpatch_notebook.patching import held_value, tensor_at
 from graphpatch_notebook.patching.model_state import copied, copied_output, preserved
 from graphpatch_notebook.values import TensorSpec
-from graphpatch_notebook.warning_places import collected_warnings
 
 T = TypeVar("T")
 R = TypeVar("R")

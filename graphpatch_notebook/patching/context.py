@@ -33,6 +33,9 @@ from graphpatch_notebook.errors import (
     UnknownPathError,
     add_note,
     has_note,
+    level_of_caller,
+    warn,
+    warn_each_time,
 )
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
 from graphpatch_notebook.graphs.build import connect_records
@@ -68,7 +71,6 @@ from graphpatch_notebook.torch_compat import (
     visible_flex_attention,
 )
 from graphpatch_notebook.values import ScalarSpec, describe
-from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
 PatchLists: TypeAlias = "Mapping[Any, Sequence[Patch[Any]]]"
 

@@ -34,10 +34,9 @@ from graphpatch_notebook.capture.modules import (
     plain_tensors,
     reachable_modules,
 )
-from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.errors import afterwards, warn_each_time
 from graphpatch_notebook.torch_compat import is_fully_sharded, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, IMMUTABLE, children, is_same_plain, key_text
-from graphpatch_notebook.warning_places import warn_each_time
 
 # -- equal values ------------------------------------------------------------------------------------------------------
 

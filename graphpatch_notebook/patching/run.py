@@ -31,9 +31,12 @@ from graphpatch_notebook.errors import (
     GraphPatchError,
     PatchValueError,
     add_note,
+    afterwards,
+    holding,
+    level_of_caller,
+    warn,
 )
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.patches.kinds import Patch, RunStopped, WritingPatch, selects_nothing, shown_value
 from graphpatch_notebook.patches.slices import index_text
 from graphpatch_notebook.patching.plan import (
@@ -67,7 +70,6 @@ from graphpatch_notebook.values import (
     replaced,
     take,
 )
-from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
     from graphpatch_notebook.patching.context import PatchContext

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, level_of_caller, warn
 from graphpatch_notebook.experiments.attribution.gradient_runs import (
     AttributionRuns,
     Choices,
@@ -41,7 +41,6 @@ from graphpatch_notebook.inspection.resolution import kept_for
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching.sharding import runs_where_the_model_is
-from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
     from pandas import Series

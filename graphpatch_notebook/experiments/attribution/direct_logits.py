@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, warn_each_time
 from graphpatch_notebook.experiments.attribution.rules import FrozenDenominators
 from graphpatch_notebook.experiments.engine.examples import OverExamples
 from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of
@@ -25,7 +25,6 @@ from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import CustomPatch, ProbePatch
 from graphpatch_notebook.patching.sharding import runs_where_the_model_is
-from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
     from xarray import Dataset

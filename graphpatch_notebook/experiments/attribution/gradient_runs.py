@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.components.flow import Flow, walk
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, collected_warnings
 from graphpatch_notebook.experiments.attribution.rules import DerivativeRules, Method
 from graphpatch_notebook.experiments.attribution.scored_nodes import KeptDims, ScoredNode, Scores, flow_of
 from graphpatch_notebook.experiments.attribution.secants import family_name
@@ -43,7 +43,6 @@ from graphpatch_notebook.patching import PatchContext
 from graphpatch_notebook.patching.model_state import preserved
 from graphpatch_notebook.patching.sharding import sharding_of
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
-from graphpatch_notebook.warning_places import collected_warnings
 
 # -- routing -----------------------------------------------------------------------------------------------------------
 

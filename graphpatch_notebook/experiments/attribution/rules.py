@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from graphpatch_notebook.capture import decomposition_of
 from graphpatch_notebook.capture.frame_recorder import raw_name
 from graphpatch_notebook.components import operations
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, level_of_caller, warn
 from graphpatch_notebook.experiments.attribution import secants
 from graphpatch_notebook.experiments.attribution.secants import (
     PairedCall,
@@ -57,7 +57,6 @@ from graphpatch_notebook.experiments.attribution.secants import (
 )
 from graphpatch_notebook.patching.sharding import is_distributed, same_value
 from graphpatch_notebook.torch_compat import base_of, is_awaited
-from graphpatch_notebook.warning_places import level_of_caller, warn
 
 Method: TypeAlias = Literal["gradient", "integrated", "secant"]
 METHODS: tuple[Method, ...] = ("gradient", "integrated", "secant")

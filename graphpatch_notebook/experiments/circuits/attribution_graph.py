@@ -14,11 +14,10 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError, warn_each_time
 from graphpatch_notebook.experiments.circuits.circuit import READABLE, written_svg
 from graphpatch_notebook.experiments.circuits.graph_picture import lay_out_graph
 from graphpatch_notebook.paths import nearest
-from graphpatch_notebook.warning_places import warn_each_time
 
 Kind: TypeAlias = Literal["feature", "error", "embed", "logit"]
 Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"

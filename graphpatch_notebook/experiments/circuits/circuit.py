@@ -23,8 +23,7 @@ from typing import Any, TypeAlias
 from xml.sax.saxutils import escape
 
 from graphpatch_notebook.components.names import parse_name
-from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.interrupts import whole_file
+from graphpatch_notebook.errors import ExperimentError, whole_file
 
 _FORMAT = "graphpatch circuit 1"
 _LISTED = 10

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components.flow import Value
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError, level_of_caller, warn
 from graphpatch_notebook.experiments.attribution.gradient_runs import (
     Choices,
     Routing,
@@ -56,7 +56,6 @@ from graphpatch_notebook.patching.model_state import preserved
 from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.torch_compat import without_torch_functions
-from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
     from xarray import DataArray

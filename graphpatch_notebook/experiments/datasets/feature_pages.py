@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError, GraphError
+from graphpatch_notebook.errors import ExperimentError, GraphError, whole_file
 from graphpatch_notebook.experiments.datasets.batches import RowReader, numbered
 from graphpatch_notebook.experiments.datasets.feature_html import page_html
 from graphpatch_notebook.experiments.datasets.feature_weights import FeaturePlace, sources, through_norm
@@ -32,7 +32,6 @@ from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.slices import PositionSelection
 from graphpatch_notebook.patching.sharding import runs_where_the_model_is

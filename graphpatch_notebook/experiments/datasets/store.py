@@ -25,19 +25,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, reading, warn_each_time, whole_file
 from graphpatch_notebook.experiments.datasets.batches import RowReader, is_at, numbered, read_batch
 from graphpatch_notebook.experiments.engine import map_batches, weights_digest
 from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.interrupts import reading, whole_file
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.slices import PositionSelection, selection
 from graphpatch_notebook.patching import active_patches
 from graphpatch_notebook.patching.sharding import processes_of
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.values import digest
-from graphpatch_notebook.warning_places import warn_each_time
 
 _FORMAT = "graphpatch-activations"
 _VERSION = 2

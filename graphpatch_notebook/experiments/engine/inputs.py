@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
+from graphpatch_notebook.errors import ExperimentError, SweepInterrupted, warn_each_time
 from graphpatch_notebook.experiments.engine.cells import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.metrics import Continuations, Generated
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -19,7 +19,6 @@ from graphpatch_notebook.patching import padded_end
 from graphpatch_notebook.patching.model_state import RandomState, copied
 from graphpatch_notebook.texts import decoded, is_text, token_text
 from graphpatch_notebook.values import children
-from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
     from xarray import DataArray

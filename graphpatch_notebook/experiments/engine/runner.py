@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from graphpatch_notebook.capture.modules import all_modules, plain_tensors
-from graphpatch_notebook.errors import PatchMapError
+from graphpatch_notebook.errors import PatchMapError, warn_each_time
 from graphpatch_notebook.experiments.engine.cells import (
     Cell,
     CellResult,
@@ -45,7 +45,6 @@ from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching import Entry
 from graphpatch_notebook.patching.model_state import ModelSnapshot
-from graphpatch_notebook.warning_places import warn_each_time
 
 _FEW, _FEW_ALONE = 4, 16
 """With fewer cells, sharing costs more than it saves; the second is for inputs so large that each needs a forward."""

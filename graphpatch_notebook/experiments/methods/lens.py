@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components import Component
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, collected_warnings
 from graphpatch_notebook.experiments.engine import RemoteGraph
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.frames import is_close
@@ -27,7 +27,6 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch
 from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 from graphpatch_notebook.values import Key, take
-from graphpatch_notebook.warning_places import collected_warnings
 
 if TYPE_CHECKING:
     from xarray import DataArray

@@ -13,7 +13,7 @@ from graphpatch_notebook.capture.modules import plain_tensors
 from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.flow import Flow
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, warn_each_time
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.examples import OverExamples
 from graphpatch_notebook.experiments.engine.inputs import Inputs, MetricRange, inputs_of, record
@@ -33,7 +33,6 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.patching.sharding import runs_where_the_model_is
 from graphpatch_notebook.values import TensorSpec
-from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
     from xarray import DataArray

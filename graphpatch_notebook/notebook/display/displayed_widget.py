@@ -32,8 +32,7 @@ from IPython.display import display, update_display
 from ipywidgets import widget_serialization
 from ipywidgets.embed import dependency_state, embed_data
 
-from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.interrupts import whole_file
+from graphpatch_notebook.errors import GraphError, whole_file
 from graphpatch_notebook.notebook.display.tables import escaped
 
 # These functions have no types.

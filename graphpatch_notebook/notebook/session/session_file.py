@@ -29,17 +29,15 @@ from typing import Annotated, Literal
 import msgspec
 from IPython.paths import get_ipython_dir
 
-from graphpatch_notebook.errors import ChosenPatchError, SessionError, cut
+from graphpatch_notebook.errors import ChosenPatchError, SessionError, cut, warn_each_time, whole_file
 from graphpatch_notebook.inspection.meanings import Meanings, differing_names, meanings, targets_of
 from graphpatch_notebook.inspection.resolution import kept_for, with_nearest
-from graphpatch_notebook.interrupts import whole_file
 from graphpatch_notebook.notebook.messages import Message, PatchFields
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, fields_of
 from graphpatch_notebook.notebook.session.expressions import Origin, is_plain
 from graphpatch_notebook.notebook.session.session import PatchVariables, Session
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.warning_places import warn_each_time
 
 _MOST_PROBLEMS = 20
 _LONGEST_PROBLEM = 500

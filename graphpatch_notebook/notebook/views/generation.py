@@ -15,7 +15,7 @@ import torch
 import traitlets
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError, SessionError
+from graphpatch_notebook.errors import ExperimentError, SessionError, collected_warnings
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.grids import tick_text
@@ -34,7 +34,6 @@ from graphpatch_notebook.notebook.views.linked import (
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.texts import token_text
-from graphpatch_notebook.warning_places import collected_warnings
 
 _TOP = 10
 _MOST_BRANCHES = 20

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.errors import SessionError, collected_warnings
 from graphpatch_notebook.notebook.run_report import norm_of, statistics_of
 from graphpatch_notebook.notebook.runs import Job, ModelCalls
 from graphpatch_notebook.notebook.views.skeleton import PATCHABLE, Skeleton
@@ -23,7 +23,6 @@ from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patching.model_state import preserved
 from graphpatch_notebook.values import NUMBERS
-from graphpatch_notebook.warning_places import collected_warnings
 
 MEASURES: Mapping[str, str] = {
     "parameters": "Elements of the parameters of a module, as they are stored",
