@@ -38,8 +38,7 @@ from graphpatch_notebook.patching import (
     innermost,
     record,
 )
-from graphpatch_notebook.patching.model_state import copied, preserved
-from graphpatch_notebook.patching.sharding import calling
+from graphpatch_notebook.patching.model_state import calling, copied, preserved
 from graphpatch_notebook.texts import (
     NO_TOKENIZER,
     Text,

@@ -73,7 +73,7 @@ SPLIT = ("distributed", "experiments", "notebook")  # packages whose folders are
 # Functions of a lower layer that import a higher one when they are called, and their file: `pg.browse()`, `pg.sweep()`,
 # `show_heatmap()`.
 DOORS = {
-    ("patching", "distributed"): "patching/sharding.py",
+    ("patching", "distributed"): "patching/model_state.py",
     ("patchable_graph", "distributed"): "patchable_graph.py",
     ("patchable_graph", "notebook"): "patchable_graph.py",
     ("patchable_graph", "experiments"): "patchable_graph.py",
@@ -186,7 +186,7 @@ def test_two_seams_lead_to_other_processes() -> None:
     room = f"{ROOT.name}.distributed"
     outside = [file for file in FILES if file.parent != ROOT / "distributed"]
     importing = {name_of(file) for file in outside if room in str(imported_names(ast.walk(parse(file)), file))}
-    assert importing == {"patching/sharding.py", "patchable_graph.py", "experiments/engine/__init__.py"}
+    assert importing == {"patching/model_state.py", "patchable_graph.py", "experiments/engine/__init__.py"}
     for file in set(FILES) - set(outside):
         assert not any(f"{ROOT.name}.experiments" in name for name in imported_names(parse(file).body, file))
 

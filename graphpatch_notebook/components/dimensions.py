@@ -57,12 +57,13 @@ from graphpatch_notebook.capture.records import (
     spliced_calls,
 )
 from graphpatch_notebook.options import ExtractionOptions
-from graphpatch_notebook.patching.model_state import RandomState, owner_of
-from graphpatch_notebook.patching.sharding import (
+from graphpatch_notebook.patching.model_state import (
+    RandomState,
     communicates,
     drop_machinery,
     is_parallel_machinery,
     note_whole_tensors,
+    owner_of,
 )
 from graphpatch_notebook.values import (
     ContainerSpec,

@@ -23,7 +23,7 @@ from graphpatch_notebook.components.components import Component, Components, fin
 from graphpatch_notebook.components.flow import Flow, Trails, UnknownValueError, Value, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.patching.sharding import is_distributed
+from graphpatch_notebook.patching.model_state import is_distributed
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.values import ContainerSpec, take
 

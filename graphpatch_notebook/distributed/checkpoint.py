@@ -20,7 +20,7 @@ from graphpatch_notebook.capture.records import spliced_calls
 from graphpatch_notebook.errors import ExperimentError, reading, warn_each_time, whole_file
 from graphpatch_notebook.inspection.meanings import differing_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patching.sharding import is_distributed, processes_of, runs_where_the_model_is
+from graphpatch_notebook.patching.model_state import is_distributed, processes_of, runs_where_the_model_is
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import digest
 

@@ -31,7 +31,7 @@ from graphpatch_notebook.inspection.meanings import Meanings, differing_names, m
 from graphpatch_notebook.inspection.resolution import kept_for
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching import innermost
-from graphpatch_notebook.patching.sharding import sharding_of
+from graphpatch_notebook.patching.model_state import sharding_of
 
 _Batch = TypeVar("_Batch")
 _Result = TypeVar("_Result")

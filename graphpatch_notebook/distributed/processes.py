@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from graphpatch_notebook.errors import GraphError, warn_each_time
-from graphpatch_notebook.patching.sharding import is_distributed
+from graphpatch_notebook.patching.model_state import is_distributed
 from graphpatch_notebook.torch_compat import default_store, is_fully_sharded
 
 _T = TypeVar("_T")

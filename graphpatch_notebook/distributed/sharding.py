@@ -30,7 +30,7 @@ from graphpatch_notebook.errors import GraphError, PatchValueError
 from graphpatch_notebook.inspection.meanings import differing_names, meanings
 from graphpatch_notebook.inspection.resolution import NodeMap, Target, kept_for, resolve
 from graphpatch_notebook.patches.kinds import Patch, declares
-from graphpatch_notebook.patching.sharding import (
+from graphpatch_notebook.patching.model_state import (
     holds_some_experts,
     is_distributed,
     is_parallel_machinery,

@@ -43,6 +43,7 @@ from graphpatch_notebook.graphs.generated_code import name_assigned_at
 from graphpatch_notebook.inspection.resolution import NodeMap, Target, Unresolvable
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches.kinds import Patch, RunStopped
+from graphpatch_notebook.patching.model_state import sharding_of
 from graphpatch_notebook.patching.plan import (
     Callers,
     Entry,
@@ -55,7 +56,6 @@ from graphpatch_notebook.patching.plan import (
 )
 from graphpatch_notebook.patching.positions import GenerationSteps, StepCount, Unreached
 from graphpatch_notebook.patching.run import OperatorPatchError, Run
-from graphpatch_notebook.patching.sharding import sharding_of
 from graphpatch_notebook.patching.splices import Given, places_of, spliced, splicings
 from graphpatch_notebook.patching.stand_in import original_of
 from graphpatch_notebook.paths import format_path

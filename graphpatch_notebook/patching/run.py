@@ -39,6 +39,7 @@ from graphpatch_notebook.errors import (
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, RunStopped, WritingPatch, selects_nothing, shown_value
 from graphpatch_notebook.patches.slices import index_text
+from graphpatch_notebook.patching.model_state import holding_tensors, is_parallel_machinery
 from graphpatch_notebook.patching.plan import (
     EntriesByChain,
     Entry,
@@ -53,7 +54,6 @@ from graphpatch_notebook.patching.plan import (
     passing_input,
 )
 from graphpatch_notebook.patching.positions import GenerationSteps, HeldBackError, Indices
-from graphpatch_notebook.patching.sharding import holding_tensors, is_parallel_machinery
 from graphpatch_notebook.patching.stand_in import bound_with, held_value
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import function_mode_depth, takes_hooks, without_torch_functions

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphpatch_notebook import AddPatch, Patch, PatchableGraph, PatchValueError
-from graphpatch_notebook.patching.sharding import sharding_of
+from graphpatch_notebook.patching.model_state import sharding_of
 
 RTOL, ATOL = 1e-3, 2e-5
 

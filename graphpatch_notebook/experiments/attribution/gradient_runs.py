@@ -40,8 +40,7 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch
 from graphpatch_notebook.patching import PatchContext
-from graphpatch_notebook.patching.model_state import preserved
-from graphpatch_notebook.patching.sharding import sharding_of
+from graphpatch_notebook.patching.model_state import preserved, sharding_of
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 
 # -- routing -----------------------------------------------------------------------------------------------------------

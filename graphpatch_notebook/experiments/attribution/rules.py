@@ -55,7 +55,7 @@ from graphpatch_notebook.experiments.attribution.secants import (
     quotient,
     softmax,
 )
-from graphpatch_notebook.patching.sharding import is_distributed, same_value
+from graphpatch_notebook.patching.model_state import is_distributed, same_value
 from graphpatch_notebook.torch_compat import base_of, is_awaited
 
 Method: TypeAlias = Literal["gradient", "integrated", "secant"]

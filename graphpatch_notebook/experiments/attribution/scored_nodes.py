@@ -34,7 +34,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
 from graphpatch_notebook.inspection.resolution import NodeMap, NodeRows, Target, resolve
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patching import row_dimension, sequence_dim, takes_tokens
-from graphpatch_notebook.patching.sharding import sharding_of
+from graphpatch_notebook.patching.model_state import sharding_of
 from graphpatch_notebook.values import TensorSpec
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ReplacePatch
-from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.patching.model_state import runs_where_the_model_is
 from graphpatch_notebook.texts import token_text
 
 if TYPE_CHECKING:

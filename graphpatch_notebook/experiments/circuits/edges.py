@@ -52,8 +52,7 @@ from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, ReplacePatch
-from graphpatch_notebook.patching.model_state import preserved
-from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.patching.model_state import preserved, runs_where_the_model_is
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.torch_compat import without_torch_functions
 

@@ -31,7 +31,7 @@ from graphpatch_notebook.experiments.methods.arguments import check_graph, check
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import AddPatch, Patch
-from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.patching.model_state import runs_where_the_model_is
 from graphpatch_notebook.texts import is_text
 from graphpatch_notebook.torch_compat import without_torch_functions
 

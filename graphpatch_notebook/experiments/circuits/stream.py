@@ -23,7 +23,7 @@ from graphpatch_notebook.components.flow import Norm, Trails, Value, called, wal
 from graphpatch_notebook.components.operations import ADDITIONS, NONLINEARITIES, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.components.weights import held_tensor
 from graphpatch_notebook.errors import ExperimentError, GraphError
-from graphpatch_notebook.patching.sharding import is_distributed
+from graphpatch_notebook.patching.model_state import is_distributed
 
 _IN_ORDER = frozenset(
     "view reshape flatten unflatten squeeze unsqueeze view_as reshape_as getitem expand expand_as".split()

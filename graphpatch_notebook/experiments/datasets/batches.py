@@ -32,7 +32,7 @@ from graphpatch_notebook.patching import (
     row_and_position_dims,
     token_inputs,
 )
-from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.patching.model_state import runs_where_the_model_is
 
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset

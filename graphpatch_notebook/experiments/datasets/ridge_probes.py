@@ -22,7 +22,7 @@ from graphpatch_notebook.experiments.datasets.batches import ExampleRows, RowRea
 from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.patching.model_state import runs_where_the_model_is
 
 if TYPE_CHECKING:
     from xarray import Dataset

@@ -33,7 +33,7 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.slices import PositionSelection, selection
 from graphpatch_notebook.patching import active_patches
-from graphpatch_notebook.patching.sharding import processes_of
+from graphpatch_notebook.patching.model_state import processes_of
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.values import digest
 

@@ -25,7 +25,7 @@ from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ReplacePatch
 from graphpatch_notebook.patches.slices import PositionSelection
-from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.patching.model_state import runs_where_the_model_is
 from graphpatch_notebook.values import TensorSpec
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"

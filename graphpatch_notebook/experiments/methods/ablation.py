@@ -34,7 +34,7 @@ from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import ReplacePatch, ZeroPatch
-from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.patching.model_state import runs_where_the_model_is
 
 if TYPE_CHECKING:
     from xarray import DataArray

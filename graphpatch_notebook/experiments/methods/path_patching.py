@@ -31,7 +31,7 @@ from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, ReplacePatch
-from graphpatch_notebook.patching.sharding import runs_where_the_model_is
+from graphpatch_notebook.patching.model_state import runs_where_the_model_is
 from graphpatch_notebook.values import TensorSpec
 
 if TYPE_CHECKING:

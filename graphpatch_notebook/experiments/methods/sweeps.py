@@ -33,7 +33,7 @@ from graphpatch_notebook.lazy_names import check_extra, extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import declares
-from graphpatch_notebook.patching.sharding import processes_of
+from graphpatch_notebook.patching.model_state import processes_of
 from graphpatch_notebook.values import digest
 
 if TYPE_CHECKING:

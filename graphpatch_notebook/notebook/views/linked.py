@@ -60,8 +60,7 @@ from graphpatch_notebook.notebook.views.selection import patches_of, selection_o
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.patching import innermost
-from graphpatch_notebook.patching.model_state import preserved
-from graphpatch_notebook.patching.sharding import sharding_of
+from graphpatch_notebook.patching.model_state import preserved, sharding_of
 from graphpatch_notebook.paths import numbered
 
 # --------------------------------------------------------------------------------------------------------------------
