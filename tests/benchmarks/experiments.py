@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.experiments import attribute, attribute_edges, circuit, circuit_patches, record_to
 from graphpatch_notebook.experiments.attribution.rules import Method
-from graphpatch_notebook.experiments.engine.frames import LEAST_OPERATIONS
+from graphpatch_notebook.experiments.engine.cells import LEAST_OPERATIONS
 from tests.benchmarks.limits import corrupted
 from tests.benchmarks.memory import peak_bytes
 from tests.benchmarks.models import GPT2_124M, GPT2_SMALL, Benchmarked

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from graphpatch_notebook.capture import observers
+from graphpatch_notebook.capture import modules
 from graphpatch_notebook.patching import context
 from graphpatch_notebook.torch_compat import eager_code, function_mode_depth
 from tests.noted import Steps
@@ -130,7 +130,7 @@ def process_state() -> dict[str, Any]:
         "show warning": warnings.showwarning,
         "hook": sys.excepthook,
         "contextvars": {v.name: x for v, x in copy_context().items() if v.name.startswith("graphpatch") and x},
-        "swaps": [dict(observers._forwards), dict(observers._calls)],
+        "swaps": [dict(modules._forwards), dict(modules._calls)],
         "contexts": list(context._blocks),
         "eager code": eager_code._blocks,
         "apply": torch.autograd.Function.__dict__["apply"],

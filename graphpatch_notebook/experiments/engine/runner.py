@@ -28,8 +28,8 @@ from graphpatch_notebook.experiments.engine.cells import (
     baseline_of,
     is_pure,
     measurement,
+    own_tensors,
 )
-from graphpatch_notebook.experiments.engine.frames import own_tensors
 from graphpatch_notebook.experiments.engine.inputs import GenerationInputs, Inputs
 from graphpatch_notebook.experiments.engine.shared import (
     CannotShareError,

@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.modules import all_modules
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
-from graphpatch_notebook.experiments.engine.frames import (
+from graphpatch_notebook.experiments.engine.cells import (
     NEVER,
     ChangedPositions,
     FrameNode,

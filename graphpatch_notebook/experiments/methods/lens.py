@@ -14,8 +14,7 @@ from torch import Tensor
 from graphpatch_notebook.components import Component
 from graphpatch_notebook.errors import ExperimentError, collected_warnings
 from graphpatch_notebook.experiments.engine import RemoteGraph
-from graphpatch_notebook.experiments.engine.cells import PatchMap
-from graphpatch_notebook.experiments.engine.frames import is_close
+from graphpatch_notebook.experiments.engine.cells import PatchMap, is_close
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of, record
 from graphpatch_notebook.experiments.engine.shared import RunsFrom
 from graphpatch_notebook.experiments.methods.arguments import Paths, check_graph, several_paths

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ZeroPatch
-from graphpatch_notebook.experiments.engine.frames import ChangedPositions
+from graphpatch_notebook.experiments.engine.cells import ChangedPositions
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.shared import clean_run
 from graphpatch_notebook.inspection.resolution import resolve
