@@ -22,9 +22,8 @@ from graphpatch_notebook.experiments.attribution.scored_nodes import (
     all_nodes,
     named_nodes,
 )
-from graphpatch_notebook.experiments.engine.examples import OverExamples
-from graphpatch_notebook.experiments.engine.inputs import inputs_of
-from graphpatch_notebook.experiments.methods.arguments import (
+from graphpatch_notebook.experiments.engine.inputs import (
+    OverExamples,
     PositionDim,
     Positions,
     RowPositions,
@@ -34,6 +33,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_metric,
     check_metric_position,
     check_same_input_shapes,
+    inputs_of,
 )
 from graphpatch_notebook.experiments.results import keep_components, metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_path import NodePath

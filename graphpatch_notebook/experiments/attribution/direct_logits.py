@@ -16,9 +16,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from graphpatch_notebook.errors import ExperimentError, warn_each_time
 from graphpatch_notebook.experiments.attribution.rules import FrozenDenominators
-from graphpatch_notebook.experiments.engine.examples import OverExamples
-from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of
-from graphpatch_notebook.experiments.methods.arguments import check_ends, check_graph
+from graphpatch_notebook.experiments.engine.inputs import (
+    Inputs,
+    OverExamples,
+    as_one,
+    check_ends,
+    check_graph,
+    inputs_of,
+)
 from graphpatch_notebook.experiments.methods.lens import checked_tokens, component, layer_count, numbers_of, of_rows
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names

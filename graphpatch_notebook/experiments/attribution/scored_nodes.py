@@ -18,8 +18,8 @@ from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.names import MEMBERS
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.secants import has_memory
-from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.methods.arguments import (
+from graphpatch_notebook.experiments.engine.inputs import (
+    Inputs,
     PositionDim,
     are_of_rows,
     check_ends,

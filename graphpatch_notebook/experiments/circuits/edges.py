@@ -44,8 +44,7 @@ from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, Writte
 from graphpatch_notebook.experiments.circuits.runs import Batch, CircuitRuns, batches_of
 from graphpatch_notebook.experiments.circuits.stream import StreamStep, Sum, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine import map_batches
-from graphpatch_notebook.experiments.engine.inputs import Inputs, record
-from graphpatch_notebook.experiments.methods.arguments import Positions, check_ends, check_graph
+from graphpatch_notebook.experiments.engine.inputs import Inputs, Positions, check_ends, check_graph, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath

@@ -18,7 +18,7 @@ from graphpatch_notebook.components.stacks import Layer, Stack
 from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.circuits.stream import Decoder, LinearPaths, NoPathError, Sum, Writer, in_order
-from graphpatch_notebook.experiments.methods.arguments import Positions, are_of_rows, counted_positions, counts_from_end
+from graphpatch_notebook.experiments.engine.inputs import Positions, are_of_rows, counted_positions, counts_from_end
 from graphpatch_notebook.paths import format_path
 
 

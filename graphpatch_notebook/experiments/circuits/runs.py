@@ -26,8 +26,14 @@ from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, Writte
 from graphpatch_notebook.experiments.circuits.stream import Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.cells import measurement
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of, record
-from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric, check_same_input_shapes
+from graphpatch_notebook.experiments.engine.inputs import (
+    Inputs,
+    check_graph,
+    check_metric,
+    check_same_input_shapes,
+    inputs_of,
+    record,
+)
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import AddPatch, Patch

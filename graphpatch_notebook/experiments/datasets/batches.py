@@ -17,9 +17,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine import map_batches
-from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
-from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.methods.arguments import check_graph
+from graphpatch_notebook.experiments.engine.inputs import Examples, Inputs, batches_of, check_graph
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured

@@ -28,9 +28,7 @@ from graphpatch_notebook.experiments.datasets.feature_html import page_html
 from graphpatch_notebook.experiments.datasets.feature_weights import FeaturePlace, sources, through_norm
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, ShardFolder, digest_of, settings_of
 from graphpatch_notebook.experiments.engine import map_batches
-from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
-from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.methods.arguments import check_graph
+from graphpatch_notebook.experiments.engine.inputs import Examples, Inputs, batches_of, check_graph
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.slices import PositionSelection

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import ExampleRows, RowReader, numbered, read_batch
-from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
+from graphpatch_notebook.experiments.engine.inputs import Examples, batches_of
 from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patching.model_state import runs_where_the_model_is

@@ -28,8 +28,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError, reading, warn_each_time, whole_file
 from graphpatch_notebook.experiments.datasets.batches import RowReader, is_at, numbered, read_batch
 from graphpatch_notebook.experiments.engine import map_batches, weights_digest
-from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
-from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.inputs import Examples, Inputs, batches_of
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.slices import PositionSelection, selection
 from graphpatch_notebook.patching import active_patches

@@ -14,8 +14,8 @@ from graphpatch_notebook.components import NoWeightError, tensors_written
 from graphpatch_notebook.errors import ExperimentError, GraphError
 from graphpatch_notebook.experiments.datasets.batches import exact_means
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, StoredValues
-from graphpatch_notebook.experiments.engine.examples import Examples
-from graphpatch_notebook.experiments.methods.arguments import (
+from graphpatch_notebook.experiments.engine.inputs import (
+    Examples,
     check_graph,
     check_problems,
     found_or_problems,

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import RowReader
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.inputs import Inputs, check_graph, inputs_of, several_paths
 from graphpatch_notebook.experiments.interventions.modules import Intervention
-from graphpatch_notebook.experiments.methods.arguments import check_graph, several_paths
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import CustomPatch, shown_value
 from graphpatch_notebook.patches.slices import PositionSelection, selection

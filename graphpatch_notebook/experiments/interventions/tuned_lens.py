@@ -10,11 +10,17 @@ from torch.nn import functional
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import RowReader
-from graphpatch_notebook.experiments.engine.examples import Examples, batches_of
-from graphpatch_notebook.experiments.engine.inputs import Inputs, record
+from graphpatch_notebook.experiments.engine.inputs import (
+    Examples,
+    Inputs,
+    Paths,
+    batches_of,
+    check_graph,
+    record,
+    several_paths,
+)
 from graphpatch_notebook.experiments.engine.shared import RunsFrom
 from graphpatch_notebook.experiments.interventions.training import set_gradients, trained
-from graphpatch_notebook.experiments.methods.arguments import Paths, check_graph, several_paths
 from graphpatch_notebook.experiments.methods.lens import check_states, component, layer_count, stream_states
 from graphpatch_notebook.experiments.metrics import log_probabilities
 from graphpatch_notebook.inspection.resolution import resolve

@@ -11,22 +11,24 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
-from graphpatch_notebook.experiments.engine.examples import OverExamples
-from graphpatch_notebook.experiments.engine.inputs import as_one, inputs_of, record
-from graphpatch_notebook.experiments.methods.arguments import (
+from graphpatch_notebook.experiments.engine.inputs import (
+    OverExamples,
     Paths,
     PositionDim,
     Positions,
     RowPositions,
     ValueParts,
     are_of_encoder,
+    as_one,
     check_ablation,
     check_ends,
     check_generated,
     check_graph,
     check_is_used,
     check_metric,
+    inputs_of,
     position_dims,
+    record,
     row_dims,
     several_paths,
 )

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
-from graphpatch_notebook.experiments.engine.examples import OverExamples
-from graphpatch_notebook.experiments.engine.inputs import MetricRange, inputs_of, record
-from graphpatch_notebook.experiments.methods.arguments import (
+from graphpatch_notebook.experiments.engine.inputs import (
+    MetricRange,
+    OverExamples,
     Paths,
     PositionDim,
     Positions,
@@ -29,8 +29,10 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_metric,
     check_metric_position,
     check_same_shapes,
+    inputs_of,
     position_cells,
     position_dims,
+    record,
     several_paths,
 )
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep

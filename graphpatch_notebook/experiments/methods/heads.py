@@ -15,13 +15,16 @@ from graphpatch_notebook.components.components import table_of
 from graphpatch_notebook.components.flow import Value, walk
 from graphpatch_notebook.components.names import ComponentName, parse_name
 from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError
-from graphpatch_notebook.experiments.engine.examples import OverExamples
-from graphpatch_notebook.experiments.engine.inputs import Inputs, as_one, inputs_of, record
-from graphpatch_notebook.experiments.methods.arguments import (
+from graphpatch_notebook.experiments.engine.inputs import (
+    Inputs,
+    OverExamples,
+    as_one,
     check_ablation,
     check_graph,
     input_tensors,
+    inputs_of,
     position_dims,
+    record,
 )
 from graphpatch_notebook.experiments.methods.lens import component, layer_count
 from graphpatch_notebook.lazy_names import extra

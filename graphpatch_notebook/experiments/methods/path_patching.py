@@ -15,13 +15,16 @@ from graphpatch_notebook.components import find
 from graphpatch_notebook.components.flow import Flow
 from graphpatch_notebook.errors import ExperimentError, warn_each_time
 from graphpatch_notebook.experiments.engine.cells import PatchMap
-from graphpatch_notebook.experiments.engine.examples import OverExamples
-from graphpatch_notebook.experiments.engine.inputs import Inputs, MetricRange, inputs_of, record
-from graphpatch_notebook.experiments.methods.arguments import (
+from graphpatch_notebook.experiments.engine.inputs import (
+    Inputs,
+    MetricRange,
+    OverExamples,
     Paths,
     check_graph,
     check_metric,
     check_same_shapes,
+    inputs_of,
+    record,
     several_paths,
     targets,
 )

@@ -24,9 +24,15 @@ from graphpatch_notebook.experiments.engine.cells import (
     is_pure,
     patches_in,
 )
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of, with_generation
+from graphpatch_notebook.experiments.engine.inputs import (
+    Inputs,
+    check_graph,
+    check_metric,
+    check_metric_position,
+    inputs_of,
+    with_generation,
+)
 from graphpatch_notebook.experiments.engine.runner import Baseline, CellRunner, Request, with_entries
-from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric, check_metric_position
 from graphpatch_notebook.experiments.results import data_array, metric_dims, metric_name, plain_label
 from graphpatch_notebook.inspection.meanings import Meanings, meanings
 from graphpatch_notebook.lazy_names import check_extra, extra
