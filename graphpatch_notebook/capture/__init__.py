@@ -1,15 +1,15 @@
 """Capture: one eager run of a model on example inputs becomes a tree of frames with named nodes.
 
 `record` runs the model under a `recorder`, which sees torch functions through a function mode, and module calls through
-swapped forwards (`observers`). `frame_recorder` records one module call, as the classes in `records`: which calls
+swapped forwards (`modules`). `frame_recorder` records one module call, as the classes in `records`: which calls
 become nodes, and their names; sizes stay symbolic. `call_sites` identifies an operation by its place in the user's
-code, and reads which variable gets its result. `inputs` binds arguments to the parameters of `forward`; `held_values`
+code, and reads which variable gets its result. `inputs` binds arguments to the parameters of `forward`; `modules` also
 finds the values that modules hold; `packed_weights` reads quantized ones. `custom_graphs` records custom graphs,
 `decompositions` opens functions. The doubts in `records` say what may differ on other inputs.
 
 Other packages import what is listed below, and these modules as they are: `records`, the classes that a capture
-consists of; `inputs`, `held_values` and `frame_recorder`, which are about calls, modules and torch functions;
-`observers`, which patched runs and graphs use too; and `custom_graphs`, which `graphs` makes in the same way.
+consists of; `inputs`, `modules` and `frame_recorder`, which are about calls, modules and torch functions; and
+`custom_graphs`, which `graphs` makes in the same way.
 """
 
 from __future__ import annotations

@@ -8,6 +8,6 @@ lets one of them write files, also under FSDP.
 `executors` runs tasks in threads, in processes or on a cluster, and `checkpoint` keeps what is done. In `remote`, the
 model itself runs in other processes.
 
-Two seams lead here: `patching/sharding` (how a value is made whole) and `experiments/engine` (where a run happens).
+Two seams lead here: `patching/model_state` (how a value is made whole) and `experiments/engine` (where a run happens).
 Workers import a module of this room first, so none of them imports `experiments` when it is loaded.
 """

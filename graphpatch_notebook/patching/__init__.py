@@ -5,7 +5,7 @@ block. `run` is a call in the block, on the model's own code, in which it patche
 on other tensors than its module holds. `positions` limits patches to parts of a generation, `recording` keeps many
 values of one run, `splices` adds modules that the model does not have, and `compiled_model` writes the patches into
 graphs for compilers. `model_state` has `preserved(model)`, which restores what a run changed, and compares two runs, or
-calls; `sharding` tells whether several processes run the model together.
+calls; it also tells whether several processes run the model together.
 """
 
 from __future__ import annotations
@@ -85,6 +85,6 @@ __all__ = [
     "verified_fx_module",
 ]
 
-# All of them are imported when they are first asked for: rooms below import `model_state` and `sharding`.
+# All of them are imported when they are first asked for: rooms below import `model_state`.
 _MODULES = "positions plan stand_in run context recording splices compiled_model".split()
 __getattr__ = lazy_names(__name__, __all__, _MODULES)

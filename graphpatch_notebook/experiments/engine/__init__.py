@@ -1,8 +1,8 @@
 """Runs the cells of a sweep, so that they share forwards.
 
-`cells` has the cells and their results, and tells which patch maps declare themselves pure. `runner` runs cells: alone,
-or by `shared` forwards. In these, each cell has its rows, modules before the first patched value return what they
-returned without patches, and others compute only the positions that patches changed (`frames`).
+`cells` has the cells and their results, and tells which patch maps declare themselves pure. By `shared` forwards, each
+cell has its rows, modules before the first patched value return what they returned without patches, and others compute
+only the positions that patches changed. `inputs` has the arguments that experiments share.
 
 What the experiments know of the room `distributed` is here: where runs happen, by an executor, or where the model of a
 remote graph is.
