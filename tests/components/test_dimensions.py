@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import PatchableGraph, ZeroPatch
+from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.dimensions import Extent, dimensions_of
 from graphpatch_notebook.patchable_graph import captured
@@ -19,7 +19,6 @@ from tests.hooks import registered
 from tests.laws.captures import capture_of, leaves_its_state_alone, some_cases
 from tests.zoo import Call, Case, seed_all
 from tests.zoo.case import floats
-from tests.zoo.submodules import Submodules, copies
 
 MOST_KNOWN = 0.9
 
@@ -169,46 +168,3 @@ def test_layers_that_share_a_run_have_the_sizes_of_their_own(kind: str) -> None:
 
 def captured_tensors_of(frame: Frame) -> list[TensorSpec]:
     return [spec for node in frame.nodes if node.kind != "constant" for spec in tensor_specs(node.spec)]
-
-
-def test_a_batch_of_two_is_not_one_that_is_broadcast() -> None:
-    class Masked(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return x * mask
-
-    x, mask = torch.ones(2, 3), torch.ones(2, 3)
-    pg = PatchableGraph(Masked(), x, mask)
-    with pg.patch({"mul": ZeroPatch()}):
-        assert pg(torch.ones(5, 3), torch.ones(5, 3)).shape == (5, 3)
-
-
-class Around(nn.Module):
-    def forward(self, x: Tensor, inner: Callable[[Tensor], Tensor]) -> Tensor:
-        return x + inner(x)
-
-
-class CallsOutside(Submodules, parts=copies((4, 4), 3), around=copies(Around, 3)):
-    """Layers whose parts are called in frames of other modules, as those of the Annotated Transformer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for around, part in zip(self.around, self.parts, strict=True):
-            x = around(x, lambda given, part=part: part(given))
-        return x
-
-
-def test_layers_that_share_a_run_may_call_parts_by_other_names() -> None:
-    root = captured(PatchableGraph(CallsOutside(), floats(2, 3, 4))).root
-    known = dimensions_of(root)
-    tensors = [spec for frame in root.walk() for spec in captured_tensors_of(frame)]
-    assert len(tensors) > 9
-    assert not any(None in known.extents(spec) for spec in tensors)
-
-
-def test_the_larger_of_a_value_and_a_number_as_a_tensor_has_known_sizes() -> None:
-    class Bounded(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            lowest = torch.tensor(torch.finfo(x.dtype).min)
-            return torch.max(x, lowest) + torch.maximum(x, lowest)
-
-    root = PatchableGraph(Bounded(), torch.ones(2, 5)).nodes.root
-    assert dimensions_of(root).groups == [[(0, 0)], [(0, 1)]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.components.sums import wrong_sums
 from tests.zoo.submodules import Submodules, copies
 
 NAMES = ["llama", "mixtral", "bert"]
-CHOSEN = {("llama", "loaded"), ("mixtral", "exported"), ("bert", "loaded")}
+CHOSEN = {("llama", "exported"), ("mixtral", "loaded"), ("bert", "loaded")}
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def test_a_graph_has_the_components_of_its_model(name, kind, folder):
     expected, found = (graph.record(components, given, **kwargs) for graph in (pg, other))
     for each in components:
         torch.testing.assert_close(found[each], expected[each])
-    with pytest.raises(UnknownPathError, match="one fused call"):
+    with pytest.raises(UnknownPathError, match=r"layers\[0\]\.attn\.pattern"):
         other.patch({"layers[0].attn.pattern": ZeroPatch()}).__enter__()
 
 
@@ -76,7 +77,7 @@ def test_what_is_not_stored_is_the_reason(folder):
     pg.save(folder / "cache")
     loaded = PatchableGraph.load(folder / "cache", model=pg._module)
     for name in ("layers[1].mlp_out", "@embed"):
-        with pytest.raises(UnknownPathError, match="has no graph to find them in: .*DynamicCache"):
+        with pytest.raises(UnknownPathError, match=f"{re.escape(name)}.*DynamicCache"):
             loaded.patch({name: ZeroPatch()}).__enter__()
 
 
@@ -131,5 +132,5 @@ def test_what_an_opaque_module_adds_is_not_guessed():
     options = ExtractionOptions(classes_to_skip_compiling={nn.Sequential})
     pg = PatchableGraph(Two(), options, torch.ones(1, 3, 6))
     assert set(pg.components) == {f"layers[{layer}].resid_{end}" for layer in range(2) for end in ("pre", "post")}
-    with pytest.raises(UnknownPathError, match=r"mlp' \(Sequential\) has no graph to find them in"):
+    with pytest.raises(UnknownPathError, match=r"layers\[0\]\.mlp_out.*Sequential"):
         pg.patch({"layers[0].mlp_out": ZeroPatch()}).__enter__()

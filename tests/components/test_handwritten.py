@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -18,167 +16,36 @@ from tests.components.sums import wrong_sums
 from tests.zoo.submodules import Submodules, copies
 
 WIDTH, HEADS, SIZE, NEURONS, LENGTH = 12, 3, 4, 20, 5
-_kept: list[dict[str, Tensor]] = []
 
 
-def keep(name: str, value: Tensor) -> None:
-    """Keeps a value of the run under the name of its component, with the batch, positions and heads in this order."""
-    for kept in _kept:
-        kept[name] = value.detach().clone()
-
-
-@contextmanager
-def keeping() -> Iterator[dict[str, Tensor]]:
-    _kept.append({})
-    try:
-        yield _kept[-1]
-    finally:
-        _kept.pop()
-
-
-def rotated(x: Tensor, style: str) -> Tensor:
-    """Rotates queries or keys of shape `(..., positions, channels)`."""
-    angles = torch.arange(x.shape[-2])[:, None] / 10 ** torch.arange(0, 1, 2 / SIZE)
-    if style == "complex":
-        turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * torch.polar(angles * 0 + 1, angles)
-        return torch.view_as_real(turned).flatten(-2).type_as(x)
-    one, other = (x[..., ::2], x[..., 1::2]) if style == "interleaved" else x.chunk(2, -1)
-    parts = one * angles.cos() - other * angles.sin(), one * angles.sin() + other * angles.cos()
-    return torch.stack(parts, -1).flatten(-2) if style == "interleaved" else torch.cat(parts, -1)
-
-
-def attended(q: Tensor, k: Tensor, v: Tensor, style: str) -> tuple[Tensor, Tensor]:
-    """Returns the pattern, with queries and keys last, and what attention returns, with the shape of the queries."""
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Returns what attention returns, with the shape of the queries."""
     mask = torch.full((q.shape[-2], k.shape[-2]), -1e9).triu(1)
-    if style == "keys in rows":
-        pattern = torch.softmax(k @ q.transpose(-1, -2) + mask.T, -2)
-        return pattern.transpose(-1, -2), (v.transpose(-1, -2) @ pattern).transpose(-1, -2)
-    if style == "keys first":
-        pattern = torch.einsum("bhkd,bhqd->bhqk", k, q).add(mask).softmax(dim=3)
-        return pattern, torch.einsum("bhkd,bhqk->bhqd", v, pattern)
-    if style == "transposed scores":
-        pattern = ((k @ q.transpose(-1, -2)).transpose(-1, -2) + mask).softmax(-1)
-        return pattern, pattern @ v
-    pattern = (q @ k.transpose(-1, -2) + mask).softmax(-1)
-    return pattern, pattern @ v
+    return (q @ k.transpose(-1, -2) + mask).softmax(-1) @ v
 
 
-class Attention(nn.Module):
-    def __init__(self, number: int, rotary: str, is_sequence_first: bool, products: str) -> None:
-        super().__init__()
-        self.number, self.rotary, self.is_sequence_first = number, rotary, is_sequence_first
-        self.products = products
-        self.projections = nn.ModuleList(nn.Linear(WIDTH, HEADS * SIZE) for _ in range(3))
-        self.W_O = nn.Parameter(torch.randn(HEADS, SIZE, WIDTH))
-
+class Attention(Submodules, projections=copies((WIDTH, HEADS * SIZE), 3), out=(HEADS * SIZE, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
-        start = f"layers[{self.number}].attn"
-        if self.is_sequence_first:
-            x = x.transpose(0, 1)
         q, k, v = (map_(x).view(*x.shape[:2], HEADS, SIZE).transpose(1, 2) for map_ in self.projections)
-        for name, value in (("q", q), ("k", k), ("v", v)):
-            keep(f"{start}.{name}", value.transpose(1, 2))
-        if self.rotary:
-            q, k = rotated(q, self.rotary), rotated(k, self.rotary)
-            keep(f"{start}.q_rot", q.transpose(1, 2))
-            keep(f"{start}.k_rot", k.transpose(1, 2))
-        q = q / math.sqrt(SIZE)
-        if self.products == "heads first":
-            q, k, v = (value.transpose(0, 1) for value in (q, k, v))
-        pattern, z = attended(q, k, v, self.products)
-        if self.products == "heads first":
-            pattern, z = pattern.transpose(0, 1), z.transpose(0, 1)
-        keep(f"{start}.pattern", pattern)
-        keep(f"{start}.z", z.transpose(1, 2))
-        out = torch.einsum("bhqd,hdm->bqm", z, self.W_O)
-        return out.transpose(0, 1) if self.is_sequence_first else out
+        return self.out(attended(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    def __init__(self, number: int, rotary: str, is_sequence_first: bool, products: str = "") -> None:
+    """A layer with attention, or something in its place."""
+
+    def __init__(self, attn: Callable[[], nn.Module] = Attention) -> None:
         super().__init__()
-        self.number = number
-        self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn = Attention(number, rotary, is_sequence_first, products)
-        self.W_in, self.b_in = nn.Parameter(torch.randn(WIDTH, NEURONS)), nn.Parameter(torch.randn(NEURONS))
-        self.W_out, self.b_out = nn.Parameter(torch.randn(NEURONS, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.ln1, self.ln2, self.attn = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), attn()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, NEURONS), nn.GELU(), nn.Linear(NEURONS, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        def in_order(value: Tensor) -> Tensor:
-            return value.transpose(0, 1) if self.attn.is_sequence_first else value
-
-        start = f"layers[{self.number}]"
-        keep(f"{start}.resid_pre", in_order(x))
         x = x + self.attn(self.ln1(x))
-        keep(f"{start}.resid_mid", in_order(x))
-        pre = self.ln2(x) @ self.W_in + self.b_in
-        keep(f"{start}.mlp.pre", in_order(pre))
-        post = F.gelu(pre)
-        keep(f"{start}.mlp.post", in_order(post))
-        x = x + (post @ self.W_out + self.b_out)
-        keep(f"{start}.resid_post", in_order(x))
-        return x
+        return x + self.mlp(self.ln2(x))
 
 
-class Model(nn.Module):
-    def __init__(self, layers: str, rotary: str, is_sequence_first: bool, products: str = "") -> None:
-        super().__init__()
-        self.layers, self.is_sequence_first = layers, is_sequence_first
-        self.embed, self.norm, self.unembed = nn.Embedding(20, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20)
-        blocks = {f"block{n + 1}": Block(n, rotary, is_sequence_first, products) for n in range(2)}
-        if layers == "dict":
-            self.blocks = nn.ModuleDict(blocks)
-        elif layers == "list":
-            self.blocks = nn.ModuleList(blocks.values())
-        else:
-            self.block1, self.block2 = blocks.values()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        keep("@embed", x)
-        if self.is_sequence_first:
-            x = x.transpose(0, 1)
-        blocks = {"dict": lambda: self.blocks.values(), "list": lambda: self.blocks}
-        for block in blocks.get(self.layers, lambda: (self.block1, self.block2))():
-            x = block(x)
-        x = self.norm(x.transpose(0, 1) if self.is_sequence_first else x)
-        keep("@final_norm", x)
-        logits = self.unembed(x)
-        keep("@logits", logits)
-        return logits
-
-
-@pytest.mark.parametrize("batch", [2, LENGTH], ids=["two rows", "as many rows as positions"])
-@pytest.mark.parametrize(
-    ("layers", "rotary", "is_sequence_first", "products"),
-    [
-        ("dict", "", False, ""),
-        ("attributes", "half", False, ""),
-        ("list", "interleaved", False, ""),
-        ("list", "complex", False, ""),
-        ("list", "half", True, ""),
-        ("dict", "", True, ""),
-        ("list", "", False, "heads first"),
-        ("list", "half", True, "heads first"),
-        ("list", "", False, "keys in rows"),
-        ("list", "half", False, "keys first"),
-        ("list", "", False, "transposed scores"),
-    ],
-)
-def test_components_are_the_values_in_the_code(
-    layers: str, rotary: str, is_sequence_first: bool, products: str, batch: int
-) -> None:
+def two_blocks(attn: Callable[[], nn.Module]) -> nn.Sequential:
     torch.manual_seed(0)
-    model = Model(layers, rotary, is_sequence_first, products).eval()
-    ids = torch.randint(0, 20, (batch, LENGTH))
-    pg = PatchableGraph(model, ids)
-    for given in (ids, torch.randint(0, 20, (3, LENGTH + 2))):
-        with keeping() as kept:
-            model(given)
-        recorded = pg.record(list(kept), given)
-        for name, value in kept.items():
-            torch.testing.assert_close(recorded[name], value, msg=lambda text, name=name: f"{name}: {text}")
-    assert wrong_sums(pg, given) == {}
+    return nn.Sequential(Block(attn), Block(attn)).eval()
 
 
 class Held(nn.Module):
@@ -186,8 +53,8 @@ class Held(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (Block(number, "", False) for number in range(2))
-        self.__dict__["blocks"] = {"a": self.first, "b": Block(1, "", False)}
+        self.first, self.second = Block(), Block()
+        self.__dict__["blocks"] = {"a": self.first, "b": Block()}
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks.values():
@@ -205,7 +72,7 @@ def test_modules_that_a_plain_dict_holds_are_layers() -> None:
 class InTwoLists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        blocks = [Block(number, "", False) for number in range(4)]
+        blocks = [Block() for _ in range(4)]
         self.parts = nn.ModuleList(nn.ModuleList(blocks[start : start + 2]) for start in (0, 2))
         self.norm = nn.LayerNorm(WIDTH)
 
@@ -228,21 +95,17 @@ class ByHead(Submodules, heads=copies((WIDTH, 3 * SIZE), HEADS), out=(HEADS * SI
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [head(x).chunk(3, -1) for head in self.heads]
-        return self.out(torch.cat([attended(q, k, v, "")[1] for q, k, v in parts], -1))
+        return self.out(torch.cat([attended(q, k, v) for q, k, v in parts], -1))
 
 
 def test_modules_for_heads_are_heads_of_one_attention() -> None:
-    torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block(number, "", False) for number in range(2)))
-    for block in blocks:
-        block.attn = ByHead()
-        block.attn.is_sequence_first = False
+    blocks = two_blocks(ByHead)
     x = torch.randn(2, LENGTH, WIDTH)
-    pg = PatchableGraph(blocks.eval(), x)
+    pg = PatchableGraph(blocks, x)
     assert wrong_sums(pg, x) == {}
     name = "layers[0].attn.heads[1].z"
     q, k, v = blocks[0].attn.heads[1](blocks[0].ln1(x)).chunk(3, -1)
-    torch.testing.assert_close(pg.record(name, x)[name], attended(q, k, v, "")[1])
+    torch.testing.assert_close(pg.record(name, x)[name], attended(q, k, v))
     assert len(pg.components.lookup("layers[*].attn.heads[*].pattern")) == 2 * HEADS
 
 
@@ -251,24 +114,21 @@ class Tiled(nn.Module):
 
     def __init__(self, is_tiled: bool) -> None:
         super().__init__()
-        self.is_tiled, self.is_sequence_first = is_tiled, False
+        self.is_tiled = is_tiled
         self.q, self.o = nn.Linear(WIDTH, 4 * SIZE), nn.Linear(4 * SIZE, WIDTH)
         self.k, self.v = nn.Linear(WIDTH, 2 * SIZE), nn.Linear(WIDTH, 2 * SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in (self.q, self.k, self.v))
         k, v = (each.repeat(1, 2, 1, 1) if self.is_tiled else each.repeat_interleave(2, 1) for each in (k, v))
-        return self.o(attended(q, k, v, "")[1].transpose(1, 2).flatten(-2))
+        return self.o(attended(q, k, v).transpose(1, 2).flatten(-2))
 
 
 @pytest.mark.parametrize("is_tiled", [True, False])
 def test_heads_of_keys_are_those_that_a_head_of_queries_reads(is_tiled: bool) -> None:
-    torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block(number, "", False) for number in range(2)))
-    for block in blocks:
-        block.attn = Tiled(is_tiled)
+    blocks = two_blocks(lambda: Tiled(is_tiled))
     x = torch.randn(2, LENGTH, WIDTH)
-    pg = PatchableGraph(blocks.eval(), x)
+    pg = PatchableGraph(blocks, x)
     read = [head % 2 if is_tiled else head // 2 for head in range(4)]
     for head in range(4):
         names = {component.name for component in pg.components.lookup(f"layers[1].attn.heads[{head}].*")}
@@ -294,24 +154,20 @@ class Grouped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_sequence_first = False
         self.q, self.o = nn.Linear(WIDTH, 4 * SIZE), nn.Linear(4 * SIZE, WIDTH)
         self.k, self.v = nn.Linear(WIDTH, 2 * SIZE), nn.Linear(WIDTH, 2 * SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (2, 2, SIZE)).permute(0, 2, 3, 1, 4)
         k, v = (part(x).unflatten(-1, (2, 1, SIZE)).permute(0, 2, 3, 1, 4) for part in (self.k, self.v))
-        return self.o(attended(q, k, v, "")[1].permute(0, 3, 1, 2, 4).flatten(2))
+        return self.o(attended(q, k, v).permute(0, 3, 1, 2, 4).flatten(2))
 
 
 def test_heads_in_two_dimensions_have_no_names() -> None:
     """Those of the keys, and those of the queries that share each: they are not read as one dimension of heads."""
-    torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block(number, "", False) for number in range(2)))
-    for block in blocks:
-        block.attn = Grouped()
+    blocks = two_blocks(Grouped)
     x = torch.randn(3, LENGTH, WIDTH)
-    pg = PatchableGraph(blocks.eval(), x)
+    pg = PatchableGraph(blocks, x)
     assert wrong_sums(pg, x) == {}
     assert "layers[1].attn_out" in pg.components
     assert not any(".attn." in name for name in pg.components)
@@ -330,12 +186,8 @@ class WeighsStates(Submodules, shares=(WIDTH, 2), other=(WIDTH, WIDTH), out=(WID
 
 
 def test_shares_of_states_at_one_position_are_no_attention() -> None:
-    torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block(number, "", False) for number in range(2)))
-    for block in blocks:
-        block.attn = WeighsStates()
-        block.attn.is_sequence_first = False
-    components = PatchableGraph(blocks.eval(), torch.randn(2, LENGTH, WIDTH)).components
+    blocks = two_blocks(WeighsStates)
+    components = PatchableGraph(blocks, torch.randn(2, LENGTH, WIDTH)).components
     assert not [name for name in components if ".attn." in name and name.startswith("layers[1]")]
     assert "layers[1].mlp_out" in components
 
@@ -459,32 +311,6 @@ def test_a_part_is_what_it_does_to_positions(kind: str, written: str) -> None:
         assert (f"{start}.attn.pattern" in pg.components) == (written == "attn")
 
 
-class AddedNorm(Submodules, norm=partial(nn.LayerNorm, WIDTH)):
-    def forward(self, written: Tensor, x: Tensor) -> Tensor:
-        return self.norm(written + x)
-
-
-class Added(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers = (
-            nn.Embedding(11, WIDTH),
-            nn.ModuleList(nn.ModuleList([nn.Linear(WIDTH, WIDTH), AddedNorm()]) for _ in range(2)),
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for linear, add in self.layers:
-            x = add(torch.fft.fft2(x).real, x)
-            x = add(linear(x).relu(), x)
-        return x
-
-
-def test_a_module_that_adds_and_normalizes_is_no_norm() -> None:
-    pg = PatchableGraph(Added().eval(), torch.randint(0, 11, (2, LENGTH)))
-    assert {"layers[0].mixer_out", "layers[1].mixer_out", "layers[0].mlp_out", "layers[1].mlp_out"} <= {*pg.components}
-
-
 class Merged(Submodules, norm=partial(nn.LayerNorm, WIDTH), maps=copies((WIDTH, WIDTH), 4)):
     """A layer with the heads of all rows in one dimension."""
 
@@ -512,28 +338,3 @@ class ReadsNumbers(Submodules, embed=partial(nn.Embedding, 11, WIDTH), layers=co
 def test_a_dimension_that_may_hold_the_heads_of_all_rows_is_not_called_heads() -> None:
     components = PatchableGraph(ReadsNumbers().eval(), torch.randint(0, 11, (2, LENGTH))).components
     assert [name for name, each in components.items() if "head" in each.axes and "batch" not in each.axes] == []
-
-
-class PositionsFirst(Submodules, maps=copies((WIDTH, WIDTH), 4)):
-    """Heads and rows in one dimension, which a view that merges heads and channels separates from each other."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        length, rows, _ = x.shape
-        q, k, v = (each(x).view(length, rows * HEADS, SIZE).transpose(0, 1) for each in self.maps[:3])
-        z = (q @ k.mT).softmax(-1) @ v
-        return x + self.maps[3](z.transpose(0, 1).reshape(x.shape))
-
-
-def test_a_dimension_that_merges_heads_and_channels_is_not_called_heads() -> None:
-    class Model(Submodules, embed=partial(nn.Embedding, 11, WIDTH), layers=copies(PositionsFirst, 2)):
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens).transpose(0, 1)
-            for layer in self.layers:
-                x = layer(x)
-            return x.transpose(0, 1)
-
-    pg = PatchableGraph(Model().eval(), torch.randint(0, 11, (2, LENGTH)))
-    z = pg.components["layers[1].attn.z"]
-    assert z.path_axes == ("batch_head", "query", "channel")
-    assert (z.axes, z.shape) == (("batch", "position", "head", "channel"), (2, LENGTH, HEADS, SIZE))
-    assert pg.nodes[z.path].shape == (2 * HEADS, LENGTH, SIZE)
