@@ -202,6 +202,7 @@ REMOVED = {name: f"GraphPatchWarning, whose `kind` is {kind!r}" for name, kind i
     "UnstoredFrameError": "SerializationError",
     "UnverifiedGraphWarning": "pg.verify(...), which compares on request",
     "SweepInterrupted": "KeyboardInterrupt, whose `result` it has",
+    "ridge_probes": "record_to(...), then probes(store, labels, 'ridge')",
     "plot_scores": "top_scores(scores).plot.barh()",
     "save_figure": "axes.figure.savefig(file)",
 }

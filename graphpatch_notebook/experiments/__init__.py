@@ -11,7 +11,7 @@
   exact runs of the model with some of these edges only.
 - `attribution_graph`: how features and tokens of one prompt make each other and the logits; `attribute_score` of what
   attention is made, and `steer`, whether a change has the effect that a graph predicts.
-- `record_to`, `ActivationStore`, `mean_values`, `average`, `ridge_probes`: values and results over datasets that do not
+- `record_to`, `ActivationStore`, `mean_values`, `average`: values and results over datasets that do not
   fit into memory; `probes`: what linear probes read off stored values, and along which direction.
 - `feature_pages`, `show_feature`: what activates latents, neurons and directions most on a dataset, and which logits
   these write to.
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from graphpatch_notebook.experiments.datasets.batches import average, mean_values
     from graphpatch_notebook.experiments.datasets.feature_pages import FeaturePage, feature_pages, show_feature
     from graphpatch_notebook.experiments.datasets.probes import Probe, Probes, probes
-    from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
     from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
     from graphpatch_notebook.experiments.engine import RayExecutor, map_batches, remote
     from graphpatch_notebook.experiments.interventions.directions import direction, project_out
@@ -148,7 +147,6 @@ __all__ = [
     "project_out",
     "record_to",
     "remote",
-    "ridge_probes",
     "save_result",
     "show_attention",
     "show_circuit",
@@ -173,7 +171,6 @@ _MODULES = {
     "datasets.batches": ("average", "mean_values"),
     "datasets.feature_pages": ("FeaturePage", "feature_pages", "show_feature"),
     "datasets.probes": ("Probe", "Probes", "probes"),
-    "datasets.ridge_probes": ("ridge_probes",),
     "datasets.store": ("ActivationStore", "record_to"),
     "engine": ("RayExecutor", "map_batches", "remote"),
     "interventions.directions": ("direction", "project_out"),

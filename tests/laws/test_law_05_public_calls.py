@@ -31,7 +31,6 @@ from graphpatch_notebook.experiments import (
     map_batches,
     mean_values,
     record_to,
-    ridge_probes,
 )
 from graphpatch_notebook.notebook.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
@@ -256,16 +255,6 @@ def intervened(subject: Subject, _: Path) -> int:
     return 1
 
 
-def probed(subject: Subject, _: Path) -> int:
-    examples = [subject.call().args] * 8
-    labels = torch.arange(8.0 * len(examples[0][0]))
-    try:
-        ridge_probes(subject.pg, ["output"], examples, labels)
-    except ExperimentError as error:
-        assert "held out" in str(error)  # noqa: PT017
-    return 8
-
-
 def swept_in_a_thread(subject: Subject, _: Path) -> int:
     sweep_elsewhere = functools.partial(
         subject.pg.sweep, {"cell": range(3)}, lambda _: {"output": ZeroPatch()}, *subject.call().args, metric=number,
@@ -309,7 +298,7 @@ def shown(subject: Subject, _: Path) -> int:
 
 
 ACTIONS = [save, verify, interpret, to_fx, sweep, ablated, traced, attributed, run, shown]
-ACTIONS += [recorded, edited, averaged, stored, probed, intervened, swept_in_a_thread, mapped_in_a_thread]
+ACTIONS += [recorded, edited, averaged, stored, intervened, swept_in_a_thread, mapped_in_a_thread]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

@@ -96,8 +96,7 @@ def probes(
 ) -> Probes:
     """Returns linear probes of each value in a store, fitted by scikit-learn, with their scores on held-out groups.
 
-    The rows of a value at one position, or at all, are in memory at once. For a store that does not fit, see
-    `ridge_probes`, which keeps no activations.
+    The rows of a value at one position, or at all, are in memory at once.
 
     Args:
         store: What `record_to` returned.

@@ -28,7 +28,6 @@ from graphpatch_notebook.experiments import (
     average,
     mean_values,
     record_to,
-    ridge_probes,
 )
 from tests.hooks import registered
 from tests.tiny_models import gpt2
@@ -240,8 +239,6 @@ INVALID: list[tuple[type[Warning | Exception], Any]] = [
     (ExperimentError, to(STREAMS, [], positions=[[1], [2]])),
     (ExperimentError, to(STREAMS, [], positions=[])),
     (TypeError, lambda _, folder: record_to(build(), folder, STREAMS, [])),
-    (ExperimentError, lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 5, held_out=0.5)),
-    (ExperimentError, lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 4)),
     (ExperimentError, lambda pg, _: mean_values(pg, STREAMS, [])),
     (ExperimentError, lambda pg, _: mean_values(pg, "layers[1].attn.pattern", [tokens(1), tokens(3)])),
     (GraphPatchWarning, to(STREAMS, examples(4), batch_size=2, positions=[500])),
@@ -295,17 +292,12 @@ class Scaled(torch.nn.Module):
         return x * scale - shift, whole, torch.complex(x, shift)
 
 
-def test_means_and_probes_of_whole_and_complex_numbers() -> None:
+def test_means_of_whole_and_complex_numbers() -> None:
     x, shift = torch.rand(5, 2), torch.rand(5, 2)
     pg = PatchableGraph(Scaled().eval(), x, shift)
     means = mean_values(pg, ["output|sub_1", "output|sub_2"], {"x": x, "shift": shift}, batch_size=2)
     assert torch.allclose(means["output|sub_1"], (x * 10).long().float().mean(0))
     assert torch.allclose(means["output|sub_2"], torch.complex(x, shift).mean(0))
-    x, shift = torch.rand(2, 60, 2, generator=torch.Generator().manual_seed(0))
-    for labels in (x.sum(1), shift.sum(1)):
-        inputs = {"x": x, "shift": shift}
-        found = ridge_probes(pg, "output|sub_2", inputs, labels, batch_size=20, penalty=1e-6)
-        assert found["r2"].item() > 0.999
 
 
 def test_means_are_those_over_all_rows_and_ablate(pg: PatchableGraph) -> None:
@@ -363,48 +355,3 @@ def test_results_of_batches_are_averaged(pg: PatchableGraph) -> None:
     assert np.allclose(found["standard_error"], stacked.std(0, ddof=1) / 2, equal_nan=True)
     with pytest.raises(ExperimentError, match="different coordinates"):
         average([DataArray([1.0], {"x": [0]}, ["x"]), DataArray([1.0], {"x": [1]}, ["x"])])
-
-
-@pytest.mark.parametrize("positions", [None, [0, 2]])
-def test_probes_are_ridge_regression_on_all_rows(pg: PatchableGraph, positions: list[int] | None) -> None:
-    count, penalty = 60, 0.1
-    inputs = examples(count)
-    labels = np.random.default_rng(0).normal(size=(count, 2))
-    found = ridge_probes(pg, STREAMS, inputs, labels, positions=positions, penalty=penalty, batch_size=7)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    held_out = torch.zeros(count, dtype=torch.bool)
-    held_out[order[:15]] = True
-    for layer, stream in enumerate(streams_of(build(), inputs)):
-        for position in positions or [None]:
-            mask = inputs["attention_mask"].bool().clone()
-            if position is not None:
-                mask &= torch.arange(LENGTH) == position
-            example, place = mask.nonzero(as_tuple=True)
-            x, y = stream[example, place].double().numpy(), labels[example]
-            test = held_out[example].numpy()
-            expected = _by_centering(x[~test], y[~test], x[test], y[test], penalty)
-            where = {"path": f"layers[{layer}].resid_post"} | ({} if position is None else {"position": position})
-            assert float(found["r2"].sel(where)) == pytest.approx(expected, abs=1e-5)
-
-
-def _by_centering(x: Any, y: Any, other: Any, truth: Any, penalty: float) -> float:
-    """Ridge regression in its textbook form: centered data, without the constant."""
-    mean, base = x.mean(0), y.mean(0)
-    centered = x - mean
-    strength = penalty * (centered**2).sum(0).mean()
-    weights = np.linalg.solve(centered.T @ centered + strength * np.eye(x.shape[1]), centered.T @ (y - base))
-    left = truth - ((other - mean) @ weights + base)
-    return float(1 - (left**2).sum() / ((truth - truth.mean(0)) ** 2).sum())
-
-
-def test_labels_of_other_examples_are_not_read_off(pg: PatchableGraph) -> None:
-    ids = torch.randint(0, 8, (400, LENGTH), generator=torch.Generator().manual_seed(3))
-    found = ridge_probes(pg, "@embed", ids, ids[:, 0], positions=[0], batch_size=100, penalty=1e-4)
-    scores = {name: float(found[name].sel(position=0).max()) for name in found}
-    assert scores["r2"] > 0.95
-    assert scores["shuffled_labels"] < 0.1
-    far = ridge_probes(pg, "@embed", ids, ids[:, 0], positions=[3], batch_size=100, penalty=1e-4)
-    assert float(far["r2"].max()) < 0.1
-    browser = pg.browse()
-    browser.set_scores(far["r2"].sel(position=3))
-    browser.close()
