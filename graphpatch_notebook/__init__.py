@@ -38,7 +38,6 @@ from graphpatch_notebook.errors import (
 from graphpatch_notebook.errors import removed as _removed
 from graphpatch_notebook.graphs import (
     CompiledGraphModule,
-    GraphInterpreter,
     MultiplyInvokedModule,
     OpaqueGraphModule,
     UnusedModule,
@@ -76,7 +75,6 @@ __all__ = [
     "ExtractionOptions",
     "FromPatch",
     "GraphError",
-    "GraphInterpreter",
     "GraphPatchError",
     "GraphPatchWarning",
     "MultiplyInvokedModule",
