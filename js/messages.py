@@ -39,6 +39,12 @@ def typescript() -> str:
     kinds = ", ".join(f'"{kind}"' for kind in messages.KINDS)
     parts.append("/** The kinds of rows, by their numbers in `Columns.kind`. */")
     parts[-1] += f"\nexport const KINDS: readonly RowKind[] = [{kinds}];"
+    first = lines.index("FLAGS = {")
+    flags = [re.sub(r'"(\w+)": (\d+),  #', r"\1: \2, //", line).replace("    ", "  ", 1) for line in lines[first:]]
+    flags = flags[1 : flags.index("}")]
+    parts.append("\n".join(["/** The bits of `Columns.flags`. */", "export const FLAG = {", *flags, "} as const;"]))
+    doc = lines[lines.index(f"NEXT = {messages.NEXT}") + 1].strip('"')
+    parts.append(f"/** {doc} */\nexport const NEXT = {messages.NEXT};")
     requests = [
         f"  {name}: {{ payload: {_type(payload)}; result: {_type(result)} }};"
         for name, (payload, result) in messages.REQUESTS.items()

@@ -28,6 +28,18 @@ RowKind: TypeAlias = Literal[
 ]
 """What a row of the tree is."""
 KINDS: tuple[RowKind, ...] = get_args(RowKind)
+FLAGS = {
+    "size": 1,  # only carries sizes: shown on request
+    "hidden": 2,  # a constant, a flag or clutter: shown on request, too
+    "opaque": 4,  # a graph that could not be looked into; `notes` says why
+    "patchable": 8,  # a tensor or number: one can patch it
+    "mutated": 16,  # the model writes into this tensor later
+    "viewFilled": 32,  # ... which is a view, so that a patch cuts it off from its base
+    "plumbing": 64,  # a mask, an index, a position, ...: folded away
+}
+"""The bits of `Columns.flags`."""
+NEXT = -2
+"""In columns of positions in a table: the first position that was not used yet. Long runs of it compress well."""
 ViewName: TypeAlias = Literal["tree", "attention", "lens", "tokens", "generation", "result"]
 
 

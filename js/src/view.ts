@@ -47,12 +47,24 @@ export function listen(
   view.onRemove(() => model.off(event, listener));
 }
 
+/** Calls `show` after each change of traits, given by their names, and of what else it depends on. */
+export function follow(
+  view: Parameters<typeof listen>[0],
+  sources: readonly (string | { onChange(listener: () => void): () => void })[],
+  show: () => void,
+): void {
+  for (const source of sources) {
+    if (typeof source === "string") listen(view, `change:${source}`, show);
+    else view.onRemove(source.onChange(show));
+  }
+}
+
 /** Listeners of one kind of change. */
 export class Listeners<T = void> {
-  private readonly all = new Set<(change: T) => void>();
+  private readonly all = new Set<(change: T) => unknown>();
 
   /** Returns a function that removes the listener. */
-  add(listener: (change: T) => void): () => void {
+  add(listener: (change: T) => unknown): () => void {
     this.all.add(listener);
     return () => this.all.delete(listener);
   }
@@ -99,7 +111,7 @@ export interface Kernel {
    */
   ask<N extends RequestName>(request: N, payload: Requests[N]["payload"], isQuiet?: boolean): Promise<Answer<N>>;
   /** Returns a function that removes the listener. */
-  onState(listener: (state: KernelState) => void): () => void;
+  onChange(listener: (state: KernelState) => void): () => void;
 }
 
 export interface Notices {

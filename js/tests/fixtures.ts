@@ -265,7 +265,7 @@ export class FakeKernel implements Kernel {
     return answer(payload);
   }
 
-  onState(): () => void {
+  onChange(): () => void {
     return () => undefined;
   }
 

@@ -4,6 +4,14 @@ import type { PatchState, RequestError, RequestName, Requests, SessionState, Tra
 import { Skeleton } from "../src/tree/skeleton";
 import { type FakeKernel, FakeModel, FakeView, traits, transformer } from "./fixtures";
 
+// happy-dom has no popovers; Chromium, where their places are tested, does.
+HTMLElement.prototype.showPopover ??= function (this: HTMLElement) {
+  this.hidden = false;
+};
+HTMLElement.prototype.hidePopover ??= function (this: HTMLElement) {
+  this.hidden = true;
+};
+
 interface Sent<N extends RequestName> {
   id: number;
   request: N;

@@ -34,7 +34,7 @@ from graphpatch_notebook.inspection.resolution import (
 )
 from graphpatch_notebook.inspection.tree import is_clutter, is_shown, plumbing, unused_modules, used_modules
 from graphpatch_notebook.notebook.display.tables import spec_label, visible
-from graphpatch_notebook.notebook.messages import KINDS, ComponentRow, Flow, RowKind
+from graphpatch_notebook.notebook.messages import FLAGS, KINDS, NEXT, ComponentRow, Flow, RowKind
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, parse_path
 from graphpatch_notebook.values import (
@@ -47,10 +47,7 @@ from graphpatch_notebook.values import (
     key_text,
 )
 
-# In columns of positions in a table: the first position that was not used yet. Long runs of it compress well.
-NEXT = -2
-
-SIZE, HIDDEN, OPAQUE, PATCHABLE, MUTATED, VIEW_FILLED, PLUMBING = 1, 2, 4, 8, 16, 32, 64
+SIZE, HIDDEN, OPAQUE, PATCHABLE, MUTATED, VIEW_FILLED, PLUMBING = FLAGS.values()
 
 
 class Skeleton:

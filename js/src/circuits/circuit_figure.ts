@@ -10,16 +10,18 @@ import {
   copyText,
   element,
   icon,
+  refresh,
   replaceChildren,
   setAttribute,
   svgElement,
   toggleClasses,
 } from "../page/dom";
 import { isChoice } from "../page/grid";
+import { nextPlace, rove } from "../page/roving";
 import { formatCount, formatNumber } from "../page/text";
 import { ZoomWindow } from "../page/zoom";
 import type { TreeState } from "../tree/tree_state";
-import { listen, type Model, type Part, saveChanges, type View } from "../view";
+import { follow, type Model, type Part, saveChanges, type View } from "../view";
 import { itemOf } from "../views/selection";
 
 interface FigureOptions {
@@ -29,6 +31,13 @@ interface FigureOptions {
   actions: ((node: CircuitNode) => HTMLElement[]) | null;
   /** Makes nodes a group with a name; without one, they leave their groups. `null`: there are no groups. */
   onGroup: ((name: string, members: number[]) => void) | null;
+}
+
+/** What marks nodes: those selected in the tree, by their numbers; patched ones, and faint ones, by their names. */
+interface Marks {
+  selected: ReadonlySet<number>;
+  patched: ReadonlySet<string>;
+  faint: ReadonlySet<string>;
 }
 
 /** The minimum width of the area around an edge that reacts to the pointer, in CSS pixels. */
@@ -45,35 +54,37 @@ export class CircuitFigure {
   private readonly links: SVGPathElement[];
   private readonly picture: SVGSVGElement;
   private readonly window = new ZoomWindow("width");
-  private readonly readout = element("div.gp-caption.gp-readout");
   private readonly details = element("div.gp-line.gp-box.gp-circuit-pinned", { "aria-live": "polite" });
-  private readonly shownText = element("span.gp-number");
-  private readonly finder = element("input.gp-field", {
-    type: "text",
-    role: "searchbox",
-    "aria-label": "Find nodes",
-    placeholder: "Find nodes",
-    title: "Enter goes from one node that is found to the next",
-    size: 14,
-    oninput: () => this.find(),
-    onkeydown: (event: KeyboardEvent) => this.onFinderKey(event),
-  });
-  private readonly foundText = element("span.gp-muted", { role: "status" });
+  private readonly finder: HTMLInputElement;
   private readonly slider: HTMLInputElement;
   private count: number;
   private pinned: Pinned | null = null;
+  private hovered: Pinned | null = null;
   /** The nodes that are selected for a group. */
   private readonly chosen = new Set<number>();
   private readonly grouping = element("div.gp-line.gp-box.gp-circuit-grouping", { hidden: true });
-  private hovered: Pinned | null = null;
   /** The node in the tab order. */
   private active = 0;
+  private marks: Marks = { selected: new Set(), patched: new Set(), faint: new Set() };
+  /** What the finder searches in. */
+  private readonly texts: string[];
 
   constructor(
     private readonly circuit: CircuitPicture,
     private readonly options: FigureOptions,
   ) {
     this.count = circuit.first;
+    this.texts = circuit.nodes.map((node) => `${node.label} ${node.name}${placeText(node.position)}`.toLowerCase());
+    this.finder = element("input.gp-field", {
+      type: "text",
+      role: "searchbox",
+      "aria-label": "Find nodes",
+      placeholder: "Find nodes",
+      title: "Enter goes from one node that is found to the next",
+      size: 14,
+      oninput: () => this.show(),
+      onkeydown: (event: KeyboardEvent) => this.onFinderKey(event),
+    });
     this.edges = circuit.edges.map((edge, number) => this.drawEdge(edge, number));
     this.nodes = circuit.nodes.map((node, number) => this.drawNode(node, number));
     this.links = circuit.links.map(({ line }) => svgElement("path.gp-circuit-link", { d: line }));
@@ -84,51 +95,43 @@ export class CircuitFigure {
       max: circuit.edges.length,
       value: this.count,
       "aria-label": "Number of edges shown",
+      "aria-valuetext": () => this.countText(),
       oninput: () => this.showStrongest(Number(this.slider.value)),
     });
+    const shown = element("span.gp-number", () => this.countText());
+    const found = element("span.gp-muted", { role: "status" }, () =>
+      this.finder.value.trim() === "" ? "" : formatCount(this.matches().length, "node"),
+    );
     const copies = [this.copyButton("Copy as Python", circuit.python), this.copyButton("Copy as JSON", circuit.json)];
-    const threshold = element("label.gp-line.gp-circuit-threshold", "Edges", this.slider, this.shownText);
+    const threshold = element("label.gp-line.gp-circuit-threshold", "Edges", this.slider, shown);
     this.window.show(this.picture, circuit);
     this.element = element(
       "section.gp-stack.gp-circuit",
       { role: "region", "aria-label": "Circuit" },
-      element("div.gp-line", threshold, this.finder, this.foundText, this.window.buttons, ...copies),
+      element("div.gp-line", threshold, this.finder, found, this.window.buttons, ...copies),
       this.window.element,
       this.legend(),
-      this.readout,
+      element("div.gp-caption.gp-readout", () => this.describe(this.hovered)),
       this.grouping,
       this.details,
       element("p.gp-note", circuit.summary),
     );
     this.showStrongest(this.count);
-    this.showPinned();
+    this.pin(null);
   }
 
   /** Pins a node or an edge, without calling `onPin`. */
   pin(pinned: Pinned | null): void {
     this.pinned = pinned;
-    this.showPinned();
+    this.details.hidden = pinned === null;
+    if (pinned !== null) this.showDetails(pinned);
+    this.show();
   }
 
-  /** Marks the nodes that are selected in the tree and those with patches; makes those faint that a filter leaves out. */
-  mark(
-    isSelected: (node: CircuitNode) => boolean,
-    patched: ReadonlySet<string>,
-    isFaint: (name: string) => boolean,
-  ): void {
-    const { edges, nodes } = this.circuit;
-    for (const [number, node] of nodes.entries()) {
-      const { name } = node;
-      const marks = { "gp-in-tree": isSelected(node), "gp-patched-node": patched.has(name), "gp-faint": isFaint(name) };
-      toggleClasses(this.nodes[number], marks);
-    }
-    for (const [number, { sender, receiver }] of edges.entries()) {
-      this.toggleEdge(number, { "gp-faint": isFaint(sender) || isFaint(receiver) });
-    }
-  }
-
-  private toggleEdge(number: number, classes: Record<string, boolean>): void {
-    for (const line of this.edges[number] ?? []) toggleClasses(line, classes);
+  /** Marks nodes, and makes those faint that a filter leaves out. */
+  mark(marks: Marks): void {
+    this.marks = marks;
+    this.show();
   }
 
   private draw(): SVGSVGElement {
@@ -164,14 +167,14 @@ export class CircuitFigure {
   }
 
   private drawNode({ x, y, width, height, ports, label, is_error }: CircuitNode, number: number): SVGGElement {
-    const focus = () => {
+    const onfocus = () => {
       this.active = number;
       this.hover(["node", number]);
     };
-    const listeners = { ...this.pointerListeners(["node", number]), onfocus: focus, onblur: () => this.hover(null) };
+    const listeners = { ...this.pointerListeners(["node", number]), onfocus, onblur: () => this.hover(null) };
     return svgElement(
       is_error === true ? "g.gp-circuit-node.gp-circuit-error" : "g.gp-circuit-node",
-      { role: "button", tabindex: number === 0 ? 0 : -1, ...listeners },
+      { role: "button", ...listeners },
       svgElement("rect", { x: x - width / 2, y: y - height / 2, width, height, rx: 6 }),
       svgElement("text", { x, y: y + (ports.length > 0 ? 0 : 4) }, label),
       ...ports.map(([name, at]) => svgElement("text.gp-circuit-port", { x: at, y: y + 14 }, name)),
@@ -191,28 +194,17 @@ export class CircuitFigure {
   private legend(): HTMLElement {
     const { edges, links } = this.circuit;
     const strongest = formatNumber(Math.max(0, ...edges.map(({ score }) => Math.abs(score))), 3);
-    const sample = (isThere: boolean, line: string, text: string) => {
-      const picture = svgElement("path", {
-        class: line,
-        d: "M0 6H34",
-        "stroke-width": line === "gp-circuit-link" ? null : 8,
-      });
+    const sample = (isThere: boolean, line: string, text: string, width: number | null = 8) => {
+      const picture = svgElement("path", { class: line, d: "M0 6H34", "stroke-width": width });
       const size = { width: 34, height: 12, "aria-hidden": true };
       return isThere && element("span.gp-pair", svgElement("svg", size, picture), element("span.gp-number", text));
     };
+    const [isPositive, isNegative] = [edges.some(({ score }) => score >= 0), edges.some(({ score }) => score < 0)];
     return element(
       "div.gp-line.gp-tight.gp-legend.gp-muted.gp-circuit-legend",
-      sample(
-        edges.some(({ score }) => score >= 0),
-        "gp-circuit-edge gp-positive",
-        `score +${strongest}`,
-      ),
-      sample(
-        edges.some(({ score }) => score < 0),
-        "gp-circuit-edge gp-negative",
-        `score −${strongest}`,
-      ),
-      sample(links.length > 0, "gp-circuit-link", "attention across positions"),
+      sample(isPositive, "gp-circuit-edge gp-positive", `score +${strongest}`),
+      sample(isNegative, "gp-circuit-edge gp-negative", `score −${strongest}`),
+      sample(links.length > 0, "gp-circuit-link", "attention across positions", null),
     );
   }
 
@@ -226,47 +218,82 @@ export class CircuitFigure {
 
   private showStrongest(count: number): void {
     this.count = count;
-    const { edges, links, nodes } = this.circuit;
-    // All nodes in one group have no edge, but can leave it.
-    const seen = new Set(edges.length === 0 ? nodes.keys() : edges.slice(0, count).flatMap(endsOf));
-    for (const number of edges.keys()) this.toggleEdge(number, { "gp-circuit-hidden": number >= count });
-    for (const [number, { label, name, position }] of nodes.entries()) {
-      const { into, out } = this.edgesOf(number);
-      const counts = `${formatCount(into.length, "edge")} in, ${formatCount(out.length, "edge")} out`;
-      toggleClasses(this.nodes[number], { "gp-circuit-hidden": !seen.has(number) });
-      this.nodes[number]?.setAttribute("aria-label", `${label}${placeText(position)}: ${name}, ${counts}`);
-    }
-    for (const [number, { ends }] of links.entries()) {
-      toggleClasses(this.links[number], { "gp-circuit-hidden": !ends.every((end) => seen.has(end)) });
-    }
-    const least = edges[count - 1]?.score ?? 0;
-    const all = edges.length;
-    const text = count === all ? `all ${formatNumber(all)}` : `${formatNumber(count)} of ${formatNumber(all)}`;
-    const limit = `|score| ≥ ${formatNumber(Math.abs(least), 3)}`;
-    this.shownText.textContent = `${text}, ${this.circuit.is_by_influence === true ? "most influence first" : limit}`;
-    setAttribute(this.slider, "aria-valuetext", this.shownText.textContent);
-    if (!seen.has(this.active)) this.setActive([...seen][0] ?? 0);
+    const seen = this.seen();
+    if (!seen.has(this.active)) this.active = [...seen][0] ?? 0;
     if (this.pinned !== null && !this.isShown(this.pinned)) this.togglePin(null);
-    else this.highlight();
-    this.find();
+    else this.show();
+  }
+
+  private countText(): string {
+    const { edges, is_by_influence } = this.circuit;
+    const all = formatNumber(edges.length);
+    const text = this.count === edges.length ? `all ${all}` : `${formatNumber(this.count)} of ${all}`;
+    const least = formatNumber(Math.abs(edges[this.count - 1]?.score ?? 0), 3);
+    return `${text}, ${is_by_influence === true ? "most influence first" : `|score| ≥ ${least}`}`;
+  }
+
+  /** The nodes of the edges that are shown. All nodes in one group have no edge, but can leave it. */
+  private seen(): Set<number> {
+    const { edges, nodes } = this.circuit;
+    return new Set(edges.length === 0 ? nodes.keys() : edges.slice(0, this.count).flatMap(endsOf));
+  }
+
+  private isShown([kind, number]: Pinned): boolean {
+    return kind === "edge" ? number < this.count : this.seen().has(number);
+  }
+
+  /** Shows the state of all nodes, edges and links. */
+  private show(): void {
+    const { active, chosen, circuit, count, marks, nodes, pinned } = this;
+    const focus = this.hovered ?? pinned;
+    const seen = this.seen();
+    const found = this.matches();
+    const near = new Set(focus?.[0] === "node" ? [focus[1]] : []);
+    const into = nodes.map(() => 0);
+    const out = nodes.map(() => 0);
+    for (const [number, edge] of circuit.edges.entries()) {
+      const ends = endsOf(edge);
+      const isNear = focus !== null && (focus[0] === "edge" ? focus[1] === number : ends.includes(focus[1]));
+      const isFaint = marks.faint.has(edge.sender) || marks.faint.has(edge.receiver);
+      const classes = { "gp-circuit-hidden": number >= count, "gp-near": isNear, "gp-faint": isFaint };
+      for (const line of this.edges[number] ?? []) toggleClasses(line, classes);
+      if (number >= count) continue;
+      if (isNear) for (const end of ends) near.add(end);
+      out[edge.from] = (out[edge.from] ?? 0) + 1;
+      for (const end of edge.to) into[end] = (into[end] ?? 0) + 1;
+    }
+    for (const [number, { ends }] of circuit.links.entries()) {
+      const isNear = focus?.[0] === "node" && ends.includes(focus[1]);
+      if (isNear) for (const end of ends) near.add(end);
+      const isHidden = !ends.every((end) => seen.has(end));
+      toggleClasses(this.links[number], { "gp-circuit-hidden": isHidden, "gp-near": isNear });
+    }
+    for (const [number, group] of nodes.entries()) {
+      const { label = "", name = "", position = null } = circuit.nodes[number] ?? {};
+      toggleClasses(group, {
+        "gp-circuit-hidden": !seen.has(number),
+        "gp-circuit-found": found.includes(number),
+        "gp-circuit-chosen": chosen.has(number),
+        "gp-in-tree": marks.selected.has(number),
+        "gp-patched-node": marks.patched.has(name),
+        "gp-faint": marks.faint.has(name),
+        "gp-near": near.has(number),
+      });
+      const counts = `${formatCount(into[number] ?? 0, "edge")} in, ${formatCount(out[number] ?? 0, "edge")} out`;
+      setAttribute(group, "aria-label", `${label}${placeText(position)}: ${name}, ${counts}`);
+      setAttribute(group, "aria-pressed", isSame(pinned, ["node", number]));
+    }
+    rove(nodes, nodes[active]);
+    toggleClasses(this.picture, { "gp-focused": focus !== null });
+    refresh(this.element);
   }
 
   /** The nodes that are shown and have all words in label, name or position. */
   private matches(): number[] {
     const words = this.finder.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const texts = this.circuit.nodes.map((node) =>
-      `${node.label} ${node.name}${placeText(node.position)}`.toLowerCase(),
-    );
-    return [...texts.keys()].filter((number) => {
-      return words.length > 0 && this.isShown(["node", number]) && words.every((word) => texts[number]?.includes(word));
-    });
-  }
-
-  private find(): void {
-    const found = this.matches();
-    for (const [number, group] of this.nodes.entries())
-      toggleClasses(group, { "gp-circuit-found": found.includes(number) });
-    this.foundText.textContent = this.finder.value.trim() === "" ? "" : formatCount(found.length, "node");
+    const seen = this.seen();
+    const isMatch = (text: string | undefined) => words.length > 0 && words.every((word) => text?.includes(word));
+    return [...this.texts.keys()].filter((number) => seen.has(number) && isMatch(this.texts[number]));
   }
 
   /** Enter pins the next node that is found; Esc ends the search. */
@@ -274,28 +301,18 @@ export class CircuitFigure {
     if (event.key !== "Enter" && event.key !== "Escape") return;
     consume(event);
     if (event.key === "Escape") this.finder.value = "";
-    this.find();
+    this.show();
     const found = this.matches();
     const next = found[(found.indexOf(this.pinned?.[0] === "node" ? this.pinned[1] : -1) + 1) % found.length];
     if (next === undefined || isSame(this.pinned, ["node", next])) return;
-    this.setActive(next);
+    this.active = next;
     this.togglePin(["node", next]);
     this.nodes[next]?.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 
-  private isShown([kind, number]: Pinned): boolean {
-    if (kind === "edge") return number < this.count;
-    return !this.nodes[number]?.classList.contains("gp-circuit-hidden");
-  }
-
-  private edgesOf(number: number): { into: CircuitEdge[]; out: CircuitEdge[] } {
-    const shown = this.circuit.edges.slice(0, this.count);
-    return { into: shown.filter(({ to }) => to.includes(number)), out: shown.filter(({ from }) => from === number) };
-  }
-
   private hover(what: Pinned | null): void {
     this.hovered = what;
-    this.highlight();
+    this.show();
   }
 
   private togglePin(what: Pinned | null): void {
@@ -313,22 +330,18 @@ export class CircuitFigure {
 
   private showChosen(): void {
     const { chosen, grouping } = this;
-    for (const [number, group] of this.nodes.entries())
-      toggleClasses(group, { "gp-circuit-chosen": chosen.has(number) });
+    this.show();
     grouping.hidden = chosen.size === 0;
-    if (grouping.hidden) return;
     const parts = [...chosen].map((number) => this.circuit.nodes[number]?.members ?? []);
     const group = (name: string) => this.options.onGroup?.(name, parts.flat());
-    const input = element("input.gp-field", { "aria-label": "Name of the group", placeholder: "name", size: 16 });
-    const submit = () => {
-      if (input.value.trim() === "") input.focus();
-      else group(input.value.trim());
-    };
-    input.addEventListener("keydown", (event) => {
+    const submit = () => (input.value.trim() === "" ? input.focus() : group(input.value.trim()));
+    const onkeydown = (event: KeyboardEvent) => {
       if (event.key !== "Enter") return;
       consume(event);
       submit();
-    });
+    };
+    const attributes = { "aria-label": "Name of the group", placeholder: "name", size: 16, onkeydown };
+    const input: HTMLInputElement = element("input.gp-field", attributes);
     const clear = () => {
       chosen.clear();
       this.showChosen();
@@ -337,25 +350,6 @@ export class CircuitFigure {
     const buttons = [buttonElement({ onclick: submit }, "Group"), ungroup, buttonElement({ onclick: clear }, "Clear")];
     const selected = element("span", { role: "status" }, `${formatCount(chosen.size, "node")} selected`);
     replaceChildren(grouping, selected, input, ...buttons);
-  }
-
-  private highlight(): void {
-    const focus = this.hovered ?? this.pinned;
-    const near = new Set<number>(focus?.[0] === "node" ? [focus[1]] : []);
-    for (const [number, edge] of this.circuit.edges.entries()) {
-      const ends = endsOf(edge);
-      const isNear = focus !== null && (focus[0] === "edge" ? focus[1] === number : ends.includes(focus[1]));
-      this.toggleEdge(number, { "gp-near": isNear });
-      if (isNear && number < this.count) for (const end of ends) near.add(end);
-    }
-    for (const [number, { ends }] of this.circuit.links.entries()) {
-      const isNear = focus?.[0] === "node" && ends.includes(focus[1]);
-      toggleClasses(this.links[number], { "gp-near": isNear });
-      if (isNear) for (const end of ends) near.add(end);
-    }
-    for (const [number, group] of this.nodes.entries()) toggleClasses(group, { "gp-near": near.has(number) });
-    toggleClasses(this.picture, { "gp-focused": focus !== null });
-    replaceChildren(this.readout, ...this.describe(this.hovered));
   }
 
   private describe(what: Pinned | null): (Node | string)[] {
@@ -368,26 +362,18 @@ export class CircuitFigure {
     return [...ends, `${placeText(edge.position)}: `, element("strong.gp-number", withSign(edge.score))];
   }
 
-  private showPinned(): void {
-    const { pinned } = this;
-    for (const [number, group] of this.nodes.entries()) {
-      setAttribute(group, "aria-pressed", isSame(pinned, ["node", number]));
-    }
-    this.details.hidden = pinned === null;
-    if (pinned !== null) this.showDetails(pinned);
-    this.highlight();
-  }
-
-  private showDetails(pinned: Pinned): void {
+  private showDetails([kind, number]: Pinned): void {
     const unpin = () => {
       this.togglePin(null);
       this.nodes[this.active]?.focus();
     };
-    const isNode = pinned[0] === "node";
-    const node = isNode ? this.circuit.nodes[pinned[1]] : undefined;
-    const { into, out } = this.edgesOf(pinned[1]);
+    const isNode = kind === "node";
+    const node = isNode ? this.circuit.nodes[number] : undefined;
+    const shown = this.circuit.edges.slice(0, this.count);
+    const into = shown.filter(({ to }) => to.includes(number));
+    const out = shown.filter(({ from }) => from === number);
     const actions = [...((node && this.options.actions?.(node)) ?? []), buttonElement({ onclick: unpin }, "Unpin")];
-    const heading = element(isNode ? "strong" : "span", ...this.describe(pinned));
+    const heading = element(isNode ? "strong" : "span", ...this.describe([kind, number]));
     replaceChildren(
       this.details,
       element("div.gp-line.gp-circuit-actions", heading, ...actions),
@@ -399,39 +385,17 @@ export class CircuitFigure {
 
   private onKey(event: KeyboardEvent): void {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
-    const next = this.nextNode(event.key);
+    const places = this.circuit.nodes.map(({ x, y }) => [x, y] as const);
+    const seen = this.seen();
+    const next = nextPlace(event.key, this.active, places, (node) => seen.has(node));
     if (next === undefined && !isChoice(event) && !(event.key === "Escape" && this.pinned !== null)) return;
     consume(event);
     if (next !== undefined) {
-      this.setActive(next);
+      this.active = next;
       this.nodes[next]?.focus();
+      rove(this.nodes, this.nodes[next]);
     } else if (!(isChoice(event) && event.shiftKey && this.toggleChosen(["node", this.active])))
       this.togglePin(isChoice(event) ? ["node", this.active] : null);
-  }
-
-  private setActive(number: number): void {
-    this.active = number;
-    for (const [index, group] of this.nodes.entries()) setAttribute(group, "tabindex", index === number ? 0 : -1);
-  }
-
-  /** The node that an arrow key goes to; `undefined` for other keys. */
-  private nextNode(key: string): number | undefined {
-    const { nodes } = this.circuit;
-    const from = nodes[this.active];
-    if (from === undefined) return undefined;
-    const ahead: Record<string, (node: CircuitNode) => number> = {
-      ArrowUp: ({ y }) => from.y - y,
-      ArrowDown: ({ y }) => y - from.y,
-      ArrowLeft: ({ x, y }) => (y === from.y ? from.x - x : 0),
-      ArrowRight: ({ x, y }) => (y === from.y ? x - from.x : 0),
-    };
-    const distance = ahead[key];
-    if (distance === undefined) return undefined;
-    const shown = nodes
-      .map((node, number) => ({ number, far: distance(node), aside: Math.abs(node.x - from.x) }))
-      .filter(({ number, far }) => far > 0 && this.isShown(["node", number]));
-    shown.sort((one, other) => one.far - other.far || one.aside - other.aside);
-    return shown[0]?.number ?? this.active;
   }
 }
 
@@ -490,7 +454,7 @@ function groupsOf(model: Grouped, { nodes }: CircuitPicture): FigureOptions["onG
 export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: () => void) => void): HTMLElement {
   const page = element("div");
   let figure: CircuitFigure;
-  const follow = () => figure.pin(model.get("pinned"));
+  const showPinned = () => figure.pin(model.get("pinned"));
   const show = () => {
     const circuit = model.get("circuit");
     figure = new CircuitFigure(circuit, {
@@ -502,10 +466,10 @@ export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: ()
       onGroup: groupsOf(model, circuit),
     });
     replaceChildren(page, figure.element);
-    follow();
+    showPinned();
   };
-  listen({ model, onRemove }, "change:circuit", show);
-  listen({ model, onRemove }, "change:pinned", follow);
+  follow({ model, onRemove }, ["circuit"], show);
+  follow({ model, onRemove }, ["pinned"], showPinned);
   show();
   return page;
 }
@@ -521,13 +485,22 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
     return [buttonElement({ class: "gp-button gp-primary", onclick }, "Patch …")];
   };
   const mark = () => {
-    const patched = view.model.get("session").patches.map(({ path }) => path);
-    const selected = new Set(view.selection.items.map(({ name }) => name));
+    const nodes = view.model.get("circuit")?.nodes ?? [];
+    const names = new Set(view.selection.items.map(({ name }) => name));
     // Heads are parts of one row: one that is selected is meant alone.
-    const rows = view.model.get("circuit")?.nodes.filter(({ name }) => selected.has(name)) ?? [];
+    const rows = nodes.filter(({ name }) => names.has(name)).map(({ row }) => row);
     const isSelected = ({ name, row }: CircuitNode) =>
-      row >= 0 && row === state.activeRow && (selected.has(name) || rows.every((other) => other.row !== row));
-    figure?.mark(isSelected, new Set(patched), (name) => !view.filter.keeps(itemOf(name)));
+      row >= 0 && row === state.activeRow && (names.has(name) || !rows.includes(row));
+    const patched = new Set(view.model.get("session").patches.map(({ path }) => path));
+    const ends = view.model.get("circuit")?.edges.flatMap(({ sender, receiver }) => [sender, receiver]) ?? [];
+    const faint = new Set(
+      [...nodes.map(({ name }) => name), ...ends].filter((name) => !view.filter.keeps(itemOf(name))),
+    );
+    figure?.mark({
+      selected: new Set([...nodes.keys()].filter((at) => isSelected(nodes[at] as CircuitNode))),
+      patched,
+      faint,
+    });
   };
   const show = () => {
     const circuit = view.model.get("circuit") ?? null;
@@ -548,11 +521,8 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
     panel.append(figure.element);
     mark();
   };
-  listen(view, "change:circuit", show);
-  listen(view, "change:session", mark);
-  view.onRemove(state.onChange(mark));
-  view.onRemove(view.selection.onChange(mark));
-  view.onRemove(view.filter.onChange(mark));
+  follow(view, ["circuit"], show);
+  follow(view, ["session", state, view.selection, view.filter], mark);
   show();
   return { element: panel };
 }

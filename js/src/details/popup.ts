@@ -49,7 +49,7 @@ export class NodePopup implements Part {
   }
 
   private async load(row: number, path: string): Promise<void> {
-    const stop = this.view.kernel.onState(() => {
+    const stop = this.view.kernel.onChange(() => {
       if (this.row === row) this.fill(path, this.waiting());
     });
     try {

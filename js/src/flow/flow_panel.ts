@@ -3,14 +3,24 @@
  * in all views, a click on a module enters it, the path above the picture leads back.
  */
 import { FLAG } from "../kernel/protocol";
-import { buttonElement, consume, element, icon, replaceChildren, setAttribute, svgElement } from "../page/dom";
-import { focusedElement } from "../page/floating";
+import {
+  buttonElement,
+  consume,
+  element,
+  focusedElement,
+  icon,
+  replaceChildren,
+  setAttribute,
+  setAttributes,
+  svgElement,
+} from "../page/dom";
 import { isChoice } from "../page/grid";
+import { nextPlace, rove } from "../page/roving";
 import { formatCount, visible } from "../page/text";
 import { ZoomWindow } from "../page/zoom";
 import { tryEdit } from "../patches/edits";
 import type { TreeState } from "../tree/tree_state";
-import { listen, type Part, type View } from "../view";
+import { follow, type Part, type View } from "../view";
 import { makeActions } from "../views/linked_view";
 import { itemOf } from "../views/selection";
 import { dataflowOf, FlowEdges, type FlowNode, makerOf } from "./dataflow";
@@ -72,10 +82,8 @@ export class FlowPanel implements Part {
       svgElement("circle", { r: 8 }),
       svgElement("path", { d: "M-4 0H4M0-4V4" }),
     );
-    listen(view, "change:edges", () => void this.read());
-    view.onRemove(state.onChange(() => this.update()));
-    view.onRemove(view.selection.onChange(() => this.update()));
-    view.onRemove(view.kernel.onState(() => this.update()));
+    follow(view, ["edges"], () => void this.read());
+    follow(view, [state, view.selection, view.kernel], () => this.update());
     void this.read();
   }
 
@@ -119,17 +127,15 @@ export class FlowPanel implements Part {
     const picture = new FlowPicture(skeleton, flow, this.state, (node) => this.about(node));
     const { svg, size, drawn } = picture;
     const name = graph === 0 ? this.view.model.get("about").module : skeleton.path(graph);
-    setAttribute(
-      svg,
-      "aria-label",
-      `Dataflow of ${name}, ${formatCount(drawn.length, "node")}. Arrow keys go from node to node.`,
-    );
-    svg.addEventListener("click", (event) => this.onClick(event));
-    svg.addEventListener("keydown", (event) => this.onKey(event));
-    svg.addEventListener("focusin", (event) => this.onFocus(event));
-    svg.addEventListener("focusout", () => this.point(null));
-    svg.addEventListener("pointerover", (event) => this.point(this.positionOf(event)));
-    svg.addEventListener("pointerleave", () => this.point(null));
+    setAttributes(svg, {
+      "aria-label": `Dataflow of ${name}, ${formatCount(drawn.length, "node")}. Arrow keys go from node to node.`,
+      onclick: (event: MouseEvent) => this.onClick(event),
+      onkeydown: (event: KeyboardEvent) => this.onKey(event),
+      onfocusin: (event: FocusEvent) => this.onFocus(event),
+      onfocusout: () => this.point(null),
+      onpointerover: (event: PointerEvent) => this.point(this.positionOf(event)),
+      onpointerleave: () => this.point(null),
+    });
     // On the way up, the module that was left is the one in the tab order.
     const place = graph === before ? this.drawnAt(this.active)?.node.row : makerOf(skeleton, graph, before);
     const hadFocus = this.window.element.contains(focusedElement(this.element));
@@ -143,12 +149,8 @@ export class FlowPanel implements Part {
     this.showCrumbs();
     this.pointed = -1;
     this.point(null);
-    this.setActive(
-      Math.max(
-        0,
-        drawn.findIndex(({ node }) => node.row === place),
-      ),
-    );
+    const active = drawn.findIndex(({ node }) => node.row === place);
+    this.setActive(Math.max(0, active));
     if (hadFocus) this.drawnAt(this.active)?.element.focus({ preventScroll: true });
   }
 
@@ -274,7 +276,9 @@ export class FlowPanel implements Part {
     const { row, folded } = drawn.node;
     const { state, view } = this;
     const isNode = folded.length === 0 && view.skeleton.kindOf(row) !== "graph";
-    const next = event.altKey ? undefined : this.nextNode(event.key);
+    const places = this.picture?.drawn.map(({ center }) => center) ?? [];
+    const near = new Set(this.picture?.neighbors(this.active));
+    const next = event.altKey ? undefined : nextPlace(event.key, this.active, places, undefined, near);
     const numbers = state.patched.at(row).map(({ number }) => number);
     if (event.altKey && event.key === "ArrowUp" && this.graph > 0) view.reveal(view.skeleton.parent[this.graph] ?? 0);
     else if (event.altKey) return;
@@ -293,39 +297,9 @@ export class FlowPanel implements Part {
   }
 
   private setActive(position: number): void {
-    this.drawnAt(this.active)?.element.setAttribute("tabindex", "-1");
     this.active = position;
-    this.drawnAt(position)?.element.setAttribute("tabindex", "0");
-  }
-
-  /** The node that an arrow key goes to: the nearest one in its direction, first along edges. */
-  private nextNode(key: string): number | undefined {
-    const from = this.drawnAt(this.active);
-    const drawn = this.picture?.drawn ?? [];
-    if (from === undefined) return undefined;
-    const [x, y] = from.center;
-    const ahead: Record<string, (to: readonly [number, number]) => number> = {
-      ArrowUp: (to) => y - to[1],
-      ArrowDown: (to) => to[1] - y,
-      ArrowLeft: (to) => (Math.abs(to[1] - y) < 20 ? x - to[0] : 0),
-      ArrowRight: (to) => (Math.abs(to[1] - y) < 20 ? to[0] - x : 0),
-    };
-    const distance = ahead[key];
-    if (distance === undefined) return undefined;
-    const near = new Set(this.picture?.neighbors(this.active));
-    const isVertical = key === "ArrowUp" || key === "ArrowDown";
-    const found = drawn
-      .map(({ center }, position) => ({
-        position,
-        isFar: isVertical && !near.has(position),
-        far: distance(center),
-        aside: Math.abs(center[0] - x),
-      }))
-      .filter(({ far }) => far > 1);
-    found.sort(
-      (one, other) => Number(one.isFar) - Number(other.isFar) || one.far - other.far || one.aside - other.aside,
-    );
-    return found[0]?.position ?? this.active;
+    const elements = this.picture?.drawn.map(({ element }) => element) ?? [];
+    rove(elements, elements[position]);
   }
 
   private save(): void {

@@ -62,7 +62,7 @@ class Connection implements Kernel {
     });
   }
 
-  onState(listener: (state: KernelState) => void): () => void {
+  onChange(listener: (state: KernelState) => void): () => void {
     return this.listeners.add(listener);
   }
 

@@ -521,6 +521,20 @@ export type Empty = Record<string, never>;
 /** The kinds of rows, by their numbers in `Columns.kind`. */
 export const KINDS: readonly RowKind[] = ["graph", "input", "parameter", "buffer", "attribute", "constant", "op", "output", "item", "unused"];
 
+/** The bits of `Columns.flags`. */
+export const FLAG = {
+  size: 1, // only carries sizes: shown on request
+  hidden: 2, // a constant, a flag or clutter: shown on request, too
+  opaque: 4, // a graph that could not be looked into; `notes` says why
+  patchable: 8, // a tensor or number: one can patch it
+  mutated: 16, // the model writes into this tensor later
+  viewFilled: 32, // ... which is a view, so that a patch cuts it off from its base
+  plumbing: 64, // a mask, an index, a position, ...: folded away
+} as const;
+
+/** In columns of positions in a table: the first position that was not used yet. Long runs of it compress well. */
+export const NEXT = -2;
+
 /** By the name of a request. */
 export interface Requests {
   edit: { payload: EditRequest; result: { version: number } };

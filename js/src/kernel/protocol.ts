@@ -31,20 +31,6 @@ export type {
 } from "./messages";
 export * from "./messages";
 
-/** Bits of `Columns.flags`. */
-export const FLAG = {
-  size: 1, // only carries sizes: shown on request
-  hidden: 2, // a constant, a flag or clutter: shown on request, too
-  opaque: 4, // a graph that could not be looked into; `notes` says why
-  patchable: 8, // a tensor or number: one can patch it
-  mutated: 16, // the model writes into this tensor later
-  viewFilled: 32, // ... which is a view, so that a patch cuts it off from its base
-  plumbing: 64, // a mask, an index, a position, ...: folded away
-} as const;
-
-/** In `name`, `op` and `spec`: the first position of the table that was not used yet. Long runs of it compress well. */
-export const NEXT = -2;
-
 /** The traits of every view of a graph. Only `selection` is set by the front end. */
 export interface LinkedTraits {
   /** `IPY_MODEL_` and the id of the model with the front end, which `loader.ts` unpacks. */

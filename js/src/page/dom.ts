@@ -1,17 +1,19 @@
 /** Creates elements: everything from the user's model is text, and nothing is ever parsed as HTML. */
 
-/** A string, number or `true` becomes an attribute, a function a listener; `null`, `undefined` and `false` are left out. */
-export type AttributeValue = string | number | boolean | null | undefined | ((event: never) => void);
-export type Attributes = Record<string, AttributeValue>;
-type Child = Node | string | null | undefined | false;
-type Content = Attributes | Child;
+type Plain = string | number | boolean | null | undefined;
+/** A string, number or `true` becomes an attribute; `null`, `undefined` and `false` are left out. */
+export type Attributes = Record<string, Plain | ((event: never) => void)>;
+export type Child = Node | string | null | undefined | false;
+type Content = Attributes | Child | (() => Child | Child[]);
 
 const SVG = "http://www.w3.org/2000/svg";
 
 /**
- * Returns a new element. The tag can have classes; attributes can be left out.
+ * Returns a new element. The tag can have classes; attributes can be left out. What begins with `on` is a listener; another
+ * attribute, or the whole content, that is a function is computed now and by each `refresh`.
  *
- *     element("span.gp-note.gp-wide", { title: "Runs it", onclick: () => run() }, icon("play"), "Run")
+ *     element("span.gp-note.gp-wide", { hidden: () => !isShown, onclick: () => run() }, icon("play"), "Run")
+ *     element("p", () => `${count} found`)
  */
 export function element<K extends keyof HTMLElementTagNameMap>(
   tag: K | `${K}.${string}`,
@@ -21,7 +23,7 @@ export function element<K extends keyof HTMLElementTagNameMap>(
 }
 
 /** A button that does not submit a form, of class `gp-button` unless another class is given. */
-export function buttonElement(attributes: Attributes, ...children: Child[]): HTMLButtonElement {
+export function buttonElement(attributes: Attributes, ...children: Content[]): HTMLButtonElement {
   return element("button", { type: "button", class: "gp-button", ...attributes }, ...children);
 }
 
@@ -80,20 +82,39 @@ function withContent<E extends Element>(tag: string, make: (name: string) => E, 
   const made = make(name);
   if (classes.length > 0) setAttribute(made, "class", classes.join(" "));
   for (const part of content) {
-    if (typeof part !== "object" || part === null || part instanceof Node) append(made, [part]);
-    else for (const [name, value] of Object.entries(part)) setOrListen(made, name, value);
+    if (typeof part === "function") compute(made, () => replaceChildren(made, ...[part()].flat()));
+    else if (typeof part !== "object" || part === null || part instanceof Node) append(made, [part]);
+    else setAttributes(made, part);
   }
   return made;
 }
 
-function setOrListen(made: Element, name: string, value: AttributeValue): void {
-  if (typeof value === "function") made.addEventListener(name.replace(/^on/, ""), value as EventListener);
-  else setAttribute(made, name, value);
+/** Sets attributes, and adds listeners. */
+export function setAttributes(made: Element, attributes: Attributes): void {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value !== "function") setAttribute(made, name, value);
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value as EventListener);
+    else compute(made, () => setAttribute(made, name, (value as () => unknown)() as Plain));
+  }
+}
+
+/** What `refresh` does with an element. */
+const COMPUTED = new WeakMap<Element, (() => void)[]>();
+
+function compute(made: Element, show: () => void): void {
+  COMPUTED.set(made, [...(COMPUTED.get(made) ?? []), show]);
+  show();
+}
+
+/** Computes again what was given as functions to an element and those in it. */
+export function refresh(root: Element): void {
+  for (const part of [root, ...root.querySelectorAll("*")]) for (const show of COMPUTED.get(part) ?? []) show();
 }
 
 /** Sets an attribute, or removes it for `null`, `undefined` and `false`. Booleans of `aria-...` attributes are written out. */
-export function setAttribute(target: Element, name: string, value: string | number | boolean | null | undefined): void {
-  if (typeof value === "boolean" && name.startsWith("aria-")) target.setAttribute(name, String(value));
+export function setAttribute(target: Element, name: string, value: Plain): void {
+  if (name === "checked" && target instanceof HTMLInputElement) target.checked = value === true;
+  else if (typeof value === "boolean" && name.startsWith("aria-")) target.setAttribute(name, String(value));
   else if (value === null || value === undefined || value === false) target.removeAttribute(name);
   else target.setAttribute(name, value === true ? "" : String(value));
 }
@@ -103,9 +124,22 @@ export function toggleClasses(target: Element | undefined, classes: Record<strin
   for (const [name, isOn] of Object.entries(classes)) target?.classList.toggle(name, isOn);
 }
 
+/** Replaces the content. If the focus was in it, the control of the same name gets it, else the one in the same place. */
 export function replaceChildren(target: Element, ...children: Child[]): void {
+  const controls = () => [...target.querySelectorAll<HTMLElement>("button, input, select, a, [tabindex]")];
+  const nameOf = (one: Element | undefined) => one && (one.getAttribute("aria-label") ?? one.textContent);
+  const focused = target.contains(focusedElement(target)) ? controls() : [];
+  const place = focused.indexOf(focusedElement(target) as HTMLElement);
   target.replaceChildren();
   append(target, children);
+  if (place < 0) return;
+  const now = controls();
+  (now.find((one) => nameOf(one) === nameOf(focused[place])) ?? now[place] ?? now.at(-1))?.focus();
+}
+
+/** The element that has the focus, also inside a shadow root. */
+export function focusedElement(inside: Element): Element | null {
+  return (inside.getRootNode() as Partial<DocumentOrShadowRoot>).activeElement ?? null;
 }
 
 function append(target: Element, children: Child[]): void {

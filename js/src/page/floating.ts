@@ -1,7 +1,6 @@
-/** A dialog beside its anchor: a popover, or a panel below the tree in browsers without popovers. */
-
+/** A dialog beside its anchor, which can be moved and resized. */
 import type { Part, View } from "../view";
-import { element, iconButton } from "./dom";
+import { element, focusedElement, iconButton } from "./dom";
 import { clamp } from "./grid";
 
 const MARGIN = 8;
@@ -25,7 +24,6 @@ export class Dialog implements Part {
   /** `role=dialog`; the caller adds the content. */
   readonly element: HTMLElement;
   isOpen = false;
-  private readonly isPopover = typeof HTMLElement.prototype.showPopover === "function";
   private anchor: Element | null = null;
   /** The anchor's last position in the view, for when its row is out of sight. */
   private anchorBox = { top: 0, bottom: 0, left: 0 };
@@ -43,11 +41,9 @@ export class Dialog implements Part {
       class: `gp-floating ${options.class}`,
       role: "dialog",
       tabindex: -1,
-      popover: this.isPopover ? "manual" : null,
-      hidden: !this.isPopover,
+      popover: "manual",
       onkeydown: (event: KeyboardEvent) => this.onKey(event),
     });
-    this.element.classList.toggle("gp-inline", !this.isPopover);
     view.onRemove(() => this.stopListening());
   }
 
@@ -62,8 +58,7 @@ export class Dialog implements Part {
     if (!this.isOpen) {
       this.opener = focusedElement(this.view.root);
       this.isOpen = true;
-      if (this.isPopover) this.element.showPopover();
-      else this.element.hidden = false;
+      this.element.showPopover();
       this.listen();
     }
     this.position();
@@ -84,8 +79,7 @@ export class Dialog implements Part {
     if (!this.isOpen) return;
     const hadFocus = this.element.contains(focusedElement(this.view.root));
     this.stopListening();
-    if (this.isPopover) this.element.hidePopover();
-    else this.element.hidden = true;
+    this.element.hidePopover();
     if (hadFocus) this.restoreFocus();
     this.opener = null;
     this.options.onClose?.();
@@ -112,7 +106,6 @@ export class Dialog implements Part {
     if (this.options.closesOnOutsideClick) {
       document.addEventListener("pointerdown", (event) => this.onPointerDown(event), options);
     }
-    if (!this.isPopover) return;
     const position = () => this.position();
     const onScroll = ({ target }: Event) => {
       if (!(target instanceof Node && this.element.contains(target))) position();
@@ -164,7 +157,7 @@ export class Dialog implements Part {
 
   /** Moves it with the pointer. */
   private drag(event: PointerEvent): void {
-    if (!this.isPopover || event.button !== 0 || (event.target as Element).closest("button")) return;
+    if (event.button !== 0 || (event.target as Element).closest("button")) return;
     const { left, top } = this.element.getBoundingClientRect();
     const header = event.currentTarget as Element;
     const [x, y] = [event.clientX, event.clientY];
@@ -181,7 +174,7 @@ export class Dialog implements Part {
 
   /** Places it below or above its anchor, inside the viewport. */
   private position(): void {
-    if (!this.isOpen || !this.isPopover || !this.element.isConnected) return;
+    if (!this.isOpen || !this.element.isConnected) return;
     const { style } = this.element;
     const width = document.documentElement.clientWidth;
     const height = document.documentElement.clientHeight;
@@ -225,10 +218,4 @@ export class Dialog implements Part {
   private maxHeight(height: number): number {
     return Math.max(MIN_HEIGHT, Math.min(height - 2 * MARGIN, 640));
   }
-}
-
-/** The element that has the focus, also inside a shadow root. */
-export function focusedElement(inside: Element): Element | null {
-  const scope = inside.getRootNode() as Partial<DocumentOrShadowRoot>;
-  return scope.activeElement ?? null;
 }

@@ -20,7 +20,7 @@ export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void
     words.textContent = "";
   };
   const show = () => banner.replaceChildren(...kernelNotice(kernel));
-  onRemove(kernel.onState(show));
+  onRemove(kernel.onChange(show));
   show();
   return {
     element: element("div.gp-stack.gp-notices", spoken, alert, banner),

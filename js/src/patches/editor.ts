@@ -71,7 +71,7 @@ export class PatchEditor implements Part {
     this.element = this.dialog.element;
     listen(view, "change:session", () => this.onSession());
     this.form.write(view.model.get("about").patch_kinds, {});
-    view.onRemove(view.kernel.onState(() => this.show()));
+    view.onRemove(view.kernel.onChange(() => this.show()));
     view.onRemove(() => this.reset());
     this.reason.id = `gp-editor-${editors}-reason`;
     setAttribute(this.apply, "aria-describedby", this.reason.id);

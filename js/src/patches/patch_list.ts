@@ -3,19 +3,20 @@ import { asRequestError, property } from "../kernel/kernel";
 import type { Edit, PatchState, SessionState } from "../kernel/protocol";
 import {
   buttonElement,
+  consume,
   copyText,
   element,
+  focusedElement,
   type ICONS,
   icon,
   oncePerClick,
+  refresh,
   replaceChildren,
-  setAttribute,
 } from "../page/dom";
-import { focusedElement } from "../page/floating";
 import { makeOffer } from "../page/notices";
 import { visible } from "../page/text";
 import { inputsOf } from "../runs/jobs";
-import { listen, type Part, type View } from "../view";
+import { follow, type Part, type View } from "../view";
 import { describe, restrictions, shapeText, targetText, tryEdit } from "./edits";
 
 const EMPTY = "No patches yet. Choose a node in the tree and press +, or its + button, to patch it.";
@@ -29,15 +30,8 @@ type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove";
 export class PatchList implements Part {
   readonly element: HTMLElement;
   private readonly list = element("ol.gp-list.gp-patches");
-  private readonly empty = element("p.gp-muted.gp-patches-empty", EMPTY);
-  private readonly count = element("span.gp-count.gp-muted");
-  private readonly undo = this.button("Undo", "undo", () => this.edit(() => ({ action: "undo" }), "undone"));
-  private readonly redo = this.button("Redo", "redo", () => this.edit(() => ({ action: "redo" }), "redone"));
-  private readonly clear = this.button("Clear", "remove", () => this.edit(() => ({ action: "clear" }), "all removed"));
-  private readonly copy = this.button("Copy as Python", "copy", () => this.exportCode((code) => this.copyCode(code)));
-  private readonly insert = this.button("Insert cell", "insert", () =>
-    this.exportCode((code) => this.insertCell(code)),
-  );
+  private readonly undo: HTMLElement;
+  private readonly copy: HTMLButtonElement;
   private readonly carried = makeOffer("Undo", () => this.edit(() => ({ action: "undo" }), "undone"));
   private readonly box = element("div.gp-stack.gp-code-box", { hidden: true });
   private dragged: number | null = null;
@@ -45,58 +39,60 @@ export class PatchList implements Part {
   constructor(private readonly view: View) {
     const group = (name: string, ...buttons: HTMLElement[]) =>
       element("div.gp-line.gp-tight.gp-button-group", { role: "group", "aria-label": name }, ...buttons);
+    const { session } = this;
+    const change = (name: string, action: "undo" | "redo" | "clear", said: string, isOff: () => boolean) => {
+      const picture = action === "clear" ? "remove" : action;
+      const press = () => this.edit(() => ({ action }), said);
+      return makeButton(name, picture, isOff, action === "clear" ? oncePerClick(press) : press);
+    };
+    this.undo = change("Undo", "undo", "undone", () => !session().can_undo);
+    const take = (name: string, picture: "copy" | "insert", use: (code: string) => Promise<void>) => {
+      const press = oncePerClick(() => this.exportCode(use));
+      return makeButton(name, picture, () => !session().patches.some(({ is_enabled }) => is_enabled), press);
+    };
+    this.copy = take("Copy as Python", "copy", (code) => this.copyCode(code));
+    const insert = take("Insert cell", "insert", (code) => this.insertCell(code, insert));
+    const isEmpty = () => session().patches.length === 0;
     const header = element(
       "div.gp-line",
-      element("h2.gp-panel-title", "Patches", this.count),
-      group("Changes of the patches", this.undo, this.redo, this.clear),
-      group("Copy the patches as code", this.copy, this.insert),
+      element(
+        "h2.gp-panel-title",
+        "Patches",
+        element("span.gp-count.gp-muted", () => countText(session())),
+      ),
+      group(
+        "Changes of the patches",
+        this.undo,
+        change("Redo", "redo", "redone", () => !session().can_redo),
+        change("Clear", "clear", "all removed", isEmpty),
+      ),
+      group("Copy the patches as code", this.copy, insert),
     );
+    const empty = element("p.gp-muted.gp-patches-empty", { hidden: () => !isEmpty() }, EMPTY);
     const attributes = { class: "gp-stack gp-box gp-patch-list", role: "region", "aria-label": "Patches" };
-    this.element = element("section", attributes, header, this.carried.element, this.empty, this.list, this.box);
-    const show = () => this.show(view.model.get("session"));
-    listen(view, "change:session", show);
+    this.element = element("section", attributes, header, this.carried.element, empty, this.list, this.box);
+    follow(view, ["session"], () => this.show());
     this.watchDrags();
-    show();
+    this.show();
   }
 
-  private show(session: SessionState): void {
-    const { patches } = session;
+  private readonly session = () => this.view.model.get("session");
+
+  private show(): void {
+    const { patches, note, can_undo } = this.session();
     this.endDrag();
-    const focus = this.focusKey();
+    refresh(this.element);
+    const hadFocus = this.list.contains(focusedElement(this.element));
     replaceChildren(this.list, ...patches.map((patch, at) => this.item(patch, at, patches.length)));
     this.list.hidden = patches.length === 0;
-    this.empty.hidden = patches.length > 0;
-    this.carried.say(session.note, session.can_undo);
-    const enabled = patches.filter((patch) => patch.is_enabled).length;
-    this.count.textContent =
-      enabled === patches.length ? `${enabled || ""}` : `${enabled} of ${patches.length} applied`;
-    setEnabled(this.undo, session.can_undo);
-    setEnabled(this.redo, session.can_redo);
-    setEnabled(this.clear, patches.length > 0);
-    for (const button of [this.copy, this.insert]) setEnabled(button, enabled > 0);
-    if (focus !== null) this.restoreFocus(focus, patches);
-  }
-
-  private focusKey(): { number: number; action: string; position: number } | null {
-    const focused = focusedElement(this.element);
-    if (!(focused instanceof HTMLElement) || !this.list.contains(focused)) return null;
-    const item = focused.closest<HTMLElement>("[data-number]");
-    const position = item === null ? 0 : [...this.list.children].indexOf(item);
-    return { number: Number(item?.dataset.number), action: focused.dataset.action ?? "", position };
-  }
-
-  private restoreFocus(focus: { number: number; action: string; position: number }, patches: PatchState[]): void {
-    const same = patches.find(({ number }) => number === focus.number);
-    const next = same ?? patches[Math.min(focus.position, patches.length - 1)];
-    const item = next && this.list.querySelector(`[data-number="${next.number}"]`);
-    const control = item?.querySelector<HTMLElement>(`[data-action="${focus.action}"]`);
-    (control ?? item?.querySelector<HTMLElement>("[data-action]") ?? this.undo).focus();
+    if (hadFocus && patches.length === 0) this.undo.focus();
+    this.carried.say(note, can_undo);
   }
 
   private edit(edit: () => Edit | null, said: string): void {
     void tryEdit(this.view, edit, said).then((isMade) => {
       // Resets the checkbox of a refused edit.
-      if (!isMade) this.show(this.view.model.get("session"));
+      if (!isMade) this.show();
     });
   }
 
@@ -144,8 +140,7 @@ export class PatchList implements Part {
       list.addEventListener(name, (event) => {
         const item = itemOf(event);
         if (this.dragged === null || !item) return;
-        event.preventDefault();
-        event.stopPropagation();
+        consume(event);
         this.clearDrop();
         const box = item.getBoundingClientRect();
         act(item, event.clientY < box.top + box.height / 2 ? "before" : "after");
@@ -189,12 +184,12 @@ export class PatchList implements Part {
     else this.showCode(code, TO_COPY);
   }
 
-  private async insertCell(code: string): Promise<void> {
+  private async insertCell(code: string, button: HTMLButtonElement): Promise<void> {
     const { model, root } = this.view;
     const place = findCellInserter(model.widget_manager, model.get("about").model_id, root);
     if (place !== null) {
       void focusCell(root, place.insert(code.trimEnd()));
-      return this.showDone(this.insert, "Inserted", "a cell with the patches was inserted below");
+      return this.showDone(button, "Inserted", "a cell with the patches was inserted below");
     }
     const isCopied = await copyText(code, this.element);
     this.showCode(code, `${NO_CELLS}. ${isCopied ? TO_PASTE : TO_COPY}`);
@@ -226,21 +221,13 @@ export class PatchList implements Part {
     this.view.onRemove(() => clearTimeout(timer));
   }
 
-  private button(name: string, picture: keyof typeof ICONS, onclick: () => unknown): HTMLButtonElement {
-    const press = () => button.getAttribute("aria-disabled") !== "true" && onclick();
-    const isStep = picture === "undo" || picture === "redo";
-    const button = buttonElement({ onclick: isStep ? press : oncePerClick(press) }, icon(picture), name);
-    return button;
-  }
-
-  /** Returns the item of a patch; each of its controls has `data-action`. */
+  /** Returns the item of a patch. */
   private item(patch: PatchState, position: number, count: number): HTMLLIElement {
     const what = `#${patch.number} ${patch.kind} ${targetText(patch)}`;
     const button = (action: Action, name: string, picture: keyof typeof ICONS, isOff = false, keys = "") =>
       buttonElement(
         {
           class: "gp-button gp-quiet",
-          "data-action": action,
           "aria-label": `${name} ${what}`,
           "aria-disabled": isOff ? "true" : null,
           title: keys ? `${name} (${keys})` : name,
@@ -252,12 +239,11 @@ export class PatchList implements Part {
       );
     const box = element("input", {
       type: "checkbox",
-      "data-action": "enable",
       "aria-label": `Apply ${what}`,
       title: "Apply it",
+      checked: patch.is_enabled,
       onchange: () => this.act("enable", patch, box),
     });
-    box.checked = patch.is_enabled;
     return element(
       "li",
       {
@@ -284,13 +270,8 @@ export class PatchList implements Part {
     const path = element("span.gp-patch-path", visible(patch.path));
     const slice = patch.slice === null ? null : element("span.gp-patch-slice", `[${patch.slice}]`);
     if (patch.row < 0) return element("span.gp-patch-place.gp-mono", path, slice);
-    const attributes = {
-      class: "gp-node-link gp-patch-place",
-      "data-action": "reveal",
-      title: "Show it in the tree",
-    };
-    const onclick = (event: MouseEvent) => this.act("reveal", patch, event.currentTarget as Element);
-    return buttonElement({ ...attributes, onclick }, path, slice);
+    const onclick = () => this.act("reveal", patch, path);
+    return buttonElement({ class: "gp-node-link gp-patch-place", title: "Show it in the tree", onclick }, path, slice);
   }
 
   private onKey(event: KeyboardEvent, patch: PatchState): void {
@@ -298,8 +279,7 @@ export class PatchList implements Part {
     const action = event.altKey ? moves[event.key] : event.key === "Delete" ? "remove" : undefined;
     if (action === undefined) return;
     this.act(action, patch, event.currentTarget as Element);
-    event.preventDefault();
-    event.stopPropagation();
+    consume(event);
   }
 }
 
@@ -308,8 +288,19 @@ function itemOf(event: Event): HTMLElement | null {
 }
 
 /** Uses `aria-disabled`: a button with `disabled` would lose the focus. */
-function setEnabled(button: HTMLButtonElement, isEnabled: boolean): void {
-  setAttribute(button, "aria-disabled", isEnabled ? null : "true");
+function makeButton(
+  name: string,
+  picture: keyof typeof ICONS,
+  isOff: () => boolean,
+  press: (event: MouseEvent) => void,
+) {
+  const onclick = (event: MouseEvent) => isOff() || press(event);
+  return buttonElement({ onclick, "aria-disabled": () => isOff() || null }, icon(picture), name);
+}
+
+function countText({ patches }: SessionState): string {
+  const enabled = patches.filter((patch) => patch.is_enabled).length;
+  return enabled === patches.length ? `${enabled || ""}` : `${enabled} of ${patches.length} applied`;
 }
 
 function facts(patch: PatchState): HTMLElement[] {

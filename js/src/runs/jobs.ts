@@ -1,8 +1,8 @@
 /** Jobs of the kernel: runs and activations, with the inputs and patches that they depend on. */
-import type { JobStatus, SessionState } from "../kernel/protocol";
-import { buttonElement, element } from "../page/dom";
+import type { JobStatus, RunState, SessionState } from "../kernel/protocol";
+import { buttonElement, element, refresh } from "../page/dom";
 import { formatSeconds } from "../page/text";
-import { listen, RequestFailed, type View } from "../view";
+import { follow, listen, type Part, RequestFailed, type View } from "../view";
 
 const FIRST_DELAY = 30;
 const LONGEST_DELAY = 300;
@@ -69,43 +69,55 @@ interface JobActions<J extends JobStatus> {
 /** A job: its progress, with a button that interrupts it, its errors, and the element of its result. */
 export class JobView<J extends JobStatus> {
   readonly progress: HTMLElement;
-  readonly message = element("p.gp-message.gp-error", { role: "alert", hidden: true });
-  readonly outdated = element("p.gp-message.gp-outdated", { hidden: true });
+  readonly message: HTMLElement;
+  readonly outdated: HTMLElement;
   /** The current job; `null` before the first one, and until the kernel replies. */
   id: number | null = null;
   isRunning = false;
-  private readonly bar: HTMLProgressElement;
-  private readonly text = element("span.gp-progress-text.gp-cut.gp-muted");
-  private readonly waits = element("span.gp-waits.gp-muted", { role: "status", hidden: true });
-  private readonly stop: HTMLButtonElement;
-  private readonly poller: Poller<J>;
-  private stopWaiting: (() => void) | null = null;
+  /** What the kernel last said of the running job; `null`: nothing yet. */
+  private status: J | null = null;
+  private isInterrupting = false;
+  private error = "";
   /** The patches when an error was shown. */
   private patchesKey = "";
+  private repair: string | null = null;
+  private readonly stop: HTMLButtonElement;
+  private readonly poller: Poller<J>;
 
   constructor(
     private readonly view: View,
     readonly result: HTMLElement,
     private readonly actions: JobActions<J>,
   ) {
-    this.bar = element("progress.gp-progress-bar", { max: 1, "aria-label": actions.name });
-    this.stop = buttonElement({ onclick: () => this.interrupt() }, "Interrupt");
+    const waits = () => this.status?.waits_for ?? null;
+    const hidden = () => this.status === null;
+    const attributes = { hidden, "aria-disabled": () => this.isInterrupting || null, onclick: () => this.interrupt() };
+    this.stop = buttonElement(attributes, () => (this.isInterrupting ? "Interrupting …" : "Interrupt"));
     this.progress = element(
       "div.gp-line.gp-tight.gp-progress",
-      { hidden: true },
-      this.bar,
-      this.text,
+      { hidden: () => !this.isRunning },
+      element("progress.gp-progress-bar", { max: 1, value: () => this.status?.fraction, "aria-label": actions.name }),
+      element("span.gp-progress-text.gp-cut.gp-muted", () => this.isRunning && this.text()),
       this.stop,
-      this.waits,
+      element("span.gp-waits.gp-muted", { role: "status", hidden: () => waits() === null }, () => {
+        return waits() && `The interrupt waits for ${waits()}`;
+      }),
     );
+    const failed = { role: "alert", hidden: () => this.error === "" };
+    this.message = element("p.gp-message.gp-error", failed, () => this.error);
+    this.outdated = element("p.gp-message.gp-outdated", { hidden: () => this.repair === null }, () => {
+      return this.repair && `The chosen patches have changed since: ${this.repair}.`;
+    });
     this.poller = new Poller<J>((id) => actions.status(id), {
       onStatus: (reply) => this.onStatus(reply),
       onError: (reason) => this.onError(reason),
     });
     view.onRemove(() => this.close());
+    follow(view, [view.kernel], () => this.show());
     // An error goes with its cause.
     listen(view, "change:session", () => {
-      this.message.hidden ||= this.patchesKey !== patchesKey(view.model.get("session"));
+      if (this.patchesKey !== patchesKey(view.model.get("session"))) this.error = "";
+      this.show();
     });
   }
 
@@ -117,10 +129,11 @@ export class JobView<J extends JobStatus> {
   /** Shows that a job starts: the kernel has not replied yet. */
   begin(): void {
     this.isRunning = true;
-    this.message.hidden = true;
-    this.outdated.hidden = true;
+    this.status = null;
+    this.error = "";
+    this.repair = null;
     this.result.classList.add("gp-dimmed");
-    this.wait();
+    this.show();
   }
 
   close(): void {
@@ -128,72 +141,62 @@ export class JobView<J extends JobStatus> {
     this.end();
   }
 
+  showOutdated(isOutdated: boolean, repair: string): void {
+    this.repair = isOutdated ? repair : null;
+    this.show();
+  }
+
+  private show(): void {
+    for (const part of [this.progress, this.message, this.outdated]) refresh(part);
+  }
+
   private showError(message: string): void {
     this.patchesKey = patchesKey(this.view.model.get("session"));
-    const old = this.result.childElementCount > 0 ? "\nBelow is the result of the run before." : "";
-    this.message.textContent = message + old;
-    this.message.hidden = false;
+    this.error = message + (this.result.childElementCount > 0 ? "\nBelow is the result of the run before." : "");
+    this.show();
   }
 
-  showOutdated(isOutdated: boolean, repair: string): void {
-    this.outdated.hidden = !isOutdated;
-    this.outdated.textContent = isOutdated ? `The chosen patches have changed since: ${repair}.` : "";
-  }
-
-  private wait(): void {
-    const isBusy = this.view.kernel.state === "busy";
-    this.bar.removeAttribute("value");
-    this.text.textContent = isBusy ? "The kernel is busy: this starts when it is idle." : "Asking the kernel …";
-    this.stop.hidden = true;
-    this.progress.hidden = false;
-    this.stopWaiting ??= this.view.kernel.onState(() => this.wait());
-  }
-
-  private answered(): void {
-    this.stopWaiting?.();
-    this.stopWaiting = null;
-    this.stop.hidden = false;
+  private text(): string {
+    const { fraction, seconds } = this.status ?? {};
+    if (seconds !== undefined) {
+      return `${typeof fraction === "number" ? `${Math.floor(100 * fraction)}% · ` : ""}${formatSeconds(seconds)}`;
+    }
+    return this.view.kernel.state === "busy"
+      ? "The kernel is busy: this starts when it is idle."
+      : "Asking the kernel …";
   }
 
   private end(): void {
-    this.isRunning = false;
     if (this.stop.matches(":focus")) this.actions.button.focus();
-    this.answered();
-    this.progress.hidden = true;
-    this.stop.textContent = "Interrupt";
-    this.stop.removeAttribute("aria-disabled");
+    this.isRunning = this.isInterrupting = false;
+    this.status = null;
+    this.show();
   }
 
   /** The kernel interrupts a run between two modules, which can take a moment. */
   private interrupt(): void {
     if (this.id === null) return;
-    this.stop.textContent = "Interrupting …";
-    this.stop.setAttribute("aria-disabled", "true");
+    this.isInterrupting = true;
+    this.show();
     this.follow(this.actions.interrupt(this.id));
   }
 
   private onStatus(reply: JobReply<J>): void {
-    const { id, state, fraction, seconds, error, waits_for } = reply.result;
+    const { id, state, seconds, error } = reply.result;
     this.id = id;
     if (state === "running") {
       if (!this.isRunning) this.begin();
-      this.answered();
-      if (fraction === null) this.bar.removeAttribute("value");
-      else this.bar.value = fraction;
-      const percent = fraction === null ? "" : `${Math.floor(100 * fraction)}% · `;
-      this.text.textContent = `${percent}${formatSeconds(seconds)}`;
-      this.waits.textContent = waits_for === null ? "" : `The interrupt waits for ${waits_for}`;
-      this.waits.hidden = waits_for === null;
+      this.status = reply.result;
+      this.show();
       return;
     }
     this.end();
     this.actions.onEnd?.(reply);
-    const { again } = this.actions;
     if (state === "done") {
       this.result.classList.remove("gp-dimmed");
       this.actions.onDone(reply);
     } else if (state === "interrupted") {
-      this.showError(`Interrupted after ${formatSeconds(seconds)}. Press “${again}” to start again.`);
+      this.showError(`Interrupted after ${formatSeconds(seconds)}. Press “${this.actions.again}” to start again.`);
     } else this.showError(`${error ?? "The run failed."}\nChange the inputs or the patches, and try again.`);
   }
 
@@ -207,6 +210,52 @@ export class JobView<J extends JobStatus> {
       this.showError(isInputs ? `The inputs, as typed under “Run”: ${reason.message}` : reason.message);
     }
   }
+}
+
+/** The status of a job in one line, for what shows its result elsewhere. */
+export interface JobLine extends Part {
+  readonly isRunning: boolean;
+  follow(asked: Promise<JobReply<JobStatus>>): void;
+  say(text: string): void;
+}
+
+/** @param onChange Called with the state of the job, after each change. */
+export function followJob(
+  view: Pick<View, "onRemove">,
+  ask: () => Promise<JobReply<JobStatus>>,
+  onChange: (state: RunState) => void,
+  running = "The model runs …",
+): JobLine {
+  let [text, state]: [string, RunState] = ["", "done"];
+  const kind = () => `gp-pair gp-update ${state === "failed" ? "gp-error" : ""}`;
+  const spinner = element("span.gp-spinner", { "aria-hidden": true, hidden: () => state !== "running" });
+  const line = element(
+    "p",
+    { class: kind, role: "status", hidden: () => text === "" },
+    spinner,
+    element("span", () => text),
+  );
+  const say = (words: string, now: RunState = "done") => {
+    [text, state] = [words, now];
+    refresh(line);
+    onChange(state);
+  };
+  const poller = new Poller<JobStatus>(ask, {
+    onStatus: ({ result }) => {
+      if (result.state === "running") say(running, "running");
+      else say(result.state === "failed" ? `The run failed: ${result.error}` : "", result.state);
+    },
+    onError: (reason) => say(reason.message, "failed"),
+  });
+  view.onRemove(() => poller.stop());
+  return {
+    element: line,
+    get isRunning() {
+      return state === "running";
+    },
+    follow: (asked) => void poller.follow(asked),
+    say,
+  };
 }
 
 // -- what a run depends on: the inputs typed in the run panel, which activations use too, and the enabled patches -------

@@ -1,7 +1,7 @@
 /** One line of the tree as an element: made once, filled again whenever something about it changes. */
 
-import { type Component, FLAG, type PatchState, type Spec } from "../kernel/protocol";
-import { buttonElement, cutElement, element, replaceChildren, setAttribute } from "../page/dom";
+import { FLAG, type PatchState, type Spec } from "../kernel/protocol";
+import { buttonElement, cutElement, element, replaceChildren, setAttribute, setAttributes } from "../page/dom";
 import { formatCount, visible } from "../page/text";
 import { CLOSED, type Folded, LEAF, PLUMBING } from "./rows";
 import { type Scores, scoreText, textOfBest } from "./scores";
@@ -29,14 +29,10 @@ interface RowContent {
 
 export class RowView {
   readonly element: HTMLDivElement;
-  // In the row only if they are not empty, so that few elements exist for 50,000 rows.
-  private readonly chevron = element("span.gp-chevron.gp-muted");
-  private readonly badges = element("span.gp-badges");
-  private readonly cells = element("span.gp-cells");
-  private badgesKey = "[0,0,[]]";
-  private cellsKey = "";
-  private scoreText = "";
-  private readonly op: HTMLElement;
+  /** What does not change: before the badges, and after the cells. */
+  private readonly start: HTMLElement;
+  private readonly rest: (HTMLElement | string | false)[];
+  private key = "";
   private readonly content: RowContent;
   private readonly path: string;
 
@@ -52,121 +48,88 @@ export class RowView {
     this.content = tree.isByComponent && id !== 0 ? { ...shown, name: visible(tree.nameOf(id)) } : shown;
     this.path = skeleton.path(id < 0 ? ~id : id);
     const { name, op, label, spec, kind, isPatchable, countBadge: mark, note } = this.content;
-    const path = folded ? name : visible(this.path);
-    this.op = cutElement("span.gp-op.gp-muted", { title: note ?? op }, mark ?? op);
-    this.element = element(
-      "div",
-      { id: rowId(prefix, id), role: "treeitem", class: "gp-row", "data-id": id, "data-kind": kind },
-      cutElement("span.gp-name", { title: path }, name),
+    this.start = cutElement("span.gp-name", { title: folded ? name : visible(this.path) }, name);
+    this.rest = [
+      cutElement("span.gp-op.gp-muted", { title: note ?? op }, mark ?? op),
       " ",
-      this.op,
-      " ",
-      label && valueLabel(label, spec),
+      label !== "" && valueLabel(label, spec),
       !folded && rowButton("info", `Details of ${name}`, "Details (Enter)"),
       isPatchable && rowButton("add", `Patch ${name}`, "Patch (+)"),
-    );
+    ];
+    const attributes = { id: rowId(prefix, id), role: "treeitem", class: "gp-row", "data-id": id, "data-kind": kind };
+    this.element = element("div", attributes);
     if (mark) this.element.dataset.mark = kind === "folded" ? "folded" : mark.split(" ")[0];
     if (folded?.name === PLUMBING) this.element.dataset.mark = PLUMBING;
   }
 
   fill(line: number, isActive: boolean, isSelected: boolean): void {
-    const { lines } = this.tree;
-    const level = lines.levels[line] ?? 1;
-    const state = lines.states[line];
-    const row = this.element;
+    const { columns, found, lines, patched, scores } = this.tree;
+    const { element: row, id } = this;
+    const [level = 1, state] = [lines.levels[line], lines.states[line]];
+    const isClosed = state === CLOSED;
     row.style.transform = `translateY(${line * ROW}px)`;
     row.style.setProperty("--gp-level", String(level - 1));
-    setAttribute(row, "aria-level", level);
-    setAttribute(row, "aria-posinset", lines.positions[line]);
-    setAttribute(row, "aria-setsize", lines.sizes[line]);
-    setAttribute(row, "aria-expanded", state === LEAF ? null : state !== CLOSED);
-    setAttribute(row, "aria-selected", isSelected);
-    setAttribute(row, "data-active", isActive);
-    setAttribute(row, "data-found", this.tree.found.has(this.id));
-    this.togglePart(this.chevron, state !== LEAF, row.firstChild);
-    const patches = this.tree.patched.at(this.id);
-    const below = state === CLOSED ? countPatchesIn(this.tree, this.id) : 0;
-    this.fillBadges(patches, below);
-    this.fillScores(state === CLOSED);
-    setAttribute(row, "aria-label", this.name(patches, below));
-  }
-
-  private togglePart(part: HTMLElement, isWanted: boolean, before: Node | null): void {
-    if (isWanted === (part.parentNode !== null)) return;
-    if (isWanted) this.element.insertBefore(part, before);
-    else part.remove();
-  }
-
-  private fillBadges(patches: readonly PatchState[], below: number): void {
-    const components = this.components();
-    const key = JSON.stringify([
-      components.length,
-      below,
-      patches.map((patch) => [patch.number, patch.kind, patch.is_enabled]),
-    ]);
-    if (this.badgesKey === key) return;
-    this.badgesKey = key;
-    const badges = components.length > 0 ? this.componentBadges(components) : [];
-    badges.push(...patches.slice(0, MAX_BADGES).map(badge));
-    if (patches.length > MAX_BADGES) badges.push(mark(`+${patches.length - MAX_BADGES}`));
-    if (below > 0) badges.push(mark(formatCount(below, "patch", "patches")));
-    replaceChildren(this.badges, ...badges.flatMap((each) => [each, " "]));
-    const hasBadges = components.length + patches.length + below > 0;
-    this.element.classList.toggle("gp-badged", hasBadges);
-    this.togglePart(this.badges, hasBadges, this.cells.parentNode ? this.cells : this.op);
-  }
-
-  private components(): readonly Component[] {
-    return this.tree.components.get(this.id) ?? [];
-  }
-
-  /** The first name of a value; in the view by components, which has it as the name of the row, the path. */
-  private componentText(): string {
-    const [first] = this.components();
-    return !first ? "" : this.tree.isByComponent ? visible(this.path) : first.name;
-  }
-
-  /** The type of the first component; empty without components. */
-  private componentType(): string {
-    const [first] = this.components();
-    return first ? componentType(first.name) : "";
-  }
-
-  /** Badges whose tooltips have all names and dimensions. */
-  private componentBadges(components: readonly Component[]): HTMLElement[] {
-    const title = components.map(({ name, axes }) => `${name}: ${axes.join(", ")}`).join("\n");
-    const type = this.componentType();
-    return [
-      element("span.gp-component-type", { "data-type": type, title }, type),
-      element("span.gp-component.gp-cut.gp-muted", { title }, this.componentText()),
-    ];
-  }
-
-  /** Shows a cell for each column of scores; a single column colors the whole row. */
-  private fillScores(isClosed: boolean): void {
-    const { columns, scores } = this.tree;
+    setAttributes(row, {
+      "aria-level": level,
+      "aria-posinset": lines.positions[line],
+      "aria-setsize": lines.sizes[line],
+      "aria-expanded": state === LEAF ? null : !isClosed,
+      "aria-selected": isSelected,
+      "data-active": isActive,
+      "data-found": found.has(id),
+    });
     const cells = columns.map((column) => this.cellOf(column, isClosed));
     const active = cells[scores ? columns.indexOf(scores) : -1];
-    this.element.style.setProperty("--gp-heat", active?.heat ?? "0%");
-    setAttribute(this.element, "data-heat", columns.length > 1 ? null : active?.side);
-    const key = JSON.stringify(cells);
-    if (this.cellsKey === key) return;
-    this.cellsKey = key;
-    this.scoreText = cells
-      .map(({ text }) => text)
-      .filter(Boolean)
-      .join(" ");
-    const shown = cells.flatMap(({ text, title, heat, side }) => {
-      const cell = element("span.gp-score", { title, "data-heat": side }, text);
-      cell.style.setProperty("--gp-heat", heat);
-      return [cell, " "];
-    });
-    replaceChildren(this.cells, ...shown);
-    this.togglePart(this.cells, this.scoreText !== "", this.op);
+    row.style.setProperty("--gp-heat", active?.heat ?? "0%");
+    setAttribute(row, "data-heat", columns.length > 1 ? null : active?.side); // a single column colors the whole row
+    const components = this.tree.components.get(id) ?? [];
+    const patches = patched.at(id);
+    const below = isClosed ? countPatchesIn(this.tree, id) : 0;
+    const key = JSON.stringify([
+      state === LEAF,
+      components.length,
+      below,
+      cells,
+      patches.map(({ number, kind, is_enabled }) => [number, kind, is_enabled]),
+    ]);
+    if (this.key === key) return;
+    this.key = key;
+    const type = components[0] ? componentType(components[0].name) : "";
+    // In the view by components, the name of the row is that of the component.
+    const component = components[0] && (this.tree.isByComponent ? visible(this.path) : components[0].name);
+    const title = components.map(({ name, axes }) => `${name}: ${axes.join(", ")}`).join("\n");
+    const marks = [
+      patches.length > MAX_BADGES && `+${patches.length - MAX_BADGES}`,
+      below > 0 && formatCount(below, "patch", "patches"),
+    ].filter((text) => text !== false);
+    const badges = [
+      ...(component === undefined
+        ? []
+        : [
+            element("span.gp-component-type", { "data-type": type, title }, type),
+            element("span.gp-component.gp-cut.gp-muted", { title }, component),
+          ]),
+      ...patches.slice(0, MAX_BADGES).map(badge),
+      ...marks.map((text) => element("span.gp-badge.gp-below", text)),
+    ];
+    row.classList.toggle("gp-badged", badges.length > 0);
+    const scored = cells.map(({ text }) => text).filter(Boolean);
+    // Few elements, also for a screen of rows.
+    replaceChildren(
+      row,
+      state !== LEAF && element("span.gp-chevron.gp-muted"),
+      this.start,
+      " ",
+      badges.length > 0 && element("span.gp-badges", ...badges.flatMap((each) => [each, " "])),
+      scored.length > 0 && element("span.gp-cells", ...cells.flatMap((cell) => [scoreCell(cell), " "])),
+      ...this.rest,
+    );
+    const seen = [type, component, ...patches.slice(0, MAX_BADGES).map(badgeText), ...marks, ...scored];
+    setAttribute(row, "aria-label", this.name(seen, patches));
   }
 
   /** The row's own score, or for a closed graph without a score the strongest score inside. */
-  private cellOf(scores: Scores, isClosed: boolean) {
+  private cellOf(scores: Scores, isClosed: boolean): ScoreCell {
     const own = this.id < 0 ? null : scores.valueOf(this.id);
     const best = this.id < 0 ? undefined : scores.best[this.id];
     const value = own ?? (isClosed && best !== undefined && !Number.isNaN(best) ? best : null);
@@ -182,18 +145,26 @@ export class RowView {
   }
 
   /** The accessible name: the visible text in the same order, then what only colors and marks show. */
-  private name(patches: readonly PatchState[], below: number): string {
+  private name(middle: readonly (string | undefined)[], patches: readonly PatchState[]): string {
     const { name, op, label, note, countBadge: mark, kind } = this.content;
-    const badges = patches.slice(0, MAX_BADGES).map(badgeText);
-    if (patches.length > MAX_BADGES) badges.push(`+${patches.length - MAX_BADGES}`);
-    if (below > 0) badges.push(formatCount(below, "patch", "patches"));
-    const seen = [name, this.componentType(), this.componentText(), ...badges, this.scoreText, mark ?? op, label]
-      .filter(Boolean)
-      .join(" ");
     const more = patches.filter((patch) => !patch.is_enabled).map((patch) => `#${patch.number} is switched off`);
     if (note && (kind === "graph" || kind === "unused") && note !== mark) more.push(note);
-    return [seen, ...more].join(", ");
+    return [[name, ...middle, mark ?? op, label].filter(Boolean).join(" "), ...more].join(", ");
   }
+}
+
+/** A score beside a row, with the strength and the side of its color. */
+interface ScoreCell {
+  text: string;
+  title: string | null;
+  heat: string;
+  side: "cold" | "hot" | null;
+}
+
+function scoreCell({ text, title, heat, side }: ScoreCell): HTMLElement {
+  const cell = element("span.gp-score", { title, "data-heat": side }, text);
+  cell.style.setProperty("--gp-heat", heat);
+  return cell;
 }
 
 function badge(patch: PatchState): HTMLElement {
@@ -209,10 +180,6 @@ function badge(patch: PatchState): HTMLElement {
 
 function badgeText({ kind, number }: PatchState): string {
   return `${kind} #${number}`;
-}
-
-function mark(text: string): HTMLElement {
-  return element("span.gp-badge.gp-below", text);
 }
 
 export function rowId(prefix: string, id: number): string {

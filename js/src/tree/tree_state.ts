@@ -107,9 +107,14 @@ export class TreeState {
     traits.listen("score_names", () => this.update(() => this.readScores()));
   }
 
-  onChange(listener: (change: Change) => void): () => void {
+  onChange(listener: (change: Change) => unknown): () => void {
     return this.listeners.add(listener);
   }
+
+  /** The lines and their content. */
+  readonly content = {
+    onChange: (listener: () => void) => this.onChange((change) => change === "lines" && listener()),
+  };
 
   get query(): string {
     return this.traits.get("query");

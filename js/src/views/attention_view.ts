@@ -138,7 +138,7 @@ class AttentionView implements Part {
     view.onRemove(() => themes.disconnect());
     view.onRemove(view.filter.onChange(() => this.drawThumbnails()));
     listen(view, "change:session", () => this.draw());
-    view.onRemove(view.kernel.onState(() => this.showRowChoice()));
+    view.onRemove(view.kernel.onChange(() => this.showRowChoice()));
     this.showRowChoice();
     view.onRemove(
       view.selection.onChange(() => {

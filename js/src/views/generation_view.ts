@@ -102,7 +102,7 @@ class GenerationView implements Part {
       makePatchStrip(view).element,
     );
     view.onRemove(view.selection.onChange(() => this.followSelection()));
-    view.onRemove(view.kernel.onState(() => this.generation && this.showDetails()));
+    view.onRemove(view.kernel.onChange(() => this.generation && this.showDetails()));
   }
 
   show(generation: Generation, numbers: GenerationNumbers): void {
@@ -289,7 +289,7 @@ class StepForm implements Part {
       event.preventDefault();
       void this.add();
     });
-    view.onRemove(view.kernel.onState(() => this.show(this.steps)));
+    view.onRemove(view.kernel.onChange(() => this.show(this.steps)));
     this.showAct();
     this.show([]);
   }

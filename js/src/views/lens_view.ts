@@ -124,7 +124,7 @@ class LensView implements Part {
     );
     view.onRemove(view.selection.onChange(() => this.followSelection()));
     view.onRemove(view.filter.onChange(() => this.drawn.map((figure) => figure.draw())));
-    view.onRemove(view.kernel.onState(() => this.lens && this.showStreams()));
+    view.onRemove(view.kernel.onChange(() => this.lens && this.showStreams()));
     listen(view, "change:stream", () => {
       this.streams.value = view.model.get("stream");
       this.draw();

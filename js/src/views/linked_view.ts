@@ -1,7 +1,7 @@
 /** The parts that all views of a graph share: the kernel, notices, the selection, and the chosen patches in one line. */
 
-import { asRequestError, connect } from "../kernel/kernel";
-import type { Act, Item, JobStatus, LinkedTraits } from "../kernel/protocol";
+import { connect } from "../kernel/kernel";
+import type { Act, Item, JobStatus, LinkedTraits, RunState } from "../kernel/protocol";
 import {
   buttonElement,
   copyText,
@@ -9,13 +9,14 @@ import {
   icon,
   iconButton,
   oncePerClick,
+  refresh,
   replaceChildren,
   textField,
 } from "../page/dom";
 import { makeNotices } from "../page/notices";
 import { describe, tryEdit } from "../patches/edits";
-import { type JobReply, Poller } from "../runs/jobs";
-import { type Linked, listen, type Model, type Part } from "../view";
+import { followJob, type JobLine, type JobReply } from "../runs/jobs";
+import { follow, type Linked, listen, type Model, type Part } from "../view";
 import { Selection, SharedFilter } from "./selection";
 
 /** Creates the context of a view; the caller shows its notices above it. */
@@ -29,17 +30,8 @@ export function link<T extends LinkedTraits>(
   const notices = makeNotices(kernel, onRemove);
   const selection = new Selection(plain, onRemove);
   // An error goes with its cause: it is about what was selected or chosen then.
-  onRemove(selection.onChange(() => notices.clear()));
-  listen({ model: plain, onRemove }, "change:session", () => notices.clear());
-  return {
-    root,
-    model,
-    kernel,
-    notices,
-    selection,
-    filter: new SharedFilter(plain, onRemove),
-    onRemove,
-  };
+  follow({ model: plain, onRemove }, [selection, "session"], () => notices.clear());
+  return { root, model, kernel, notices, selection, filter: new SharedFilter(plain, onRemove), onRemove };
 }
 
 /** Adds a part to the page, on whose width the size of its figures depends. */
@@ -98,31 +90,21 @@ export function makePatchStrip(view: Linked): Part {
       const text = `#${patch.number} ${describe(patch)}`;
       const onclick = () => tryEdit(view, () => ({ action: "remove", numbers: [patch.number] }), `removed ${text}`);
       const remove = iconButton("close", `Remove ${text}`, { title: "Remove", hidden: isLost, onclick });
-      return element(
-        "span",
-        { class: patch.is_enabled ? "gp-chip gp-mono" : "gp-chip gp-mono gp-patch-off" },
-        text,
-        remove,
-      );
+      return element("span", { class: `gp-chip gp-mono ${patch.is_enabled ? "" : "gp-patch-off"}` }, text, remove);
     });
     const onclick = () => tryEdit(view, () => ({ action: "undo" }), "undone");
     const undo = buttonElement({ disabled: !can_undo, hidden: isLost, onclick }, icon("undo"), "Undo");
     replaceChildren(strip, element("span.gp-muted", "Patches"), ...labels, undo);
   };
-  listen(view, "change:session", show);
-  view.onRemove(view.kernel.onState(show));
+  follow(view, ["session", view.kernel], show);
   show();
   return { element: strip };
 }
 
-// -- Requests new numbers from the kernel when the patches have changed, and shows the status of the requ ----------------
+// -- Requests new numbers from the kernel when the patches have changed, and shows the status of the request -------------
 
 /** The minimum time between two requests: a burst of edits causes two runs. */
 const MIN_INTERVAL_MS = 80;
-
-interface Updates extends Part {
-  follow(asked: Promise<JobReply<JobStatus>>): void;
-}
 
 /**
  * @param shownVersion The version of the patches that the numbers are for.
@@ -134,48 +116,25 @@ export function makeUpdates<T extends LinkedTraits>(
   shownVersion: () => number,
   ask: () => Promise<JobReply<JobStatus>>,
   numbers: HTMLElement,
-): Updates {
-  const words = element("span");
-  const spinner = element("span.gp-spinner", { "aria-hidden": "true" });
-  const line = element("p.gp-pair.gp-update", { role: "status" }, spinner, words);
-  const showStatus = (text: string, state: "running" | "failed" | "done") => {
-    words.textContent = text;
-    spinner.hidden = state !== "running";
-    line.classList.toggle("gp-error", state === "failed");
-    line.hidden = text === "";
-    numbers.classList.toggle("gp-dimmed", state === "failed");
-  };
-  const poller = new Poller<JobStatus>(ask, {
-    onStatus: ({ result }) => {
-      if (result.state === "running") showStatus("Computing …", "running");
-      else if (result.state === "failed") showStatus(`The run failed: ${result.error}`, "failed");
-      else showStatus("", "done");
-    },
-    onError: (reason) => showStatus(asRequestError(reason).message, "failed"),
-  });
+): JobLine {
+  const showState = (state: RunState) => numbers.classList.toggle("gp-dimmed", state === "failed");
+  const job = followJob(view, ask, showState, "Computing …");
   let timer: ReturnType<typeof setTimeout> | undefined;
   let last = Number.NEGATIVE_INFINITY;
   const askNow = () => {
     last = performance.now();
-    void poller.follow(ask());
+    job.follow(ask());
   };
   const check = () => {
     clearTimeout(timer);
     if (view.model.get("session").version === shownVersion()) return;
-    if (view.kernel.state === "lost")
-      return showStatus("The patches have changed since these numbers were computed.", "done");
-    const rest = last + MIN_INTERVAL_MS - performance.now();
-    if (rest <= 0) askNow();
-    else timer = setTimeout(askNow, rest);
+    if (view.kernel.state === "lost") return job.say("The patches have changed since these numbers were computed.");
+    timer = setTimeout(askNow, Math.max(0, last + MIN_INTERVAL_MS - performance.now()));
   };
-  listen(view, "change:session", check);
-  view.onRemove(() => {
-    clearTimeout(timer);
-    poller.stop();
-  });
-  showStatus("", "done");
+  follow(view, ["session"], check);
+  view.onRemove(() => clearTimeout(timer));
   check();
-  return { element: line, follow: (asked) => void poller.follow(asked) };
+  return job;
 }
 
 // -- The actions on the selection: each click adds patches to the chosen patches of the graph ----------------------------
@@ -210,64 +169,55 @@ const NO_KERNEL = "The kernel is not running: patches need it.";
 
 export function makeActions(view: Linked): Part {
   const form = element("form.gp-line.gp-tight.gp-action-form", { hidden: true });
-  const buttons = ACTIONS.map((choice) => {
-    const take = () => (choice.field === undefined ? act(choice.act, null) : ask(choice, button));
-    const button = buttonElement({ onclick: oncePerClick(take) }, choice.name);
-    return button;
-  });
-  const copy = buttonElement({ onclick: () => copyPath() }, icon("copy"), "Copy path");
-  const what = element("span.gp-selected-text.gp-mono.gp-muted");
   const items = () => view.selection.items.filter((item) => pathOf(item) !== null);
+  const text = () => items().map(pathOf).join(", ");
+  const isLost = () => view.kernel.state === "lost";
+  const isEmpty = () => items().length === 0;
   const act = (act: Act, value: string | null) => {
     const chosen = [...items()];
     void tryEdit(view, () => ({ action: "act", act, items: chosen, value, steps: null }), `${act}: ${text()}`);
   };
-  const ask = ({ act: name, field }: SelectionAction, button: HTMLElement) => {
-    const input = textField(field?.label ?? "", { placeholder: field?.example });
+  const ask = (name: Act, { label, example }: { label: string; example: string }, button: HTMLElement) => {
+    const input = textField(label, { placeholder: example });
     const close = () => {
       form.hidden = true;
       button.focus();
     };
     const apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Apply");
     const cancel = buttonElement({ onclick: close }, "Cancel");
-    replaceChildren(form, element("span.gp-muted", `${field?.label}:`), input, apply, cancel);
+    replaceChildren(form, element("span.gp-muted", `${label}:`), input, apply, cancel);
     form.onsubmit = (event) => {
       event.preventDefault();
       if (input.value.trim() === "") return input.focus();
       act(name, input.value);
       close();
     };
-    form.onkeydown = (event) => {
-      if (event.key === "Escape") close();
-    };
+    form.onkeydown = ({ key }) => key === "Escape" && close();
     form.hidden = false;
     input.focus();
   };
-  const text = () => items().map(pathOf).join(", ");
+  const buttons = ACTIONS.map(({ act: name, name: label, title, field }) => {
+    const take = () => (field === undefined ? act(name, null) : ask(name, field, button));
+    const disabled = () => isEmpty() || isLost();
+    const computed = { disabled, title: () => (isLost() ? NO_KERNEL : title) };
+    const button = buttonElement({ ...computed, onclick: oncePerClick(take) }, label);
+    return button;
+  });
   const copyPath = async () => {
     const isCopied = await copyText(text(), view.root);
     view.notices.announce(isCopied ? `copied ${text()}` : "the browser does not allow copying");
   };
-  const show = () => {
-    const isEmpty = items().length === 0;
-    const isLost = view.kernel.state === "lost";
-    for (const [place, button] of buttons.entries()) {
-      button.disabled = isEmpty || isLost;
-      button.title = isLost ? NO_KERNEL : (ACTIONS[place]?.title ?? "");
-    }
-    copy.disabled = isEmpty;
-    if (isEmpty) form.hidden = true;
-    what.textContent = isEmpty ? "Nothing is selected." : text();
-  };
-  view.onRemove(view.selection.onChange(show));
-  view.onRemove(view.kernel.onState(show));
-  show();
+  const copy = buttonElement({ disabled: isEmpty, onclick: copyPath }, icon("copy"), "Copy path");
   const bar = element(
     "div.gp-line.gp-actions",
     { role: "toolbar", "aria-label": "Selection" },
-    what,
+    element("span.gp-selected-text.gp-mono.gp-muted", () => text() || "Nothing is selected."),
     element("div.gp-line.gp-tight.gp-action-buttons", ...buttons, copy),
   );
+  follow(view, [view.selection, view.kernel], () => {
+    refresh(bar);
+    if (isEmpty()) form.hidden = true;
+  });
   return { element: element("div.gp-action-bar", bar, form) };
 }
 

@@ -152,21 +152,6 @@ describe("a dialog", () => {
     expect(box(popup.element).top).toBe(before.top);
     expect(box(popup.element).width).toBe(before.width);
   });
-
-  it("is a panel below the tree if the browser has no popovers", async () => {
-    const known = HTMLElement.prototype.showPopover;
-    Object.assign(HTMLElement.prototype, { showPopover: undefined });
-    const inline = new NodePopup(rig.view);
-    HTMLElement.prototype.showPopover = known;
-    rig.view.root.append(inline.element);
-    expect(box(inline.element).height).toBe(0);
-    inline.show(rig.row(PATH), anchor);
-    await rig.answer("details", details(rig.row(PATH)));
-    expect(box(inline.element).top).toBeGreaterThan(box(tree).bottom);
-    expect(box(inline.element).height).toBeGreaterThan(150);
-    inline.close();
-    expect(box(inline.element).height).toBe(0);
-  });
 });
 
 describe("the keyboard's focus", () => {

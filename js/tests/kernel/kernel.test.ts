@@ -67,7 +67,7 @@ let states: KernelState[];
 function connected(manager?: unknown): Kernel {
   model.widget_manager = manager;
   const kernel = connect(model as unknown as Model, (undo) => undos.push(undo));
-  kernel.onState((state) => states.push(state));
+  kernel.onChange((state) => states.push(state));
   return kernel;
 }
 
@@ -262,7 +262,7 @@ describe("a lost kernel", () => {
     const sessionContext = { kernelChanged: new FakeSignal(), connectionStatusChanged: new FakeSignal() };
     const kernel = connected({ ...manager, context: { sessionContext } });
     const told: (string | undefined)[] = [];
-    kernel.onState(() => told.push(kernel.lostReason));
+    kernel.onChange(() => told.push(kernel.lostReason));
     sessionContext.connectionStatusChanged.emit("disconnected");
     sessionContext.kernelChanged.emit({ oldValue: {}, newValue: null });
     sessionContext.connectionStatusChanged.emit("disconnected");

@@ -9,7 +9,7 @@ function made(state: KernelState = "idle") {
     state,
     lostReason: "The kernel has stopped: run the cell again.",
     ask: () => Promise.reject(new Error("nobody")),
-    onState: (listener: (state: KernelState) => void) => {
+    onChange: (listener: (state: KernelState) => void) => {
       listeners.add(listener);
       return () => listeners.delete(listener);
     },

@@ -132,7 +132,7 @@ describe("what is shown", () => {
   it("says of a patch whose node is gone that it is, and jumps nowhere", () => {
     rig.session([patch(1, { row: -1, shape: null, sliced: null })]);
     expect(text(items()[0])).toContain("not in the graph any more");
-    expect(items()[0]?.querySelector("[data-action=reveal]")).toBeNull();
+    expect(items()[0]?.querySelector(".gp-node-link")).toBeNull();
   });
 });
 
@@ -168,7 +168,7 @@ describe("edits", () => {
   });
 
   it("by keyboard", async () => {
-    const reveal = items()[1]?.querySelector<HTMLElement>("[data-action=reveal]") as HTMLElement;
+    const reveal = items()[1]?.querySelector<HTMLElement>(".gp-node-link") as HTMLElement;
     for (const [key, more] of [
       ["ArrowUp", { altKey: true }],
       ["ArrowDown", { altKey: true }],
@@ -233,7 +233,7 @@ describe("edits", () => {
 
 it("jumps to a node, and opens the editor", () => {
   rig.session([ONE]);
-  items()[0]?.querySelector<HTMLElement>("[data-action=reveal]")?.click();
+  items()[0]?.querySelector<HTMLElement>(".gp-node-link")?.click();
   expect(rig.view.calls).toEqual([["reveal", 10], ["focusTree"]]);
   const edit = button(`Edit ${NAME_1}`);
   edit.click();
