@@ -38,6 +38,7 @@ from graphpatch_notebook.errors import (
 from graphpatch_notebook.errors import removed as _removed
 from graphpatch_notebook.graphs import (
     CompiledGraphModule,
+    GraphInterpreter,
     MultiplyInvokedModule,
     OpaqueGraphModule,
     UnusedModule,
@@ -75,6 +76,7 @@ __all__ = [
     "ExtractionOptions",
     "FromPatch",
     "GraphError",
+    "GraphInterpreter",
     "GraphPatchError",
     "GraphPatchWarning",
     "MultiplyInvokedModule",

@@ -195,7 +195,6 @@ KINDS = {
 }
 # Names of 0.1.0, and what to write instead. Version 0.3.0 forgets them.
 REMOVED = {name: f"GraphPatchWarning, whose `kind` is {kind!r}" for name, kind in KINDS.items()} | {
-    "GraphInterpreter": "torch.fx.Interpreter(pg.to_fx(inputs)), or pg.record(paths, *inputs)",
     "LiveFallbackWarning": "nothing: graph modules run the model's own code",
     "OptionError": "CaptureError",
     "PatchShapeError": "PatchValueError",

@@ -21,7 +21,7 @@ from graphpatch_notebook.capture.modules import original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import GraphError, add_note
-from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, own_graphs
+from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule, own_graphs
 from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.graphs.modules import delegate
 from graphpatch_notebook.inspection.node_path import NodePath
@@ -441,6 +441,25 @@ class PatchableGraph(_LikeItsModel):
 
         return report(self._captured.root, self.nodes)
 
+    def interpreter(self, on_node: Callable[[str, Any], object] | None = None) -> GraphInterpreter:
+        """Returns an interpreter that runs the graphs node by node (`torch.fx.Interpreter`); errors name their node.
+
+        It runs the graphs, not the model, without patches: to look into a graph, say one that differs in `verify`.
+        Whether they equal the model on such inputs, `verify` finds out. The model's state, and that of the random
+        generators, do not change.
+
+        Args:
+            on_node: Called with the path and the value of each node, when it is computed.
+
+        Example:
+            >>> import torch
+            >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
+            >>> _ = pg.verify(torch.ones(2))
+            >>> pg.interpreter().run(torch.ones(2))
+            tensor([1., 1.])
+        """
+        return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
+
     def _refuse_elsewhere(self) -> None:
         """Raises an error if the model does not run in this process alone."""
         if self._captured.sharding is not None:
@@ -456,6 +475,17 @@ class PatchableGraph(_LikeItsModel):
             raise GraphError(
                 "its graphs do not have the spliced SAEs: take the PatchableGraph that splice() was called on"
             )
+
+    def _refuse_patches(self) -> None:
+        self._refuse_graphs()
+        self._captured.check_weights()
+        if self._captured.permanent:
+            raise GraphError("graphs are interpreted without patches: interpret the graph that edit() was called on")
+        self._refuse_context("graphs are interpreted without patches")
+
+    def _refuse_context(self, what: str) -> None:
+        if innermost(self._captured) is not None:
+            raise GraphError(f"{what}: do that outside of patch()")
 
     def to_fx(
         self,
@@ -996,8 +1026,7 @@ class PatchableGraph(_LikeItsModel):
         if self._blocks is None:
             raise GraphError("only what pg.splice(...) returns is a context, and pg.patch(...)")
         unspliced, before = self._blocks
-        if innermost(unspliced._captured) is not None:
-            raise GraphError("SAEs are spliced: do that outside of patch()")
+        unspliced._refuse_context("SAEs are spliced")
         before.append(unspliced._captured)
         unspliced.__dict__["_captured"] = self._captured
         return self

@@ -11,6 +11,7 @@ from __future__ import annotations
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule, own_graphs
 from graphpatch_notebook.graphs.generated_code import code_generations
 from graphpatch_notebook.graphs.hierarchy import build_hierarchy
+from graphpatch_notebook.graphs.interpretation import GraphInterpreter
 from graphpatch_notebook.graphs.modules import (
     GraphModule,
     MultiplyInvokedModule,
@@ -20,6 +21,7 @@ from graphpatch_notebook.graphs.modules import (
 
 __all__ = [
     "CompiledGraphModule",
+    "GraphInterpreter",
     "GraphModule",
     "MultiplyInvokedModule",
     "OpaqueGraphModule",

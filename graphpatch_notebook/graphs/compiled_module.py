@@ -22,7 +22,7 @@ from graphpatch_notebook.errors import GraphError, holding
 from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.graphs.edits import SnapshotCalls, check_doubts, check_edited, guarded, update_records, where
 from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, name_of_module, weave, woven_patches
-from graphpatch_notebook.graphs.modules import GraphModule, RunningGraph, run_as, run_live
+from graphpatch_notebook.graphs.modules import GraphModule, RunningGraph, interpreter, run_as, run_live
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import (
     codegen_of,
@@ -42,7 +42,7 @@ class CompiledGraphModule(GraphModule):
     """Runs the graph of one frame as generated code.
 
     The code is generated when it is first needed. A graph that is a record of the module runs only where it is asked
-    for (`verify`, `to_fx`); in calls the module itself runs. A graph that was edited, or that a custom
+    for (`verify`, the interpreter, `to_fx`); in calls the module itself runs. A graph that was edited, or that a custom
     extraction function made, replaces the module: it always runs.
 
     Example:
@@ -144,7 +144,7 @@ class CompiledGraphModule(GraphModule):
         return None if self._edited_calls is None else self._edited_calls.input_problem(node)
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the graph if it replaces the module; else the module."""
+        """Runs the graph if it replaces the module, or is requested; else the module."""
         if is_compiling() or is_tracing():
             if self.has_own_graph:
                 return self.run_graph(args, kwargs)
@@ -154,15 +154,16 @@ class CompiledGraphModule(GraphModule):
         if self.has_own_graph:
             self._check_call(args, kwargs)
             return self.run_graph(args, kwargs)
-        return run_live(self, args, kwargs)
+        return run_live(self, args, kwargs) if interpreter.get() is None else self.run_graph(args, kwargs)
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the generated code of the current graph."""
+        """Runs the current graph: its generated code, or node by node in an interpreted run."""
         if is_compiling():
             _generate_code(self)
             return self._unwrapped(self._generated[_NO_NAMES].function(self, *args, **kwargs))
+        function = interpreter.get() or self._code().function
         running = RunningGraph(self._frame.custom_graph is None, is_patched_run=False)
-        return self._unwrapped(run_as(self._code().function, running, self, args, kwargs))
+        return self._unwrapped(run_as(function, running, self, args, kwargs))
 
     def run_patched(
         self,

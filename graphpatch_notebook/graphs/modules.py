@@ -57,6 +57,10 @@ class RunningGraph:
 running_graph: ContextVar[RunningGraph | None] = ContextVar("graphpatch_running_graph", default=None)
 
 
+interpreter: ContextVar[Callable[..., Any] | None] = ContextVar("graphpatch_interpreter", default=None)
+"""Runs graphs node by node, given a graph module and its inputs; `None` if their generated code runs."""
+
+
 def run_as(
     function: Callable[..., Any], running: RunningGraph, owner: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

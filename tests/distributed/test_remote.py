@@ -187,6 +187,7 @@ def test_a_function_that_exits_ends_neither_process(there: PatchableGraph) -> No
     [
         lambda pg: pg.save("file"),
         lambda pg: pg.to_fx((), {"input_ids": IDS}),
+        lambda pg: pg.interpreter().run(input_ids=IDS),
         lambda pg: pg.load_state_dict({}),
         lambda pg: pg.weights,
         lambda pg: copy.deepcopy(pg),

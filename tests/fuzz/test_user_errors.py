@@ -138,6 +138,10 @@ def save(now: Setting) -> None:
         now.pg.save(f"{folder}/graph.safetensors", check=[((X,), {})])
 
 
+def interpret(now: Setting) -> None:
+    now.pg.interpreter(lambda path, value: STEPS.step()).run(X)
+
+
 def sweep(now: Setting, **settings: Any) -> None:
     def cell(unit: int) -> dict[str, Any]:
         STEPS.step()
@@ -166,10 +170,11 @@ ACTIONS: list[Action] = [
     told_after_calls,
     verify,
     save,
+    interpret,
     sweep,
     sweep_by_loop,
 ]
-MAY_HANDLE = {verify, save, sweep, sweep_by_loop}
+MAY_HANDLE = {verify, save, interpret, sweep, sweep_by_loop}
 """Where the package tells of an error of the user's in its own way: a report, an own error, NaN in a cell.
 
 So it does, too, of one that comes while an edited graph is compared with its module before it runs.

@@ -238,6 +238,12 @@ def averaged(subject: Subject, _: Path) -> int:
     return 2
 
 
+def interpret(subject: Subject, _: Path) -> int:
+    with torch.no_grad():
+        subject.call().run(subject.pg.interpreter().run)
+    return 0
+
+
 def stored(subject: Subject, path: Path) -> int:
     record_to(subject.pg, path / "store", ["output"], [subject.call().args] * 2)
     return 2
@@ -291,7 +297,7 @@ def shown(subject: Subject, _: Path) -> int:
     return 0
 
 
-ACTIONS = [save, verify, to_fx, sweep, ablated, traced, attributed, run, shown]
+ACTIONS = [save, verify, interpret, to_fx, sweep, ablated, traced, attributed, run, shown]
 ACTIONS += [recorded, edited, averaged, stored, intervened, swept_in_a_thread, mapped_in_a_thread]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

@@ -100,6 +100,7 @@ def _with_weights(config: PretrainedConfig) -> nn.Module:
         lambda pg: pg.run_until("layers[0].resid_post", input_ids=IDS),
         lambda pg: pg.edit({"layers[0].mlp_out": ZeroPatch()})(input_ids=IDS),
         lambda pg: pg.verify(input_ids=IDS),
+        lambda pg: pg.interpreter().run(input_ids=IDS),
         lambda pg: pg.to_fx((), {"input_ids": IDS}),
         lambda pg: pg.save("graph.safetensors"),
         lambda pg: logit_lens(pg, input_ids=IDS),
