@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +62,45 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
     """One context for all pages, so that JupyterLab is fetched and compiled once."""
     with context_of(browser) as made:
         yield made
+
+
+@pytest.fixture(scope="package")
+def lab(context: BrowserContext, server: Server) -> Iterator[tuple[NotebookPage, Watch]]:
+    """One notebook, page and kernel for all tests that need none of their own: `show` runs their cells there."""
+    nbformat.write(notebook_of([""]), server.folder / "lab.ipynb")
+    with opened(context, is_silent=False) as (page, watch):
+        notebook = NotebookPage(page, server)
+        notebook.open("lab.ipynb")
+        yield notebook, watch
+    server.end_kernels("lab.ipynb")
+
+
+# Patches go to the next graph of the same name.
+RESET = """
+import ipywidgets
+from graphpatch.notebook.session.session import session_of
+
+if "pg" in globals():
+    session_of(pg).clear()
+ipywidgets.Widget.close_all()
+get_ipython().reset(new_session=False)
+"""
+
+
+@pytest.fixture
+def show(lab: tuple[NotebookPage, Watch]) -> Iterator[Callable[..., TreePage]]:
+    """Runs cells in a notebook without others, in a kernel without variables; returns the view in the last of them."""
+    notebook, watch = lab
+    notebook.execute(RESET)
+
+    def shown(*sources: str) -> TreePage:
+        notebook.set_cells(sources)
+        notebook.run_all()
+        notebook.scroll_to(len(sources) - 1)
+        return TreePage(notebook, len(sources) - 1)
+
+    yield shown
+    assert watch == Watch(), watch
 
 
 @pytest.fixture(scope="module")
@@ -134,17 +172,3 @@ def cdn(context: BrowserContext) -> Iterator[None]:
     widget_packages.serve_packages(context)
     yield
     context.unroute_all()
-
-
-@pytest.fixture
-def take_picture(page: Page, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str], Path]:
-    """Takes a picture of the page, for people to look at: in the folder of the variable GRAPHPATCH_SCREENSHOTS."""
-    folder = Path(os.environ.get("GRAPHPATCH_SCREENSHOTS") or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def taken(name: str) -> Path:
-        file = folder / f"{request.node.name}-{name}.png"
-        page.screenshot(path=file)
-        return file
-
-    return taken

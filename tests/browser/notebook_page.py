@@ -56,10 +56,21 @@ content.activeCellIndex = argument;
 await app.commands.execute("notebook:run-cell");
 """
 
+_SET_CELLS = """
+const notebook = app.shell.currentWidget.content.model.sharedModel;
+const before = notebook.cells.length;
+notebook.insertCells(before, argument.map((source) => ({ cell_type: "code", source, metadata: { trusted: true } })));
+notebook.deleteCellRange(0, before);
+await until(() => app.shell.currentWidget.content.widgets.length === argument.length);
+"""
+
 _EXECUTE = """
 const kernel = app.shell.currentWidget.sessionContext.session.kernel;
-const future = kernel.requestExecute({ code: argument, store_history: false });
-return (await future.done).content;
+let content;
+do {  // after an interrupt, the kernel aborts what was asked of it meanwhile
+  content = (await kernel.requestExecute({ code: argument, store_history: false }).done).content;
+} while (content.status === "aborted");
+return content;
 """
 
 _EVALUATE = """
@@ -105,6 +116,10 @@ class NotebookPage:
     def run_all(self) -> None:
         for cell in self.code_cells():
             self.run(cell)
+
+    def set_cells(self, sources: Sequence[str]) -> None:
+        """Replaces all cells."""
+        self._do("the cells", _SET_CELLS, list(sources))
 
     def cell(self, number: int) -> Locator:
         return self.page.locator(f'.jp-Notebook .jp-Cell[data-windowed-list-index="{number}"]')

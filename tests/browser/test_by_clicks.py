@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 from playwright.sync_api import Locator, expect
 
 from tests.browser.notebook_page import NotebookPage
+from tests.browser.test_views import graph_of, here, node
 from tests.browser.tree_page import TreePage, click_head
 
 # The word that the model predicts without a head, by a hook of torch instead of graphpatch.
@@ -26,12 +24,13 @@ def predicts_without(layer, head):
 """
 
 
-def test_the_notebook_finds_the_head_by_clicks(notebook: NotebookPage, take_picture: Callable[[str], Path]) -> None:
+def test_the_notebook_finds_the_head_by_clicks_and_walks_through_the_graph(notebook: NotebookPage) -> None:
     page = notebook.page
     notebook.open("09_by_clicks.ipynb")
     attention_cell, lens_cell = notebook.position("browser = pg.browse("), notebook.position("lens = show_lens(")
+    dataflow_cell = notebook.position("dataflow = pg.browse(")
     for cell in notebook.code_cells():
-        if cell <= lens_cell:
+        if cell <= dataflow_cell:
             notebook.run(cell)
     notebook.execute(ORACLE)
     attention = notebook.cell(attention_cell).get_by_role("region", name="Attention")
@@ -53,7 +52,6 @@ def test_the_notebook_finds_the_head_by_clicks(notebook: NotebookPage, take_pict
         assert patched == notebook.value(f"predicts_without({layer}, {head})")
         needed[layer, head] = patched != clean
         if (layer, head) == (1, 3):
-            take_picture("zeroed")
             tree.button("Copy as Python").click()
             expect(tree.button("Copy as Python")).to_contain_text("Copied")
             copied = page.evaluate("navigator.clipboard.readText()")
@@ -62,6 +60,19 @@ def test_the_notebook_finds_the_head_by_clicks(notebook: NotebookPage, take_pict
         expect(attention.get_by_text("Patched", exact=True)).to_be_hidden()
         expect(lens.get_by_role("img")).to_have_count(1)
     assert [head for head, is_needed in needed.items() if is_needed] == [(0, 3), (1, 3)]
+
+    notebook.scroll_to(dataflow_cell)
+    view = TreePage(notebook, dataflow_cell)
+    for name in ("c_attn", "scores", "pattern"):
+        expect(node(view, name)).to_be_attached()
+    node(view, "attn_output").click()
+    graph_of(view).get_by_role("button", name="Zero").click()
+    expect(node(view, "attn_output")).to_contain_text("zero")
+    view.patches.get_by_role("button", name="Undo").click()
+    expect(node(view, "attn_output")).not_to_contain_text("zero")
+    graph_of(view).get_by_role("navigation").get_by_role("button", name="h_1").click()
+    node(view, "mlp").click()
+    expect(here(view)).to_have_text("mlp")
 
 
 def predicted(lens: Locator, run: str) -> str:

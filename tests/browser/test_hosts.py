@@ -16,7 +16,7 @@ from playwright.sync_api import BrowserContext, expect
 from tests.browser.chromium import opened
 from tests.browser.notebook_page import NotebookPage
 from tests.browser.server import Server, environment, free_port, wait_until_started
-from tests.browser.tree_page import TreeView, click_head
+from tests.browser.tree_page import TreePage, TreeView, click_head
 
 MODEL = """
 import torch
@@ -73,19 +73,14 @@ def looks_right(view: TreeView) -> None:
     assert view.tree.evaluate("tree => tree.getBoundingClientRect().height") > 100
 
 
-def test_jupyterlab(notebook: NotebookPage, write: Callable[..., str], take_picture: Callable[[str], Path]) -> None:
-    notebook.open(write(MODEL))
-    notebook.run(0)
-    view = TreeView(notebook.page, notebook.cell(0))
+def test_jupyterlab(show: Callable[..., TreePage]) -> None:
+    view = show(MODEL)
     has_the_story(view, "inserts")
-    assert "ZeroPatch()" in notebook.sources()[1]
+    assert "ZeroPatch()" in view.notebook.sources()[1]
     looks_right(view)
-    take_picture("end")
 
 
-def test_notebook_7(
-    context: BrowserContext, server: Server, write: Callable[..., str], take_picture: Callable[[str], Path]
-) -> None:
+def test_notebook_7(context: BrowserContext, server: Server, write: Callable[..., str]) -> None:
     # It reports a setting of JupyterLab's that it does not have as an error.
     with opened(context, is_silent=False) as (page, watch):
         notebook = NotebookPage(page, server)
@@ -95,20 +90,16 @@ def test_notebook_7(
         has_the_story(view, "inserts")
         assert "ZeroPatch()" in notebook.sources()[1]
         looks_right(view)
-        page.screenshot(path=take_picture("end"))
         assert watch.offsite == watch.dialogs == []
 
 
-def test_voila(
-    context: BrowserContext, server: Server, write: Callable[..., str], take_picture: Callable[[str], Path]
-) -> None:
+def test_voila(context: BrowserContext, server: Server, write: Callable[..., str]) -> None:
     # Its page asks for fonts and MathJax from other machines.
     with opened(context, is_silent=False) as (page, watch):
         page.goto(f"{server.url}/voila/render/{write(MODEL)}", wait_until="commit")
         view = TreeView(page, page)
         has_the_story(view, "copies")
         looks_right(view)
-        page.screenshot(path=take_picture("end"))
         assert watch.errors == watch.dialogs == []
 
 
@@ -139,21 +130,16 @@ def marimo(tmp_path: Path) -> Iterator[str]:
             process.wait(30)
 
 
-def test_marimo(context: BrowserContext, marimo: str, take_picture: Callable[[str], Path]) -> None:
+def test_marimo(context: BrowserContext, marimo: str) -> None:
     with opened(context) as (page, _):
         page.goto(marimo, wait_until="commit")
         view = TreeView(page, page)
         has_the_story(view, "copies")
         looks_right(view)
-        page.screenshot(path=take_picture("end"))
 
 
 def test_embedded_by_requirejs(
-    cdn: None,
-    context: BrowserContext,
-    server: Server,
-    request: pytest.FixtureRequest,
-    take_picture: Callable[[str], Path],
+    cdn: None, context: BrowserContext, server: Server, request: pytest.FixtureRequest
 ) -> None:
     name = f"{request.node.name}.ipynb"
     template = (Path(__file__).parent / "embedded.html").read_text("utf8")
@@ -176,7 +162,6 @@ def test_embedded_by_requirejs(
                 )
                 expect(root).to_have_attribute("data-gp-theme", theme)
                 expect(root).to_have_css("background-color", color)
-                page.screenshot(path=take_picture(theme))
             assert watch.errors == watch.dialogs == []
         finally:
             server.end_kernels(name)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from playwright.sync_api import expect
 
-from tests.browser.notebook_page import NotebookPage
 from tests.browser.tree_page import TreePage, click_head
 
 MODEL = """
@@ -43,13 +42,10 @@ apart = float((clean - patched).abs().max()) > 0.01
 """
 
 
-def test_a_remote_graph_is_browsed_run_and_patched(notebook: NotebookPage, write: Callable[..., str]) -> None:
-    notebook.open(write(MODEL, 'browser = pg.browse(views=("attention",))\nbrowser'))
-    notebook.run(0)
+def test_a_remote_graph_is_browsed_run_and_patched(show: Callable[..., TreePage]) -> None:
+    tree = show(MODEL, 'browser = pg.browse(views=("attention",))\nbrowser')
+    notebook, view = tree.notebook, tree.place.get_by_role("region", name="Attention")
     try:
-        notebook.run(1)
-        view = notebook.cell(1).get_by_role("region", name="Attention")
-        tree = TreePage(notebook, 1)
         click_head(view, 0, 1)
         expect(tree.selected).to_contain_text("attn.z")
         view.get_by_role("button", name="Zero").click()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 from playwright.sync_api import expect
 
 from tests.browser.tree_page import HEADS, TreePage
 
-SOFTMAX = "transformer.h_1.attn.attn_weights_2"
 HEAD_3 = "..., 48:64"
 
 # Without graphpatch: the same head, switched off by a hook of torch.
@@ -48,17 +45,7 @@ def test_what_is_typed_at_any_speed_is_all_there(example: TreePage) -> None:
     assert len(set(reached)) == 1
 
 
-def test_activation_looks_like_an_attention_pattern(example: TreePage, take_picture: Callable[[str], Path]) -> None:
-    example.go_to(SOFTMAX)
-    example.tree.focus()
-    example.press("Enter")
-    activation = example.dialog(SOFTMAX).get_by_role("region", name="Activation")
-    activation.get_by_role("button", name="Show").click()
-    expect(activation.get_by_role("img")).to_be_visible()
-    take_picture("activation")
-
-
-def test_patch_is_chosen_run_and_taken_along(example: TreePage, take_picture: Callable[[str], Path]) -> None:
+def test_patch_is_chosen_run_and_taken_along(example: TreePage) -> None:
     notebook = example.notebook
     example.patch(HEADS, "zero", HEAD_3)
     expect(example.chosen).to_contain_text(HEADS)
@@ -78,7 +65,6 @@ def test_patch_is_chosen_run_and_taken_along(example: TreePage, take_picture: Ca
     expect(example.runs).to_contain_text(str(notebook.value("pg.to_str_tokens(answers[0])")))
     expect(example.runs).to_contain_text(str(notebook.value("said_by_hook")))
     expect(example.runs).to_contain_text("logits")
-    take_picture("run")
 
     example.button("Copy as Python").click()
     expect(example.button("Copy as Python")).to_contain_text("Copied")
@@ -103,36 +89,41 @@ def test_keys_over_the_tree_never_reach_the_notebook(example: TreePage) -> None:
     assert example.notebook.value("1 + 1") == 2
 
 
-def test_scores_color_and_sort_the_tree(example: TreePage, take_picture: Callable[[str], Path]) -> None:
-    notebook = example.notebook
-    notebook.run(notebook.position("browser.set_scores("))
+def test_components_are_named_and_found(example: TreePage) -> None:
+    badge = example.tree.get_by_text("layers[1].attn.z", exact=True)
+    example.search("layers[1].attn.z")
+    expect(badge).to_have_attribute("title", "layers[1].attn.z: batch, head, query, channel")
+    example.search("")
+    example.button("Components").click()
+    example.row("layers[1]").click()
+    example.row("attn.pattern").get_by_role("button", name="Patch attn.pattern").click()
+    expect(example.dialog(re.compile(r"Patch.*transformer.h_1.attn.attn_weights_4"))).to_be_visible()
+
+
+def test_axe_finds_nothing_in_whichever_state(example: TreePage) -> None:
+    assert example.violations() == []
+    editor = example.open_editor(HEADS)
+    editor.get_by_label("Slice", exact=True).fill("0, 0, 0, 0")
+    expect(editor.get_by_label("Slice", exact=True)).to_have_attribute("aria-invalid", "true")
+    assert example.violations(("light", "dark")) == []
+    example.press("Escape")
+    example.patch(HEADS, "zero", HEAD_3)
+    example.patch("transformer.h_1.attn.attn_weights_2", "probe")
+    example.button("Run").click()
+    # What an earlier run of the session found is there until this one has finished, and that has a picture, too.
+    expect(example.place.get_by_text("The run finished")).to_be_attached()
+    expect(example.runs.get_by_role("img").first).to_be_visible()
+    example.go_to("transformer.h_1.attn.attn_weights_2")
+    example.tree.focus()
+    example.press("Enter")
+    popup = example.dialog("transformer.h_1.attn.attn_weights_2")
+    popup.get_by_role("button", name="Show").click()
+    expect(popup.get_by_role("img").first).to_be_visible()
+    assert example.violations(("light", "dark")) == []
+    example.press("Escape")
+    example.notebook.run(example.notebook.position("browser.set_scores("))
     expect(example.place.get_by_text("probability of the right answer").first).to_be_visible()
     example.go_to("transformer.h_1.attn.attn_output_1")
     expect(example.selected).to_have_attribute("aria-label", re.compile(r"^attn_output_1 0\.99"))
     example.search("")
-    take_picture("light")
-    notebook.use_theme("dark")
-    take_picture("dark")
-
-
-def test_components_are_named_and_found(example: TreePage, take_picture: Callable[[str], Path]) -> None:
-    badge = example.tree.get_by_text("layers[1].attn.z", exact=True)
-    example.search("layers[1].attn.z")
-    expect(badge).to_be_visible()
-    expect(badge).to_have_attribute("title", "layers[1].attn.z: batch, head, query, channel")
-    example.search("layers[1]")
-    expect(badge).to_be_visible()
-    for theme in ("light", "dark"):
-        example.notebook.use_theme(theme)
-        example.notebook.scroll_to(example.cell)
-        take_picture(theme)
-    example.search("")
-    example.button("Components").click()
-    example.row("layers[1]").click()
-    example.row("attn.pattern").click()
-    for theme in ("dark", "light"):
-        example.notebook.use_theme(theme)
-        example.notebook.scroll_to(example.cell)
-        take_picture(f"view-{theme}")
-    example.row("attn.pattern").get_by_role("button", name="Patch attn.pattern").click()
-    expect(example.dialog(re.compile(r"Patch.*transformer.h_1.attn.attn_weights_4"))).to_be_visible()
+    assert example.violations(("light", "dark")) == []

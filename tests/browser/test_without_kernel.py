@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import nbconvert
@@ -13,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
 from tests.browser.chromium import opened
-from tests.browser.notebook_page import NotebookPage
+from tests.browser.notebook_page import NotebookPage, notebook_of
 from tests.browser.server import CHECKOUT, Server, environment
 from tests.browser.tree_page import TreePage, TreeView
 
@@ -56,44 +55,28 @@ def is_browsed(view: TreeView) -> None:
         expect(alert).to_have_text("")
 
 
-@pytest.fixture
-def patched(notebook: NotebookPage, write: Callable[..., str]) -> TreePage:
-    """A view with a patch."""
-    notebook.open(write(MODEL))
-    notebook.run(0)
-    view = TreePage(notebook, 0)
-    expect(view.tree).to_be_visible()
-    expect(static_tree(view.place)).to_be_hidden()
-    view.patch("sub_1.softmax", "zero")
-    return view
-
-
-@pytest.fixture
-def saved(patched: TreePage, server: Server, request: pytest.FixtureRequest) -> Path:
-    """The notebook, saved with the view."""
-    patched.notebook.save()
-    return server.folder / f"{request.node.name}.ipynb"
-
-
-def test_reopened_notebook_is_browsed_if_it_is_trusted(
-    saved: Path, server: Server, context: BrowserContext, page: Page
-) -> None:
-    page.close()
-    server.end_kernels(saved.name)
+@pytest.fixture(scope="module")
+def saved(context: BrowserContext, server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A view with a patch in a notebook, which is saved with it, and in a page of one file."""
+    file, alone = server.folder / "saved.ipynb", tmp_path_factory.mktemp("page") / "saved.html"
+    nbformat.write(notebook_of([MODEL]), file)
     with opened(context) as (page, _):
         notebook = NotebookPage(page, server)
-        notebook.open(saved.name)
-        is_browsed(TreePage(notebook, 0))
-    content = nbformat.read(saved, as_version=4)
-    # Nobody has such a kernel; and nobody has signed such a notebook, so it is not trusted either.
-    content.metadata["kernelspec"] = {"name": "elsewhere", "display_name": "Elsewhere", "language": "elsewhere"}
-    del content.metadata["language_info"]
-    nbformat.write(content, server.folder / "untrusted.ipynb")
-    with opened(context) as (page, _):
-        notebook = NotebookPage(page, server)
-        notebook.open("untrusted.ipynb", has_kernel=False)
-        page.get_by_role("dialog").get_by_role("button", name="No Kernel").click()
-        expect(static_tree(notebook.cell(0))).to_be_visible()
+        notebook.open(file.name)
+        notebook.run(0)
+        view = TreePage(notebook, 0)
+        expect(view.tree).to_be_visible()
+        expect(static_tree(view.place)).to_be_hidden()
+        view.patch("sub_1.softmax", "zero")
+        notebook.execute(f"browser.save_html({str(alone)!r})")
+        notebook.save()
+    server.end_kernels(file.name)
+    return file, alone
+
+
+def test_reopened_notebook_is_browsed(saved: tuple[Path, Path], server: Server, notebook: NotebookPage) -> None:
+    notebook.open(saved[0].name)
+    is_browsed(TreePage(notebook, 0))
 
 
 def test_shipped_notebook_shows_its_views_if_it_is_trusted_and_else_folded_trees(
@@ -124,9 +107,9 @@ def test_shipped_notebook_shows_its_views_if_it_is_trusted_and_else_folded_trees
 
 
 def test_html_of_nbconvert_is_browsed_if_widgets_can_be_fetched(
-    saved: Path, cdn: None, context: BrowserContext, tmp_path: Path
+    saved: tuple[Path, Path], cdn: None, context: BrowserContext, tmp_path: Path
 ) -> None:
-    page_text, _ = nbconvert.HTMLExporter().from_filename(str(saved))
+    page_text, _ = nbconvert.HTMLExporter().from_filename(str(saved[0]))
     file = tmp_path / "exported.html"
     file.write_text(page_text, encoding="utf8")
     with opened(context, is_silent=False) as (page, watch):
@@ -136,17 +119,12 @@ def test_html_of_nbconvert_is_browsed_if_widgets_can_be_fetched(
 
 
 def test_page_of_one_file_is_browsed_without_a_network(
-    patched: TreePage, browser: Browser, context: BrowserContext, tmp_path: Path
+    saved: tuple[Path, Path], browser: Browser, context: BrowserContext
 ) -> None:
-    file = tmp_path / "saved.html"
-    patched.notebook.execute(f"browser.save_html({str(file)!r})")
     with opened(context) as (page, _):
-        page.goto(file.as_uri())
+        page.goto(saved[1].as_uri())
         is_browsed(TreeView(page, page))
-    without_scripts = browser.new_context(java_script_enabled=False)
-    try:
+    with browser.new_context(java_script_enabled=False) as without_scripts:
         page = without_scripts.new_page()
-        page.goto(file.as_uri())
+        page.goto(saved[1].as_uri())
         expect(static_tree(page)).to_be_visible()
-    finally:
-        without_scripts.close()

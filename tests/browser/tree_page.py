@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import re
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from playwright.sync_api import Locator, Page, Position, expect
 
@@ -15,6 +18,13 @@ _NAMES = """rows => rows
   .map((row) => [row.getBoundingClientRect().top, row.getAttribute("aria-label").split(/[ ,]/)[0]])
   .sort((a, b) => a[0] - b[0])
   .map(([_, name]) => name)"""
+
+
+_VIOLATIONS = """async (root) => {
+  const { violations } = await axe.run(root, { resultTypes: ["violations"], OPTIONS });
+  return violations.map(({ id, help, nodes }) => ({ id, help, nodes: nodes.map((node) => [
+    node.html, node.any.concat(node.all, node.none).map((check) => check.message).join("; ")]) }));
+}"""
 
 
 class TreeView:
@@ -99,3 +109,17 @@ class TreePage(TreeView):
         self.notebook = notebook
         self.cell = cell
         super().__init__(notebook.page, notebook.cell(cell))
+
+    def violations(self, themes: Sequence[Literal["light", "dark"]] = ("light",)) -> list[dict[str, Any]]:
+        """Returns what axe-core says of the view in light and dark, where only the contrast is another."""
+        axe = (importlib.resources.files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf8")
+        if not self.page.evaluate("Boolean(window.axe)"):
+            self.page.evaluate(axe)
+        found = []
+        for theme in themes:
+            self.notebook.use_theme(theme)
+            options = 'runOnly: ["color-contrast"]' if theme == "dark" else ""
+            root = self.place.locator(".gp-root").first
+            found += root.evaluate(_VIOLATIONS.replace("OPTIONS", options))
+        self.notebook.use_theme("light")
+        return found
