@@ -99,3 +99,13 @@ def test_a_hooked_transformer_is_a_module_as_others(setup: Callable[[int], Any])
         logits = pg(ids)
     assert torch.equal(logits, hooked(ids))
     assert torch.equal(probe.activation, hooked.run_with_cache(ids)[1]["z", 1])
+    for hook in ("hook_embed", "blocks.1.attn.hook_q", "blocks.0.attn.hook_pattern", "blocks.0.hook_resid_post"):
+        path = f"{hook.replace('blocks.', 'blocks_')}.output"
+        with pg.patch({path: namespace["ZeroPatch"](slice=(slice(None), -1))}):
+            found = pg(ids)
+        assert torch.equal(found, hooked.run_with_hooks(ids, fwd_hooks=[(hook, without_last)]))
+        assert not torch.equal(found, logits)
+
+
+def without_last(value: torch.Tensor, hook: Any) -> torch.Tensor:
+    return value.index_fill(1, torch.tensor(value.shape[1] - 1), 0)

@@ -1,4 +1,4 @@
-"""A graph whose model runs in two engines, in JupyterLab: the tree, *Run*, an activation, and the attention view."""
+"""A graph whose model runs in an engine, in JupyterLab: the tree, *Run*, an activation, and the attention view."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def build():
     sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, initializer_range=1.0)).eval()
 
-cluster = ipyparallel.Cluster(n=2, engine_timeout=300, send_engines_connection_env=False)
-client = cluster.start_and_connect_sync(n=2)
+cluster = ipyparallel.Cluster(n=1, engine_timeout=300, send_engines_connection_env=False)
+client = cluster.start_and_connect_sync(n=1)
 pg = remote(client, build, torch.arange(6)[None])
 here = PatchableGraph(build(), torch.arange(6)[None])
 """

@@ -9,7 +9,6 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
-from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import Tensor, nn
 
 from graphpatch_notebook import (
@@ -213,25 +212,3 @@ def test_embeddings(kind: str) -> None:
         patched = pg(ids)
     assert not patched[0, 1].any()
     torch.testing.assert_close(patched[1], expected[1])
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = nn.Parameter(torch.randn(2, 64, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("...i,eio->...eo", x, self.up)
-
-
-@torch.no_grad()
-def test_parameters_that_are_unpacked_whenever_they_are_read() -> None:
-    model = Experts()
-    replace_parameter_4bit(model, "up")
-    pg, probe = PatchableGraph(model, X), ProbePatch()
-    with pg.patch({"parametrizations_up.output": [ZeroPatch(slice=0), probe]}, strict=True):
-        patched = pg(X)
-    assert probe.activation.shape == (2, 64, 32)
-    assert not patched[..., 0, :].any()
-    assert torch.equal(patched[..., 1, :], model(X)[..., 1, :])

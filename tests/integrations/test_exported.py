@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export, unflatten
-from torch.export.unflatten import _disable_interpreter
 
 from graphpatch_notebook import (
     AddPatch,
@@ -196,15 +195,6 @@ def test_unpatched_is_the_program(case: Case) -> None:
     assert [name for name, _ in pg.named_parameters()] == [name for name, _ in whole.named_parameters()]
 
 
-def test_programs_that_torch_does_not_interpret() -> None:
-    case = CASES["layers"]
-    with _disable_interpreter():
-        pg = PatchableGraph.from_exported(case.program())
-        assert torch.equal(pg(*case.args), case.program().module()(*case.args))
-        with pg.patch({"layers_1.output": ZeroPatch()}, strict=True):
-            assert not torch.equal(pg(*case.args), case.program().module()(*case.args))
-
-
 @each_case
 def test_identity_patches_on_all_nodes_change_no_bit(case: Case) -> None:
     program = case.program()
@@ -340,18 +330,6 @@ def test_operations_have_the_names_of_the_program(is_decomposed: bool) -> None:
             assert torch.equal(pg(X), want), name
 
 
-def test_an_operation_called_like_a_submodule_has_a_name_that_no_operation_has() -> None:
-    class Alike(Submodules, tanh=nn.Tanh):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.tanh(torch.tanh(x) * 2) + torch.tanh(x)
-
-    program = export(Alike(), (X,))
-    pg = PatchableGraph.from_exported(program)
-    for path, name in (("tanh_op", "tanh"), ("tanh.tanh_1", "tanh_1"), ("tanh_2", "tanh_2")):
-        with pg.patch({path: AddPatch(value=1.0)}, strict=True):
-            assert torch.equal(pg(X), OneMore(program.module(), name).run(X))
-
-
 def test_a_submodule_may_be_called_self() -> None:
     """As in BERT's attention: the code of the caller calls its module `self`, too."""
 
@@ -401,24 +379,6 @@ def test_buffers_are_written_as_the_program_does() -> None:
     with pg.patch({"count": probe}, strict=True):
         pg(X)
     assert probe.activation == 3  # and not what the program writes into it later
-
-
-def test_inputs_that_the_program_does_not_admit_are_its_own_errors() -> None:
-    program = CASES["dynamic"].program()
-    pg, modules = PatchableGraph.from_exported(program), unflatten(program)
-    ran = []
-    pg.layers[0].register_forward_hook(lambda *_: ran.append(1))
-    for wrong in [(tensor(3, 5),), (tensor(100, 4),), (tensor(3),), (X, X), ("text",)]:
-        with pytest.raises(Exception) as theirs:  # noqa: PT011  # which one is the program's choice
-            modules(*wrong)
-        with pytest.raises(theirs.type) as ours, pg.patch({"layers_0.mul": ZeroPatch()}):
-            pg(*wrong)
-        assert str(ours.value) == str(theirs.value)
-        with pytest.raises(theirs.type):
-            pg(*wrong)
-    assert not ran
-    with pytest.raises(RuntimeError, match=r"Expected input at .*shape\[1\] to be equal to 4, but got 5"):
-        pg(tensor(3, 5))
 
 
 class Even(Submodules, linear=(1, 2)):
@@ -488,17 +448,6 @@ def test_saved_and_loaded_like_any_other(name: str, tmp_path: Any) -> None:
     path = next(path for path in pg.nodes if path.endswith("linear"))
     with loaded.patch({path: ZeroPatch()}, strict=True), pg.patch({path: ZeroPatch()}, strict=True):
         assert bits(loaded(*case.args, **case.kwargs)) == bits(pg(*case.args, **case.kwargs))
-
-
-def test_objects_that_are_not_programs_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"not Mlp; for a model, use PatchableGraph\(model"):
-        PatchableGraph.from_exported(Mlp())
-
-
-def test_modes_are_refused() -> None:
-    pg = PatchableGraph.from_exported(CASES["mlp"].program())
-    with pytest.raises(NotImplementedError, match=r"eval\(\) does not change an exported program"):
-        pg.eval()
 
 
 def test_transformers() -> None:

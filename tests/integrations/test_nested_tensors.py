@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ZeroPatch
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch
 from tests.zoo.case import floats, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -36,30 +36,6 @@ def test_an_encoder_with_a_padding_mask(path: str) -> None:
     assert not torch.allclose(found[~hidden], model(x, src_key_padding_mask=hidden)[~hidden])
 
 
-@torch.no_grad()
-def test_the_boundary_of_a_layer_leaves_it_fused() -> None:
-    model = seeded(lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Tanh()).eval())
-    pg, probe = PatchableGraph(model, floats(2, 5, 8)), ProbePatch()
-    with pg.patch({"sub_0.output": probe, "sub_0.src": ProbePatch()}):
-        assert torch.equal(pg(floats(2, 5, 8)), model(floats(2, 5, 8)))
-    assert torch.equal(probe.activation.tanh(), model(floats(2, 5, 8)))
-
-
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_inputs(layout: torch.layout) -> None:
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
-    x = torch.nested.nested_tensor([floats(2, 3), floats(4, 3)], layout=layout)
-    pg, probe = PatchableGraph(model, x), ProbePatch()
-    with pg.patch({"sub_0.output": [CustomPatch(custom_op=lambda value: value * 2), probe]}):
-        found = pg(x)
-    for rows, given, kept in zip(found.unbind(), x.unbind(), probe.activation.unbind(), strict=True):
-        torch.testing.assert_close(rows, torch.tanh(model[0](given) * 2))
-        torch.testing.assert_close(kept, model[0](given) * 2)
-    with pg.patch({"sub_0.linear": ZeroPatch()}):
-        assert all(not rows.any() for rows in pg(x).unbind())
-    assert "sub_0.linear: NestedTensor" in repr(pg.record("sub_0.linear", x))
-
-
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_every_public_call_takes_nested_inputs(layout: torch.layout) -> None:
     """Sums, the same files and cells of sweeps as for each of the tensors alone."""
@@ -69,10 +45,13 @@ def test_every_public_call_takes_nested_inputs(layout: torch.layout) -> None:
     pg = PatchableGraph(model, x)
     pg.verify(x)
     pg.save(io.BytesIO())
-    with pg.patch({"sub_0.output": AddPatch(value=1.5)}):
+    probe = ProbePatch()
+    with pg.patch({"sub_0.output": [AddPatch(value=1.5), probe]}):
         found = pg(x)
-    for got, row in zip(found.unbind(), rows, strict=True):
+    for got, kept, row in zip(found.unbind(), probe.activation.unbind(), rows, strict=True):
+        torch.testing.assert_close(kept, model[0](row) + 1.5)
         torch.testing.assert_close(got, torch.tanh(model[0](row) + 1.5))
+    assert "sub_0.linear: NestedTensor" in repr(pg.record("sub_0.linear", x))
 
     @torch.no_grad()
     def metric(out: torch.Tensor) -> float:

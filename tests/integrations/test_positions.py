@@ -30,15 +30,15 @@ from tests.zoo.values import bit_equal
 
 LENGTH, NEW = 7, 4
 EARLY, LATE = 2, LENGTH + 1  # one position of the prompt, and one that a decoding step computes
-MODELS = ["gpt2-eager", "mixtral-eager", "gemma3-eager", "falcon-alibi-eager"]
-# What is in the llama is in the mixtral and in DeepSeek, too, and the biases of the bloom are those of the falcon.
-STOOD_FOR = ["llama-sdpa", "bloom-eager"]
+MODELS = ["gpt2-eager", "gemma3-eager", "falcon-alibi-eager"]
+# What is in the llama and the mixtral is in Gemma or DeepSeek, too; the biases of the bloom are those of the falcon.
+STOOD_FOR = ["llama-sdpa", "mixtral-eager", "bloom-eager"]
 
 
 def with_positions(pg: PatchableGraph) -> list[str]:
-    """Returns the nodes of which it can be told, on entry, which dimension runs along the sequence."""
+    """Returns the nodes, of every third one, of which it can be told on entry which dimension is the sequence's."""
     found = []
-    for path, node in pg.nodes.items():
+    for path, node in [*pg.nodes.items()][::3]:  # layers repeat, so that each kind of node is there
         if node.shape is not None:
             with suppress(PatchMapError), pg.patch({path: RecordPatch(positions=[EARLY, LATE])}):
                 found.append(path)
@@ -141,8 +141,8 @@ def test_rows_that_are_chosen_by_values_have_no_positions() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *["gpt2-sdpa", "deepseek-v3-eager", "bert-eager", "t5-eager", "whisper-sdpa"],
-        pytest.param("llama-eager", marks=pytest.mark.exhaustive),
+        *["gpt2-sdpa", "deepseek-v3-eager", "bert-eager", "t5-eager"],
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama-eager", "whisper-sdpa")),
     ],
 )
 def test_patches_that_change_nothing_at_some_positions(name: str) -> None:
@@ -151,7 +151,7 @@ def test_patches_that_change_nothing_at_some_positions(name: str) -> None:
     call, same_call = case.example(), case.example()
     pg = PatchableGraph(model, *case.example().args, **case.example().kwargs)
     patches = {path: CustomPatch(custom_op=torch.clone, positions=[0, 2]) for path in with_positions(pg)}
-    assert len(patches) > len(pg.nodes) / 4
+    assert len(patches) > len(pg.nodes) / 12
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".aliased view", GraphPatchWarning)  # DeepSeek fills views in later
         # Values inside a fused call are left out: its steps equal it within rounding only.

@@ -23,7 +23,6 @@ from graphpatch_notebook import (
     PatchValueError,
     ProbePatch,
     RecordPatch,
-    ReplacePatch,
     ZeroPatch,
 )
 from tests.hooks import registered
@@ -137,41 +136,6 @@ def test_a_position_from_the_end_is_no_padding() -> None:
         assert torch.equal(found, model(ids, attention_mask=mask.flip(1)).logits)
 
 
-def test_a_function_on_a_slice_at_some_steps_and_positions() -> None:
-    model, pg = captured("gpt2-sdpa")
-    attribute_path, path = PATHS["gpt2-sdpa"]
-
-    def change(t: Tensor, step: int, past: int) -> Tensor:
-        t = t.clone()
-        if step == 0:
-            t[:, 2, 8:] = t[:, 2, 8:].square()
-        t[1:] = t[1:] * 0.5 if step == 1 else t[1:]
-        return t
-
-    with hooked(model, attribute_path, change):
-        expected = generated(model)
-    patches = [
-        CustomPatch(custom_op=torch.square, slice=(..., slice(8, None)), positions=2),
-        CustomPatch(custom_op=lambda t: t.mul_(0.5), slice=slice(1, None), steps=1),
-    ]
-    with pg.patch({path: patches}):
-        assert same(expected, generated(pg))
-
-
-def test_values_that_hold_the_whole_sequence() -> None:
-    """Keys, once the cache is before them: a position is the same column at every step."""
-    _, pg = captured("llama-eager")
-    dims = {"model.layers_0.self_attn.attn_weights_1": 3}
-    path, dim = next(iter(dims.items()))
-    records = [RecordPatch(), RecordPatch(positions=[2, LENGTH], position_dim=dim)]
-    with pg.patch({path: records}):
-        generated(pg)
-    whole, columns = records[0].activations, records[1].activations
-    assert [value.shape[dim] for value in whole] == [LENGTH + step for step in range(NEW)]
-    for step, (value, found) in enumerate(zip(whole, columns, strict=True)):
-        assert torch.equal(found, value[..., [2]] if step == 0 else value[..., [2, LENGTH]])
-
-
 # -- recording ---------------------------------------------------------------------------------------------------------
 
 
@@ -259,13 +223,12 @@ class WithLegacyCache(Submodules, embed=partial(nn.Embedding, 9, 6)):
 
 
 def test_tuples_as_caches() -> None:
-    pg = PatchableGraph(WithLegacyCache(), tokens(2, 4) % 9)
-    record = RecordPatch(positions=[1, 5])
-    steps = RecordPatch(steps=2)
+    ids = tokens(2, 4) % 9
+    pg, record, steps = PatchableGraph(WithLegacyCache(), ids), RecordPatch(positions=[1, 5]), RecordPatch(steps=2)
     with pg.patch({"embed.output": [record, steps]}):
-        past = pg(tokens(2, 4) % 9)[1]
-        past = pg(tokens(2, 1) % 9, past_key_values=past)[1]
-        pg(tokens(2, 1) % 9, past_key_values=past)
+        past = pg(ids)[1]
+        for _ in range(2):
+            past = pg(ids[:, :1], past_key_values=past)[1]
     assert [value.shape for value in record.activations] == [(2, 1, 6)] * 2
     assert [value.shape for value in steps.activations] == [(2, 1, 6)]
 
@@ -342,22 +305,6 @@ def test_what_is_listed_and_not_reached_is_reported(where: dict[str, Any], misse
 # -- gradients, in-place operations, inputs ----------------------------------------------------------------------------
 
 
-def test_inputs_and_the_output_of_the_model() -> None:
-    model, pg = captured("gpt2-sdpa")
-    ids = tokens(2, 5).clamp(max=90)
-    changed = ids.clone()
-    changed[:, 2] += 1
-    with pg.patch({"input_ids": AddPatch(value=1, positions=2), "output|logits": ZeroPatch(positions=4)}):
-        found = pg(ids).logits
-    assert torch.equal(found[:, :4], model(changed).logits[:, :4])
-    assert torch.equal(found[:, 4], torch.zeros_like(found[:, 4]))
-    record = RecordPatch(steps=1)
-    with pg.patch({"input_ids": [ReplacePatch(value=5, steps=[1, 3]), record]}):
-        steps = generated(pg)
-    assert torch.equal(record.activations[0], torch.full((3, 1), 5))
-    assert len(steps.scores) == NEW
-
-
 def test_parameters_for_some_steps() -> None:
     model, pg = captured("llama-eager")
     with hooked(model, "model.layers.1.mlp.down_proj", lambda t, step, past: t * 0 if step == 2 else t):
@@ -368,39 +315,27 @@ def test_parameters_for_some_steps() -> None:
 
 # -- errors on entry ---------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("patch", "message"),
-    [
-        (ZeroPatch(steps="foo"), "ZeroPatch: steps must be 'prefill', 'decoding', a whole number"),
-        (AddPatch(value=1.0, steps=1.5), "steps must be"),
-        (ProbePatch(steps=-1), "steps=-1 counts from the end"),
-        (CustomPatch(custom_op=lambda t: t, positions="prefill"), "positions must be"),
-        (ZeroPatch(position_dim=1), r"position_dim=1 has no effect without positions"),
-        (ZeroPatch(positions=1, position_dim=3), r"position_dim must be .* not 3"),
-        (ZeroPatch(positions=1, position_dim=1.0), "position_dim must be .* not 1.0"),
-        (
-            ZeroPatch(positions=1, position_dim=2),
-            r"dimension 2 of its shape \(3, 7, 48\) is not the example's",
-        ),
-    ],
-)
-def test_bad_values_are_errors_on_entry(patch: Any, message: str) -> None:
-    _, pg = captured("gpt2-sdpa")
-    with pytest.raises(PatchMapError, match=message), pg.patch({"transformer.h_0.mlp.output": patch}):
-        pass
+MLP = "transformer.h_0.mlp.output"
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "patch"),
     [
-        ("transformer.h_0.mlp.c_fc.weight", "a parameter has no positions"),
-        ("transformer.h_0.attn.kwargs|use_cache", r"positions are those of a tensor, but this was bool\(True\)"),
+        (MLP, ZeroPatch(steps="foo")),
+        (MLP, AddPatch(value=1.0, steps=1.5)),
+        (MLP, ProbePatch(steps=-1)),
+        (MLP, CustomPatch(custom_op=lambda t: t, positions="prefill")),
+        (MLP, ZeroPatch(position_dim=1)),
+        (MLP, ZeroPatch(positions=1, position_dim=3)),
+        (MLP, ZeroPatch(positions=1, position_dim=1.0)),  # type: ignore[arg-type]
+        (MLP, ZeroPatch(positions=1, position_dim=2)),  # not that of the example
+        ("transformer.h_0.mlp.c_fc.weight", ZeroPatch(positions=1)),  # has none
+        ("transformer.h_0.attn.kwargs|use_cache", ZeroPatch(positions=1)),
     ],
 )
-def test_values_without_positions(path: str, message: str) -> None:
+def test_bad_values_are_errors_on_entry(path: str, patch: Any) -> None:
     _, pg = captured("gpt2-sdpa")
-    with pytest.raises(PatchMapError, match=message), pg.patch({path: ZeroPatch(positions=1)}):
+    with pytest.raises(PatchMapError, match=re.escape(path)), pg.patch({path: patch}):
         pass
 
 
@@ -423,23 +358,7 @@ def test_models_without_tokens_have_no_positions() -> None:
             pass
 
 
-def test_steps_and_positions_of_a_patch_stay() -> None:
-    patch = ZeroPatch(steps=[1, 2])
-    with pytest.raises(AttributeError, match=r"dataclasses.replace\(patch, steps=...\)"):
-        patch.steps = 3
-    assert list(dataclasses.replace(patch, steps=4, positions=[1]).positions) == [1]  # type: ignore[arg-type]
-
-
 # -- errors in a run ---------------------------------------------------------------------------------------------------
-
-
-def test_patches_that_change_the_shape() -> None:
-    _, pg = captured("gpt2-sdpa")
-    with (
-        pg.patch({"transformer.h_0.mlp.output": CustomPatch(custom_op=lambda t: t[:, :1], positions=1)}),
-        pytest.raises(PatchValueError, match=r"of shape \(3, 7, 48\) .* and returned one of shape \(3, 1, 48\)"),
-    ):
-        pg(tokens(3, 7))
 
 
 def test_fewer_logits_than_tokens() -> None:
@@ -469,23 +388,6 @@ def test_generations_of_models_without_known_positions() -> None:
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("patch", "why"),
-    [
-        (ZeroPatch(steps=30), r"its steps \(30\) were not reached: this call had steps 0 to 5"),
-        (ZeroPatch(positions=50), r"its positions \(50\) were not reached: this call had 0 to 11"),
-        (ZeroPatch(steps="prefill", positions=9), r"its positions \(9\) were not reached at its steps"),
-    ],
-)
-def test_steps_and_positions_that_a_generation_does_not_reach_are_reported(patch: Any, why: str) -> None:
-    _, pg = captured("llama-eager")
-    path = "model.layers_1.mlp.output"
-    with pytest.warns(GraphPatchWarning, match=rf"'model.layers_1.mlp.output': {why}"), pg.patch({path: patch}):
-        generated(pg)
-    with pytest.raises(PatchNotFiredError, match=why), pg.patch({path: patch}, strict=True):
-        generated(pg)
 
 
 def test_steps_that_no_direct_call_reaches_are_reported_when_the_context_ends() -> None:

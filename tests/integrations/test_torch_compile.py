@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 import subprocess
@@ -30,7 +29,7 @@ from graphpatch_notebook import (
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.patches.kinds import Patch
 from tests.experiments.hooked import GPT2_OUTPUT
-from tests.zoo import AWKWARD, Case, installed
+from tests.zoo import installed
 from tests.zoo.submodules import Submodules
 
 X = torch.linspace(-1, 1, 6).view(2, 3)
@@ -377,46 +376,11 @@ def test_modes_other_than_the_captured_are_refused(mode: bool) -> None:
     assert model.training is mode
 
 
-@pytest.mark.parametrize("case", AWKWARD, ids=[case.name for case in AWKWARD])
-def test_unusual_models_are_written_or_refused(case: Case) -> None:
-    example = case.example()
-    pg = PatchableGraph(case.build(), *example.args, **example.kwargs)
-    plain = None
-    with contextlib.suppress(GraphError):
-        plain = pg.to_fx(example.args, example.kwargs, allow_doubts=True)
-    assert plain is None or isinstance(plain, torch.fx.GraphModule)
-
-
 # -- compiled since the capture, and by threads at once ----------------------------------------------------------------
-
-
-def compile_in_place(model: Outer) -> None:
-    model.inner.compile(backend="eager")
-
-
-def compile_by_wrapper(model: Outer) -> None:
-    model.inner = torch.compile(model.inner, backend="eager")
 
 
 def compile_by_attribute(model: Outer) -> None:
     model.inner.forward = torch.compile(model.inner.forward, backend="eager")
-
-
-@pytest.mark.parametrize("is_patched_before", [False, True])
-@pytest.mark.parametrize("compile_inner", [compile_in_place, compile_by_wrapper])
-def test_parts_compiled_since_the_capture_are_patched(
-    compile_inner: Callable[[Outer], None], is_patched_before: bool
-) -> None:
-    model, plain = Outer(), Outer()
-    pg = PatchableGraph(model, X)
-    context = pg.patch({"inner.relu": ZeroPatch()}, strict=True)
-    if is_patched_before:
-        with context:
-            pg(X)
-    compile_inner(model)
-    with context:
-        assert torch.equal(pg(X), plain.last(torch.zeros(2, 3)))
-    assert torch.equal(pg(X), plain(X))
 
 
 @pytest.mark.parametrize("part", ["", "1", "1.inner", "1.inner.linear", "1.last", "2"])
