@@ -7,8 +7,7 @@ plain modules. `patch_files` saves patch maps.
 
 from __future__ import annotations
 
-from graphpatch_notebook.files.loading import load
+from graphpatch_notebook.files.graph_files import load, save
 from graphpatch_notebook.files.patch_files import load_patches, save_patches
-from graphpatch_notebook.files.saving import save
 
 __all__ = ["load", "load_patches", "save", "save_patches"]
