@@ -23,8 +23,7 @@ from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.rules import FrozenDenominators
 from graphpatch_notebook.experiments.circuits.attribution_graph import Array, AttributionGraph, GraphNode
-from graphpatch_notebook.experiments.circuits.features import Linearized, linearized
-from graphpatch_notebook.experiments.circuits.frozen import FrozenRun, rows_of
+from graphpatch_notebook.experiments.circuits.features import FrozenRun, Linearized, linearized, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, check_graph, inputs_of, record
 from graphpatch_notebook.experiments.methods.lens import component
 from graphpatch_notebook.lazy_names import extra
