@@ -26,7 +26,7 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.distributed.checkpoint import Checkpoint
+from graphpatch_notebook.distributed.executors import Checkpoint
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability
 from graphpatch_notebook.values import digest

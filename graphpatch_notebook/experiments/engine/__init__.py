@@ -10,8 +10,15 @@ remote graph is.
 
 from __future__ import annotations
 
-from graphpatch_notebook.distributed.checkpoint import Checkpoint, weights_digest
-from graphpatch_notebook.distributed.executors import Lost, RayExecutor, Workers, check_executor, map_batches
+from graphpatch_notebook.distributed.executors import (
+    Checkpoint,
+    Lost,
+    RayExecutor,
+    Workers,
+    check_executor,
+    map_batches,
+    weights_digest,
+)
 from graphpatch_notebook.distributed.remote import RemoteGraph, remote
 
 __all__ = [
