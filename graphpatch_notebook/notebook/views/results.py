@@ -23,7 +23,7 @@ from graphpatch_notebook.components import Components
 from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph
 from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit, summary_of
-from graphpatch_notebook.experiments.datasets.feature_html import page_html
+from graphpatch_notebook.experiments.datasets.feature_pages import page_html
 from graphpatch_notebook.experiments.grids import FloatArray, Grid, Scale, Side, shown_labels, tick_text
 from graphpatch_notebook.experiments.results import component_of
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget

@@ -25,7 +25,7 @@ from transformers import (
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments import FeaturePage, feature_pages, record_to, show_feature
-from graphpatch_notebook.experiments.datasets.feature_html import _png
+from graphpatch_notebook.experiments.datasets.feature_pages import _png
 from tests.hooks import registered
 from tests.tiny_models import gpt2
 
