@@ -1,6 +1,6 @@
 """Errors and warnings, with the lines that warnings name; blocks that end well, also by a KeyboardInterrupt.
 
-If a click started the run, rather than a line of the user's code, they are collected, to be shown with its results.
+If a click started the run, rather than a line of the user's code, warnings are collected, to be shown with its results.
 Collection is local to a context; `warnings.catch_warnings` would affect all threads.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import re
 import secrets
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -342,3 +344,26 @@ def warn(message: str, kind: str, stacklevel: int) -> None:
     """Gives a warning, once for each line of code; `stacklevel` counts from the caller of this function."""
     if not _is_collected(message, kind):
         warnings.warn(GraphPatchWarning(message, kind), stacklevel=stacklevel + 1)
+
+
+def extra(name: str, purpose: str, instead: str = "") -> Any:
+    """Imports and returns a module of the optional dependencies `experiments`.
+
+    The message of the `ExperimentError`, if it is not installed, names the feature that needs it, and an alternative.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise _missing(name, purpose, instead) from error
+
+
+def check_extra(name: str, purpose: str) -> None:
+    """Raises the `ExperimentError` of `extra` if a module is not installed, without importing it."""
+    if name not in sys.modules and find_spec(name) is None:
+        raise _missing(name, purpose)
+
+
+def _missing(name: str, purpose: str, instead: str = "") -> ExperimentError:
+    return ExperimentError(
+        f"{purpose} needs {name.partition('.')[0]}: pip install 'graphpatch-notebook[experiments]'{instead}"
+    )

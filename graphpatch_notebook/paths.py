@@ -1,4 +1,4 @@
-"""The text of node paths: parse, format, find the nearest (pure text, no torch).
+"""The text of node paths: parse, format, find the nearest, tell them from names of components (pure text, no torch).
 
 A path is node names joined by dots, then optionally `|` and keys into the container that the last node holds:
 `transformer.h_0.attn.output|sub_0`. A name with characters that mean something here is written as a JSON string:
@@ -170,3 +170,14 @@ def numbered(base: str) -> Iterator[str]:
     while True:
         number += 1
         yield f"{base}_{number}"
+
+
+def is_component_name(text: str) -> bool:
+    """Whether a text is a component name rather than a node path.
+
+    Example:
+        >>> [is_component_name(text) for text in ("layers[3].attn.z", "**.heads[1].z", "h_3.attn.output")]
+        [True, True, False]
+    """
+    outside = re.sub(r'"(?:[^"\\]|\\.)*"', "", text)
+    return bool(re.search(r"(?:^|\.)(?:layers\[|@[\w*]|\*.*\[)", outside))

@@ -37,7 +37,6 @@ LAYERS = [
     "files",  # knows records and graphs only: `PatchableGraph.save` and `load` call it
     "patching",
     "patchable_graph",
-    "distributed/checkpoint",
     "distributed/executors",
     "distributed/remote",
     "experiments/metrics",

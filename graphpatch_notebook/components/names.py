@@ -80,17 +80,6 @@ class ComponentName:
         return MEMBERS.get(self.member_word)
 
 
-def is_component_name(text: str) -> bool:
-    """Whether a text is a component name rather than a node path.
-
-    Example:
-        >>> [is_component_name(text) for text in ("layers[3].attn.z", "**.heads[1].z", "h_3.attn.output")]
-        [True, True, False]
-    """
-    outside = re.sub(r'"(?:[^"\\]|\\.)*"', "", text)
-    return bool(re.search(r"(?:^|\.)(?:layers\[|@[\w*]|\*.*\[)", outside))
-
-
 def parse_name(text: str) -> ComponentName:
     """Parses the text of a component name.
 

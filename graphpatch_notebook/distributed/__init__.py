@@ -5,8 +5,8 @@ and how each value is distributed is found in a run on all processes. The parts 
 patches, and the result is split. `processes` makes sure that all processes call the model with the same patches, and
 lets one of them write files, also under FSDP.
 
-`executors` runs tasks in threads, in processes or on a cluster, and `checkpoint` keeps what is done. In `remote`, the
-model itself runs in other processes.
+`executors` runs tasks in threads, in processes or on a cluster, and keeps what is done. In `remote`, the model itself
+runs in other processes.
 
 Two seams lead here: `patching/model_state` (how a value is made whole) and `experiments/engine` (where a run happens).
 Workers import a module of this room first, so none of them imports `experiments` when it is loaded.

@@ -183,7 +183,7 @@ class RayExecutor(Executor):
     """
 
     def __init__(self, **options: Any) -> None:
-        from graphpatch_notebook.lazy_names import extra
+        from graphpatch_notebook.errors import extra
 
         ray = extra("ray", "RayExecutor", ": pip install ray")
         # With `max_calls=0`, workers with GPUs keep the model after a task.
@@ -545,7 +545,7 @@ def dumps(value: Any) -> bytes:
 
 @functools.cache
 def _pickler_class() -> Any:
-    from graphpatch_notebook.lazy_names import extra
+    from graphpatch_notebook.errors import extra
 
     class Pickler(extra("cloudpickle", "executor=").Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:

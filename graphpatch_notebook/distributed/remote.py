@@ -86,7 +86,7 @@ def remote(cluster: Any, recipe: Callable[[], Any], *example_args: Any, **exampl
         ...     with pg.patch({"layers[3].attn.heads[5].z": ZeroPatch()}):
         ...         logits = pg(input_ids=ids).logits
     """
-    from graphpatch_notebook.lazy_names import extra
+    from graphpatch_notebook.errors import extra
 
     extra("ipyparallel", "remote")
     if isinstance(recipe, Module) or not callable(recipe):

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.lazy_names import extra
+from graphpatch_notebook.errors import ExperimentError, extra
 from graphpatch_notebook.texts import is_joiner
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, extra
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.grids import Grid, Scale, Side, grid_of, shown_labels
-from graphpatch_notebook.lazy_names import extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from torch import Tensor
 
-from graphpatch_notebook.components.names import ComponentName, is_component_name, parse_name
-from graphpatch_notebook.errors import ExperimentError, reading, warn_each_time, whole_file
+from graphpatch_notebook.components.names import ComponentName, parse_name
+from graphpatch_notebook.errors import ExperimentError, extra, reading, warn_each_time, whole_file
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Measurement
-from graphpatch_notebook.lazy_names import extra
+from graphpatch_notebook.paths import is_component_name
 
 Scores: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Labels: TypeAlias = "list[tuple[str, tuple[Any, ...]]]"

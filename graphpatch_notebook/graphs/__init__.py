@@ -1,7 +1,7 @@
 """Graph modules: they run graphs in place of the modules of the model.
 
 `build` turns the records of a frame into an `fx.Graph`, and `generated_code` makes its code when it first runs.
-`hierarchy` joins the graph modules (`modules`, `compiled_module`) of all frames. `edits` and `signatures` say for
+`compiled_module` joins the graph modules (`modules`) of all frames. `edits` and `signatures` say for
 which calls a graph holds. `plain_fx` writes a hierarchy of plain `fx.GraphModule`s, `exported` makes one from a
 `torch.export` program.
 """

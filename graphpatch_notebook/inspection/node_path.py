@@ -24,12 +24,11 @@ from graphpatch_notebook.capture.records import (
     source_line,
 )
 from graphpatch_notebook.components import find
-from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import UnknownChildError
 from graphpatch_notebook.inspection import tree
 from graphpatch_notebook.inspection.resolution import Unresolvable, graph_class, hint_on, parse, resolve
 from graphpatch_notebook.inspection.tree import TreeEntry, frame_entry, is_shown, spec_entry
-from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, python_path
+from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, is_component_name, python_path
 from graphpatch_notebook.values import ContainerSpec, Key, TensorSpec, ValueSpec
 
 

@@ -31,7 +31,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Site, SourceLine
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.dimensions import fixed_sizes
-from graphpatch_notebook.components.names import is_component_name, part_shape
+from graphpatch_notebook.components.names import part_shape
 from graphpatch_notebook.errors import UnknownPathError, cut
 from graphpatch_notebook.patches.slices import part_sizes, selection_problem
 from graphpatch_notebook.paths import (
@@ -39,6 +39,7 @@ from graphpatch_notebook.paths import (
     call_name,
     format_path,
     format_segment,
+    is_component_name,
     nearest,
     parse_path,
     path_pattern,

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.components import find
-from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.inspection.node_path import Location, is_child
 from graphpatch_notebook.inspection.resolution import is_patchable
 from graphpatch_notebook.notebook.display.tables import visible
@@ -36,7 +35,7 @@ from graphpatch_notebook.notebook.search import KEYS, STATES, index_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, is_a
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.slices import NAMED_STEPS
-from graphpatch_notebook.paths import format_segment
+from graphpatch_notebook.paths import format_segment, is_component_name
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, leaves
 
 MOST_OFFERS = 500

@@ -34,7 +34,6 @@ from graphpatch_notebook.capture.records import (
 )
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.dimensions import dimensions_of, shape_problem
-from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import GraphPatchError, PatchMapError, PatchValueError, UnknownPathError
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.resolution import (
@@ -55,7 +54,7 @@ from graphpatch_notebook.patches.kinds import (
 )
 from graphpatch_notebook.patches.slices import index_problem, selection_problem
 from graphpatch_notebook.patching.positions import CACHES, Restriction, caches_of, restriction_of
-from graphpatch_notebook.paths import format_path, is_pattern, nearest
+from graphpatch_notebook.paths import format_path, is_component_name, is_pattern, nearest
 from graphpatch_notebook.torch_compat import takes_hooks
 from graphpatch_notebook.values import ScalarSpec, TensorSpec, all_leaves, leaves
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components.names import parse_name
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError, extra
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import METHODS, NodeMap, Target, answer_to_alias, kept_for
-from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
 from graphpatch_notebook.patches.slices import PositionSelection
 from graphpatch_notebook.patching.context import CapturedModel, PatchContext

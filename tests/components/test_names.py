@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpatch_notebook.components import Component
-from graphpatch_notebook.components.names import ComponentName, is_component_name, look_up, parse_name, why_missing
+from graphpatch_notebook.components.names import ComponentName, look_up, parse_name, why_missing
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.patches.slices import composed
+from graphpatch_notebook.paths import is_component_name
 
 small = st.integers(-9, 9)
 bounds = st.none() | small

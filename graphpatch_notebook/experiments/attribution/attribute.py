@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphpatch_notebook.errors import ExperimentError, level_of_caller, warn
+from graphpatch_notebook.errors import ExperimentError, extra, level_of_caller, warn
 from graphpatch_notebook.experiments.attribution.gradient_runs import (
     AttributionRuns,
     Choices,
@@ -38,7 +38,6 @@ from graphpatch_notebook.experiments.engine.inputs import (
 from graphpatch_notebook.experiments.results import keep_components, metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import kept_for
-from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patching.model_state import runs_where_the_model_is
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from graphpatch_notebook.errors import ExperimentError, warn_each_time
+from graphpatch_notebook.errors import ExperimentError, extra, warn_each_time
 from graphpatch_notebook.experiments.attribution.rules import FrozenDenominators
 from graphpatch_notebook.experiments.engine.inputs import (
     Inputs,
@@ -25,7 +25,6 @@ from graphpatch_notebook.experiments.engine.inputs import (
     inputs_of,
 )
 from graphpatch_notebook.experiments.methods.lens import checked_tokens, component, layer_count, numbers_of, of_rows
-from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import CustomPatch, ProbePatch

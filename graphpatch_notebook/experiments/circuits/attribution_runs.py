@@ -1,6 +1,6 @@
 """The runs behind an attribution graph.
 
-1. The model runs once with gradients, its attention patterns, denominators of norms and gates frozen (`frozen`). What
+1. The model runs once with gradients, its attention patterns, denominators of norms and gates frozen (`features`). What
    MLPs write is taken as given: it is the sum of what features write (`features`), and an error.
 2. A logit, or a feature, is then a linear function of a state of the stream. One derivative of that run gives what each
    token, feature and error adds to it: many functions of one layer go together, as rows of one backward pass.
@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphpatch_notebook.components.names import parse_name
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, extra
 from graphpatch_notebook.experiments.attribution.rules import FrozenDenominators
 from graphpatch_notebook.experiments.circuits.attribution_graph import Array, AttributionGraph, GraphNode
 from graphpatch_notebook.experiments.circuits.features import FrozenRun, Linearized, linearized, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, check_graph, inputs_of, record
 from graphpatch_notebook.experiments.methods.lens import component
-from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ReplacePatch

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components.flow import Value
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError, level_of_caller, warn
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError, extra, level_of_caller, warn
 from graphpatch_notebook.experiments.attribution.gradient_runs import (
     Choices,
     Routing,
@@ -48,7 +48,6 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs, Positions, che
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.patching.model_state import preserved, runs_where_the_model_is

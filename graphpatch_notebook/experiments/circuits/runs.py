@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphpatch_notebook.errors import ExperimentError, PatchValueError, level_of_caller, warn
+from graphpatch_notebook.errors import ExperimentError, PatchValueError, extra, level_of_caller, warn
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, WrittenPositions, nodes_of
 from graphpatch_notebook.experiments.circuits.stream import Writer, index_of, rows_of
@@ -34,7 +34,6 @@ from graphpatch_notebook.experiments.engine.inputs import (
     inputs_of,
     record,
 )
-from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import AddPatch, Patch
 from graphpatch_notebook.patching.model_state import runs_where_the_model_is

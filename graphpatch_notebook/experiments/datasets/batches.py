@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, extra
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Examples, Inputs, batches_of, check_graph
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.slices import PositionSelection, Selection, selection
 from graphpatch_notebook.patching import (

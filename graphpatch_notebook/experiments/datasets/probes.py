@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, extra
 from graphpatch_notebook.experiments.datasets.store import ActivationStore
-from graphpatch_notebook.lazy_names import extra
 
 if TYPE_CHECKING:
     from xarray import Dataset

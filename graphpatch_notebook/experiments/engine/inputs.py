@@ -16,19 +16,17 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.components.names import is_component_name
-from graphpatch_notebook.errors import ExperimentError, SweepInterrupted, UnknownPathError, warn_each_time
+from graphpatch_notebook.errors import ExperimentError, SweepInterrupted, UnknownPathError, extra, warn_each_time
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.cells import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.metrics import AnswerLogProbability, Continuations, Generated, Metric
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.patching import padded_end, row_dimension, sequence_dim
 from graphpatch_notebook.patching.model_state import RandomState, copied
-from graphpatch_notebook.paths import is_pattern
+from graphpatch_notebook.paths import is_component_name, is_pattern
 from graphpatch_notebook.texts import decoded, is_text, token_text
 from graphpatch_notebook.values import children, replaced
 

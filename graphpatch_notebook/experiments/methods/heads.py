@@ -14,7 +14,7 @@ from graphpatch_notebook.components import Component, FactoredMatrix
 from graphpatch_notebook.components.components import table_of
 from graphpatch_notebook.components.flow import Value, walk
 from graphpatch_notebook.components.names import ComponentName, parse_name
-from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError
+from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError, extra
 from graphpatch_notebook.experiments.engine.inputs import (
     Inputs,
     OverExamples,
@@ -27,7 +27,6 @@ from graphpatch_notebook.experiments.engine.inputs import (
     record,
 )
 from graphpatch_notebook.experiments.methods.lens import component, layer_count
-from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch, ZeroPatch

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components import Component
-from graphpatch_notebook.errors import ExperimentError, collected_warnings
+from graphpatch_notebook.errors import ExperimentError, collected_warnings, extra
 from graphpatch_notebook.experiments.engine import RemoteGraph
 from graphpatch_notebook.experiments.engine.cells import PatchMap, is_close
 from graphpatch_notebook.experiments.engine.inputs import Inputs, Paths, check_graph, inputs_of, record, several_paths
 from graphpatch_notebook.experiments.engine.shared import RunsFrom
 from graphpatch_notebook.experiments.metrics import Tokens
 from graphpatch_notebook.inspection.resolution import resolve
-from graphpatch_notebook.lazy_names import extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch

@@ -21,7 +21,14 @@ import numpy as np
 import torch
 
 from graphpatch_notebook.capture.modules import all_modules, plain_tensors
-from graphpatch_notebook.errors import ExperimentError, PatchMapError, SweepInterrupted, warn_each_time
+from graphpatch_notebook.errors import (
+    ExperimentError,
+    PatchMapError,
+    SweepInterrupted,
+    check_extra,
+    extra,
+    warn_each_time,
+)
 from graphpatch_notebook.experiments.engine import Checkpoint, Lost, Workers, check_executor, weights_digest
 from graphpatch_notebook.experiments.engine.cells import (
     Cell,
@@ -59,7 +66,6 @@ from graphpatch_notebook.experiments.engine.shared import (
 from graphpatch_notebook.experiments.results import data_array, metric_dims, metric_name, plain_label
 from graphpatch_notebook.inspection.meanings import Meanings, meanings
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.lazy_names import check_extra, extra
 from graphpatch_notebook.options import check_input_names
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import declares

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.nn import Module
 
-from graphpatch_notebook.components.names import is_component_name, parse_name
+from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import (
     CaptureError,
     ChosenPatchError,
@@ -53,7 +53,7 @@ from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace, counted
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.paths import nearest, parse_path
+from graphpatch_notebook.paths import is_component_name, nearest, parse_path
 
 if TYPE_CHECKING:
     from graphpatch_notebook.notebook.export import SourceCode

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchWarning, PatchValueError, SessionError, cut
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve
 from graphpatch_notebook.notebook.display.tables import visible
@@ -32,7 +31,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.slices import index_problem, selection_problem
 from graphpatch_notebook.patching import check_call, target_of_call
-from graphpatch_notebook.paths import ParsedPath, numbered, parse_path
+from graphpatch_notebook.paths import ParsedPath, is_component_name, numbered, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
 
 _MOST_UNDOS = 1000

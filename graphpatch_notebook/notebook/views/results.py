@@ -20,7 +20,7 @@ import traitlets
 from msgspec import Meta
 
 from graphpatch_notebook.components import Components
-from graphpatch_notebook.components.names import is_component_name, parse_name
+from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.experiments.circuits.attribution_graph import AttributionGraph
 from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit, summary_of
 from graphpatch_notebook.experiments.datasets.feature_pages import page_html
@@ -33,6 +33,7 @@ from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.linked import LinkedView, session_for_view
 from graphpatch_notebook.notebook.views.selection import item_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.paths import is_component_name
 
 if TYPE_CHECKING:
     from xarray import DataArray

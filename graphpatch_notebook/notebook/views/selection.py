@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from graphpatch_notebook.components import find
-from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.messages import Act, Item
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import parse_arguments
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.paths import is_component_name
 
 _NUMBERS = ("layer", "head", "position", "key")
 _LAYER = re.compile(r"^(?:[^\[\]@]+\.)?layers\[(\d+)\]")

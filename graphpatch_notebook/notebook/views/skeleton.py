@@ -20,7 +20,6 @@ import torch
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref
 from graphpatch_notebook.components import find
-from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.node_path import Location, sources_in
 from graphpatch_notebook.inspection.resolution import (
@@ -36,7 +35,7 @@ from graphpatch_notebook.inspection.tree import is_clutter, is_shown, plumbing, 
 from graphpatch_notebook.notebook.display.tables import spec_label, visible
 from graphpatch_notebook.notebook.messages import FLAGS, KINDS, NEXT, ComponentRow, Flow, RowKind
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, parse_path
+from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, is_component_name, parse_path
 from graphpatch_notebook.values import (
     ContainerSpec,
     ScalarSpec,
