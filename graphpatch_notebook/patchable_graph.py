@@ -22,7 +22,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import GraphError, add_note
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule, own_graphs
-from graphpatch_notebook.graphs.hierarchy import postprocess
+from graphpatch_notebook.graphs.compiled_module import postprocess
 from graphpatch_notebook.graphs.modules import delegate
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import METHODS, NodeMap

@@ -8,9 +8,8 @@ which calls a graph holds. `plain_fx` writes a hierarchy of plain `fx.GraphModul
 
 from __future__ import annotations
 
-from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule, own_graphs
+from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule, build_hierarchy, own_graphs
 from graphpatch_notebook.graphs.generated_code import code_generations
-from graphpatch_notebook.graphs.hierarchy import build_hierarchy
 from graphpatch_notebook.graphs.interpretation import GraphInterpreter
 from graphpatch_notebook.graphs.modules import (
     GraphModule,
