@@ -306,39 +306,20 @@ class Plan:
     ) -> None:
         self.entries, self.callers, self.own_graphs, self.splices = entries, callers, own_graphs, splices
         self.all_entries = _with_splices(entries, splices)
-        wanted = [*(graph.frame for graph in own_graphs), *(entry.target.frame for entry in self.all_entries)]
-        plans = {id(frame): FramePlan(frame) for frame in callers.frames_to_recognize(root, wanted)}
-        self.by_frame, self.root = plans, plans[id(root)]
-        for graph in own_graphs:
-            plans[id(graph.frame)].graph = graph
-        for plan in plans.values():
-            if plan is not self.root and plan.frame.call is not None:
-                calls = (plans.get(id(plan.frame.parent)) or nearest_above(plan.frame, plans)).calls
-                calls.setdefault(id(plan.frame.module), {})[plan.frame.call.call_index] = plan
-        self.restricted: list[Entry] = []
-        self.skips: list[Entry] = []
-        for entry in sorted(self.all_entries, key=operator.attrgetter("rank")):
-            plan = plans[id(entry.target.frame)]
+        self.by_frame = plans = self._frames(root)
+        self.root = plans[id(root)]
+        ordered = sorted(self.all_entries, key=operator.attrgetter("rank"))
+        for entry in ordered:
             if own_graphs:
                 _refuse_before_hooks(entry, plans)
-            plan.add(entry)
-            if entry.restriction is not None:
-                self.restricted.append(entry)
-            if entry.patches[0].replaces_call:
-                self.skips.append(entry)
+            plans[id(entry.target.frame)].add(entry)
+        self.restricted = [entry for entry in ordered if entry.restriction is not None]
+        self.skips = [entry for entry in ordered if entry.patches[0].replaces_call]
         self.watched: dict[int, Module] = {}
         self.with_outputs: dict[int, tuple[Module, bool]] = {}
         self.with_inputs: dict[int, tuple[Module, bool]] = {}
         for plan in plans.values():
-            plan.settle()
-            module = self.watched[id(plan.frame.module)] = plan.frame.module
-            if plan.output and takes_hooks(module):
-                _, is_changed = self.with_outputs.get(id(module), (module, False))
-                is_changed = is_changed or not all(entry.observes_only for entry in plan.output)
-                self.with_outputs[id(module)] = module, is_changed
-            if (plan.changes_inputs or plan.probed) and takes_hooks(module):
-                _, has_changes = self.with_inputs.get(id(module), (module, False))
-                self.with_inputs[id(module)] = module, has_changes or plan.changes_inputs
+            self._watch(plan)
         self.sees_ops = any(plan.needs_mode for plan in plans.values())
         self.unpatched = {
             id(call.frame.module): call.frame.module
@@ -353,6 +334,30 @@ class Plan:
             for graph in reversed(own_graphs)
             if graph.frame.custom_graph is not None
         }
+
+    def _frames(self, root: Frame) -> dict[int, FramePlan]:
+        """Returns empty plans of the frames that a run must recognize, connected as the frames call each other."""
+        wanted = [*(graph.frame for graph in self.own_graphs), *(entry.target.frame for entry in self.all_entries)]
+        plans = {id(frame): FramePlan(frame) for frame in self.callers.frames_to_recognize(root, wanted)}
+        for graph in self.own_graphs:
+            plans[id(graph.frame)].graph = graph
+        for plan in plans.values():
+            if plan.frame is not root and plan.frame.call is not None:
+                calls = (plans.get(id(plan.frame.parent)) or nearest_above(plan.frame, plans)).calls
+                calls.setdefault(id(plan.frame.module), {})[plan.frame.call.call_index] = plan
+        return plans
+
+    def _watch(self, plan: FramePlan) -> None:
+        """Completes the plan of a frame, and notes what must be seen of its module."""
+        plan.settle()
+        module = self.watched[id(plan.frame.module)] = plan.frame.module
+        if plan.output and takes_hooks(module):
+            _, is_changed = self.with_outputs.get(id(module), (module, False))
+            is_changed = is_changed or not all(entry.observes_only for entry in plan.output)
+            self.with_outputs[id(module)] = module, is_changed
+        if (plan.changes_inputs or plan.probed) and takes_hooks(module):
+            _, has_changes = self.with_inputs.get(id(module), (module, False))
+            self.with_inputs[id(module)] = module, has_changes or plan.changes_inputs
 
     def with_more(self, entries: Sequence[Entry]) -> Plan:
         """Returns the plan for `entries` after the patches of this one."""

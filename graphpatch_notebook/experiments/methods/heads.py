@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from graphpatch_notebook.components import Component, FactoredMatrix
 from graphpatch_notebook.components.components import table_of
@@ -116,40 +117,45 @@ def head_scores(
         lengths = _LENGTHS if length is None else [length]
         tried = [_repeated_tokens(pg, embedded, each, rows, seed) for each in lengths]
     path, position = embedded.place if embedded is not None else _tokens(pg, tried[0])
-    values: Mapping[str, Tensor] = {}
+    values = _recorded(pg, tried, [*found.values(), path], is_random=not inputs and not input_kwargs)
+    tokens = values[path].movedim(position, 1)
+    none, masks = torch.zeros(0, len(_SCORES), dtype=torch.float64), _masks(tokens)
+    scores = [
+        _scores_of(pg, found[layer], values[found[layer]], masks) if layer in found else none for layer in range(layers)
+    ]
+    array = pad_sequence(scores, batch_first=True, padding_value=np.nan).movedim(-1, 0).numpy()
+    coordinates = {"score": list(_SCORES), "layer": list(range(layers)), "head": list(range(array.shape[-1]))}
+    return xarray.DataArray(array, coordinates, list(coordinates), name="attention")  # type: ignore[no-any-return]
+
+
+def _recorded(
+    pg: PatchableGraph, tried: Sequence[Inputs], paths: list[str], *, is_random: bool
+) -> Mapping[str, Tensor]:
+    """Returns the values at paths, the last of which has the tokens, on the first inputs on which the model runs."""
     for given in tried:
         try:
-            values = record(pg, given, [*found.values(), path]).values
-            break
+            return record(pg, given, paths).values
         except Exception as error:
-            if isinstance(error, PatchNotFiredError) and path in error.paths:
+            if isinstance(error, PatchNotFiredError) and paths[-1] in error.paths:
                 raise ExperimentError("no input is a tensor of tokens, of shape (batch, position)") from error
-            if inputs or input_kwargs:
+            if not is_random:
                 raise
             failed = error
-    else:
+    raise ExperimentError(
+        f"the model fails on few random tokens ({failed}): give length=, half of what it takes"
+    ) from failed
+
+
+def _scores_of(pg: PatchableGraph, name: str, pattern: Tensor, masks: Sequence[Tensor]) -> Tensor:
+    """Returns the scores of the heads of a layer, of shape (heads, scores)."""
+    axes, count = pg.components[name].axes, masks[0].shape[-1]
+    by_head = pattern if "head" in axes else pattern[:, None]
+    if axes not in _PATTERNS or by_head.shape[-2:] != (count, count):
         raise ExperimentError(
-            f"the model fails on {2 * lengths[-1]} random tokens ({failed}): give length=, half of what it takes"
-        ) from failed
-    tokens = values[path].movedim(position, 1)
-    masks = _masks(tokens)
-    scores: dict[int, list[Tensor]] = {}
-    for layer, name in found.items():
-        axes = pg.components[name].axes
-        pattern = values[name] if "head" in axes else values[name][:, None]
-        if axes not in _PATTERNS or pattern.shape[-2:] != (tokens.shape[1],) * 2:
-            raise ExperimentError(
-                f"{name!r} has shape {tuple(pattern.shape)} ({', '.join(map(str, axes))}), and there are "
-                f"{tokens.shape[1]} tokens: the positions of the pattern are not those of the tokens"
-            )
-        scores[layer] = [_mean(pattern.double(), mask) for mask in masks]
-    heads = max(len(of_layer[0]) for of_layer in scores.values())
-    array = np.full((len(_SCORES), layers, heads), np.nan)
-    for layer, of_layer in scores.items():
-        for number, score in enumerate(of_layer):
-            array[number, layer, : len(score)] = score.cpu().numpy()
-    coordinates = {"score": list(_SCORES), "layer": list(range(layers)), "head": list(range(heads))}
-    return xarray.DataArray(array, coordinates, list(coordinates), name="attention")  # type: ignore[no-any-return]
+            f"{name!r} has shape {tuple(by_head.shape)} ({', '.join(map(str, axes))}), and there are {count} tokens: "
+            "the positions of the pattern are not those of the tokens"
+        )
+    return torch.stack([_mean(by_head.double(), mask) for mask in masks], 1).cpu()
 
 
 @dataclass(frozen=True)

@@ -453,12 +453,7 @@ def run_sweep(
     recipe: Any = None,
 ) -> DataArray:
     """Returns the metric for each combination of the values of `axes`: see `PatchableGraph.sweep`."""
-    check_graph(pg)
-    check_metric(metric)
-    check_input_names(pg.nodes.root, inputs.kwargs, PatchableGraph.sweep)
-    inputs = with_generation(pg, inputs_of(pg, inputs.args, inputs.kwargs), metric)
-    check_metric_position(pg, inputs, metric)
-    check_extra("xarray", "the result of a sweep")
+    inputs = _checked_inputs(pg, inputs, metric)
     _check_options(batch, checkpoint_key)
     if executor is not None:
         check_executor(executor, recipe, pg)
@@ -480,7 +475,6 @@ def run_sweep(
     if ledger.results:
         made = [cell for cell in made if cell.number not in ledger.results]
         runner = CellRunner(pg, request, made if executor is None else [])
-    remarks: dict[str, None] = {}
 
     def run() -> None:
         if executor is None:
@@ -489,22 +483,34 @@ def run_sweep(
                 ledger.keep(results)
         elif made:
             workers = Workers(executor, recipe, pg, functools.partial(_CellTask.of, request, baseline), names)
-            _run_elsewhere(workers, list(_chunks(made, request)), ledger, remarks)
+            _run_elsewhere(workers, list(_chunks(made, request)), ledger)
 
-    shown: Any = nullcontext()
-    if progress:  # a widget in a notebook, a line on stderr elsewhere
-        tqdm = extra("tqdm.auto", "the progress of a sweep", ", or say progress=False").tqdm
-        shown = tqdm(total=len(cells), initial=len(ledger.results), desc="sweep", unit="cell")
-    with shown as ledger.progress:
+    with _progress_bar(len(cells), len(ledger.results)) if progress else nullcontext() as ledger.progress:
         is_whole = _runs_through(run)
-    told = [*remarks, *runner.remarks]
+    told, count = dict.fromkeys([*ledger.remarks, *runner.remarks]), len(ledger.results)
     if not is_whole:
-        told.append(f"interrupted: {len(cells) - len(ledger.results)} of {len(cells)} cells did not run and are NaN")
-    told, attrs = list(dict.fromkeys(told)), inputs.attrs(pg)
-    result = data_array(values, cells.unmade, ledger.results, ledger.baseline, metric, told, attrs)
+        told[f"interrupted: {len(cells) - count} of {len(cells)} cells did not run and are NaN"] = None
+    result = data_array(values, cells.unmade, ledger.results, ledger.baseline, metric, list(told), inputs.attrs(pg))
     if not is_whole:
-        raise SweepInterrupted(_stopped(len(ledger.results), len(cells), checkpoint), result)
+        raise SweepInterrupted(_stopped(count, len(cells), checkpoint), result)
     return result
+
+
+def _checked_inputs(pg: PatchableGraph, inputs: Inputs, metric: Any) -> Inputs:
+    """Checks the graph, the metric and the inputs of a sweep, and returns the inputs as the metric asks for them."""
+    check_graph(pg)
+    check_metric(metric)
+    check_input_names(pg.nodes.root, inputs.kwargs, PatchableGraph.sweep)
+    found = with_generation(pg, inputs_of(pg, inputs.args, inputs.kwargs), metric)
+    check_metric_position(pg, found, metric)
+    check_extra("xarray", "the result of a sweep")
+    return found
+
+
+def _progress_bar(total: int, done: int) -> Any:
+    """Returns a progress bar: a widget in a notebook, a line on stderr elsewhere."""
+    tqdm = extra("tqdm.auto", "the progress of a sweep", ", or say progress=False").tqdm
+    return tqdm(total=total, initial=done, desc="sweep", unit="cell")
 
 
 @dataclass
@@ -515,12 +521,14 @@ class _Ledger:
         baseline: The measurement without patches; all others must have its shape and names.
         checkpoint: Where results are written, if anywhere.
         results: The results, by the number of the cell.
+        remarks: What executors remarked.
         progress: A progress bar, if there is one.
     """
 
     baseline: Measurement
     checkpoint: Checkpoint | None = None
     results: dict[int, CellResult] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
     progress: Any = None
 
     def keep(self, results: Sequence[CellResult]) -> None:
@@ -579,14 +587,14 @@ def _chunks(cells: Sequence[Cell], request: Request) -> Iterator[list[Cell]]:
     yield from ([cell] for cell in cells if not is_pure(cell.patches))
 
 
-def _run_elsewhere(workers: Workers, chunks: Sequence[list[Cell]], ledger: _Ledger, remarks: dict[str, None]) -> None:
+def _run_elsewhere(workers: Workers, chunks: Sequence[list[Cell]], ledger: _Ledger) -> None:
     """Runs chunks of cells by an executor. The cells of a lost chunk run one by one: one may be the cause."""
     lost: list[list[Cell]] = []
 
     def take(number: int, found: Any) -> None:
         if not isinstance(found, Lost):
             ledger.keep(found[0])
-            remarks.update(dict.fromkeys(found[1]))
+            ledger.remarks += found[1]
         elif len(chunks[number]) > 1:
             lost.extend([cell] for cell in chunks[number])
         else:
@@ -603,7 +611,7 @@ def _run_elsewhere(workers: Workers, chunks: Sequence[list[Cell]], ledger: _Ledg
                 take(*each)
         raise
     if lost:
-        _run_elsewhere(workers, lost, ledger, remarks)
+        _run_elsewhere(workers, lost, ledger)
 
 
 def _identity(
