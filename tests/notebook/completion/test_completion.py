@@ -20,7 +20,7 @@ from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.notebook.completion import PathCompleter, next_segments
 from graphpatch_notebook.notebook.magics.commands import commands
 from tests.notebook.hostile import hostile_graph
-from tests.notebook.shells import Shell
+from tests.notebook.shells import Shell, opened
 from tests.zoo import case_by_name
 
 pytestmark = pytest.mark.hosts
@@ -28,22 +28,29 @@ pytestmark = pytest.mark.hosts
 hostile = cache(hostile_graph)
 
 
-@pytest.fixture(params=[True, False], ids=["jedi", "no jedi"])
-def typing(plain_shell: Shell, request: pytest.FixtureRequest) -> Shell:
+@pytest.fixture(scope="module")
+def typing() -> Iterator[Shell]:
     """A shell with the extension, a graph of hostile names, and variables."""
-    plain_shell.ok("%load_ext graphpatch_notebook")
-    plain_shell.ip.Completer.use_jedi = request.param
-    plain_shell.namespace.update(
-        pg=hostile(),
-        graphs={"first": hostile()},
-        inside=hostile().graph.output,
-        steer=torch.ones(2),
-        stride=2,
-        model=torch.nn.ReLU(),
-        Path=Path,
-    )
-    yield plain_shell
-    plain_shell.ok("%graphpatch clear")
+    with opened() as shell:
+        shell.ok("%load_ext graphpatch_notebook")
+        shell.ip.Completer.use_jedi = False
+        shell.namespace.update(
+            pg=hostile(),
+            graphs={"first": hostile()},
+            inside=hostile().graph.output,
+            steer=torch.ones(2),
+            stride=2,
+            model=torch.nn.ReLU(),
+            Path=Path,
+        )
+        yield shell
+
+
+@pytest.fixture(params=[True, False], ids=["jedi", "no jedi"])
+def also_jedi(typing: Shell, request: pytest.FixtureRequest) -> Iterator[None]:
+    typing.ip.Completer.use_jedi = request.param
+    yield
+    typing.ip.Completer.use_jedi = False
 
 
 def completed(shell: Shell, text: str, after: str = "") -> list[str]:
@@ -71,6 +78,7 @@ def matched(shell: Shell, text: str) -> dict[str, Any]:
 BLOCKS = ["blocks_0", "blocks_1", "blocks_2"]
 
 
+@pytest.mark.usefixtures("also_jedi")
 @pytest.mark.parametrize("before", ["%graphpatch ", "x = %graphpatch ", "if 1:\n    %graphpatch ", "graphpatch "])
 def test_commands_and_paths_are_completed_wherever_the_magic_is_allowed(typing: Shell, before: str) -> None:
     assert completed(typing, f"{before}ze") == [f"{before}zero"]
@@ -179,6 +187,7 @@ def test_keys_of_patch_maps_and_items(typing: Shell, before: str) -> None:
     assert f"{before}blocks_1.linear" in completed(typing, f"{before}blocks_1.", after='"})')
 
 
+@pytest.mark.usefixtures("also_jedi")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -194,6 +203,7 @@ def test_attributes_and_items_of_the_graph(typing: Shell, text: str, expected: l
     assert texts(typing, text) == expected
 
 
+@pytest.mark.usefixtures("also_jedi")
 @pytest.mark.parametrize(
     "text",
     [
@@ -238,7 +248,6 @@ class Trap:
 
 
 def test_no_code_of_the_user_runs(typing: Shell) -> None:
-    typing.ip.Completer.use_jedi = False
     typing.namespace["trap"] = Trap()
     Trap.touched = False
     for text in ("trap.patch({'", "trap.graph.patch({'", "trap.graph['", "trap.pg.nodes['", "%graphpatch add relu tr"):

@@ -18,8 +18,8 @@ from graphpatch_notebook.notebook.session.session import Session
 from tests.zoo import Call, case_by_name
 
 FOLDER = Path(__file__).parent / "recipes"
-CASES = ("gpt2-eager", "mixtral-eager", "vit-eager")
-_CHOSEN = re.compile(r"^vit.embeddings.|_0\.(attn|attention|block_sparse_moe|self_attn)\.|_0\.[^.]*$")
+CASES = ("gpt2-eager", "mixtral-eager")
+_CHOSEN = re.compile(r"_0\.(attn|attention|block_sparse_moe|self_attn)\.|_0\.[^.]*$")
 
 
 def graph_of(name: str) -> PatchableGraph:
