@@ -50,30 +50,6 @@ def test_repr_of_the_graph_modules(tuple_pg: PatchableGraph) -> None:
     assert folded(repr(tuple_pg)) == folded(expected)
 
 
-def test_tree(tuple_pg: PatchableGraph) -> None:
-    expected = """
-<root>: TupleOutputModule
-├─x: Tensor(3, 2)
-├─linear_0: Linear
-│ ├─input: Tensor(3, 2)
-│ ├─weight: Tensor(3, 2)
-│ ├─bias: Tensor(3)
-│ ├─linear: Tensor(3, 3)
-│ └─output: Tensor(3, 3)
-├─add: Tensor(3, 2)
-├─linear_1: Linear
-│ ├─input: Tensor(3, 2)
-│ ├─weight: Tensor(3, 2)
-│ ├─bias: Tensor(3)
-│ ├─linear: Tensor(3, 3)
-│ └─output: Tensor(3, 3)
-└─output: tuple(2)
-  ├─sub_0: Tensor(3, 3)
-  └─sub_1: Tensor(3, 3)
-"""
-    assert repr(tuple_pg.graph).splitlines() == expected.strip().splitlines()
-
-
 def test_code_of_the_root(tuple_pg: PatchableGraph) -> None:
     expected = """
 def forward(self, x : torch.Tensor):
@@ -83,27 +59,6 @@ def forward(self, x : torch.Tensor):
     return (linear_0, linear_1)
 """
     assert folded(tuple_pg.graph._code) == folded(expected)
-
-
-def test_code_of_an_operation(tuple_pg: PatchableGraph) -> None:
-    where, line = str(tuple_pg.graph.add._code).splitlines()
-    assert re.fullmatch(r'File ".*test_guide\.py", line \d+, in forward', where)
-    assert line == "    return (self.linear(x), self.linear(x + 1))"
-
-
-def test_code_of_a_submodule_call(tuple_pg: PatchableGraph) -> None:
-    code = str(tuple_pg.graph.linear_0._code)
-    assert code.startswith("Calling context:\nFile ")
-    assert "    return (self.linear(x), self.linear(x + 1))\nCompiled code:\n" in code
-    compiled = """
-def forward(self, input : torch.Tensor):
-    input_1 = input
-    weight = self.weight
-    bias = self.bias
-    linear = torch._C._nn.linear(input_1, weight, bias);  input_1 = weight = bias = None
-    return linear
-"""
-    assert folded(code.split("Compiled code:\n")[1]) == folded(compiled)
 
 
 class Opaque(Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -22,6 +21,7 @@ from transformers import (
 
 from graphpatch_notebook import GraphError, PatchableGraph, ZeroPatch
 from graphpatch_notebook import experiments as ex
+from tests import tiny_models
 
 WORDS = "<pad> <s> The cat sat on the mat . When Mary and John went to store a drink user assistant :".split()
 ONE, SEVERAL, OTHER = "The cat sat on", ["The cat sat on", "Mary drink"], "The mat sat on"
@@ -39,10 +39,7 @@ def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     return found
 
 
-def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(
-        GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=len(WORDS), bos_token_id=1, eos_token_id=1)
-    )
+gpt2 = functools.partial(tiny_models.gpt2, vocabulary=len(WORDS), bos_token_id=1, eos_token_id=1)
 
 
 def llama() -> nn.Module:
@@ -149,12 +146,17 @@ OF_ONE: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def graphs() -> tuple[PatchableGraph, PatchableGraph]:
+    """A graph that takes texts, and one of the same model that takes tokens."""
+    model = gpt2()
+    return PatchableGraph(model, ONE, tokenizer=tokenizer()), PatchableGraph(model, **given(ONE, "right"))
+
+
 @pytest.mark.parametrize("name", [*OF_PAIRS, *OF_ONE])
-def test_every_experiment_takes_texts(name: str) -> None:
-    torch.manual_seed(0)
-    model = gpt2().eval()
+def test_every_experiment_takes_texts(name: str, graphs: tuple[PatchableGraph, PatchableGraph]) -> None:
     clean, other = (given(text, "right") for text in (ONE, OTHER))
-    pg, plain = PatchableGraph(model, ONE, tokenizer=tokenizer()), PatchableGraph(model, **clean)
+    pg, plain = graphs
     if name in OF_PAIRS:
         found, expected = OF_PAIRS[name](pg, ONE, OTHER), OF_PAIRS[name](plain, clean, other)
     else:
@@ -165,16 +167,14 @@ def test_every_experiment_takes_texts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_PAIRS)
-def test_several_texts_are_one_batch(name: str) -> None:
-    torch.manual_seed(0)
-    model = gpt2().eval()
-    pg, plain = PatchableGraph(model, [ONE, OTHER], tokenizer=tokenizer()), PatchableGraph(model, **given(ONE, "right"))
+def test_several_texts_are_one_batch(name: str, graphs: tuple[PatchableGraph, PatchableGraph]) -> None:
+    pg, plain = graphs
     clean, other = given([ONE, OTHER], "right"), given([OTHER, ONE], "right")
     assert OF_PAIRS[name](pg, [ONE, OTHER], [OTHER, ONE]).equals(OF_PAIRS[name](plain, clean, other))
 
 
 def test_tokens_are_texts_in_readouts() -> None:
-    pg = PatchableGraph(gpt2().eval(), ONE, tokenizer=tokenizer())
+    pg = PatchableGraph(gpt2(), ONE, tokenizer=tokenizer())
     mary, cat = (pg.to_single_token(word) for word in ("Mary", "cat"))
     lens = ex.logit_lens(pg, ONE, target=["Mary", "cat"])
     assert lens.token.values.tolist() == ["Mary", "cat"]
@@ -189,7 +189,7 @@ def test_tokens_are_texts_in_readouts() -> None:
 
 
 def test_datasets_are_lists_of_texts(tmp_path: Any) -> None:
-    pg = PatchableGraph(gpt2().eval(), ONE, tokenizer=tokenizer())
+    pg = PatchableGraph(gpt2(), ONE, tokenizer=tokenizer())
     texts = [*SEVERAL, "When Mary and John", "a"]
     batches = [given(texts[:3], "right"), given(texts[3:], "right")]
     path = "layers[1].resid_post"
@@ -200,7 +200,7 @@ def test_datasets_are_lists_of_texts(tmp_path: Any) -> None:
 
 
 def test_texts_of_tokens() -> None:
-    pg = PatchableGraph(gpt2().eval(), ONE, tokenizer=tokenizer())
+    pg = PatchableGraph(gpt2(), ONE, tokenizer=tokenizer())
     assert pg.to_str_tokens(ONE) == ONE.split()
     assert pg.to_str_tokens(pg.to_tokens(SEVERAL)) == [ONE.split(), ["Mary", "drink", "<pad>", "<pad>"]]
     assert pg.to_single_token("Mary") == WORDS.index("Mary")

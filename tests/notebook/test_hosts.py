@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 from tests.notebook.hosts import SETTING, Kernel, Terminal, environment
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures("kernels_are_warm")]
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 CHANGED = "bool((patched != model(x)).any())"
@@ -77,35 +79,6 @@ def test_a_session_in_a_terminal(command: list[str], tmp_path: Path) -> None:
         assert "Out[15]: True" in host.run(UNTOUCHED)
 
 
-def ipython_in_a_pipe(folder: Path, *arguments: str) -> tuple[str, str, int]:
-    result = subprocess.run(
-        [sys.executable, "-m", "IPython", *arguments],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    return result.stdout, result.stderr, result.returncode
-
-
-def test_one_command_of_ipython_in_a_pipe(tmp_path: Path) -> None:
-    lines = "\n".join([*SETTING, *CHOICE])
-    out, err, status = ipython_in_a_pipe(tmp_path, "-c", f"{lines}\n%graphpatch zero sub_2.lin")
-    assert "#1 zero sub_1.softmax[:, -1] -> (3,)\n" in out
-    assert "UsageError: no node 'lin' in sub_2; nearest: 'sub_2.linear'" in out + err
-    assert "Traceback" not in out + err
-    assert status == 1
-    (tmp_path / "setting.ipy").write_text(lines, "utf8")
-    before = "--InteractiveShellApp.exec_files=setting.ipy"
-    source = f"%%graphpatch\npatched = pg(x)\nassert {CHANGED}\nget_ipython().run_line_magic('graphpatch', 'list')"
-    out, err, status = ipython_in_a_pipe(tmp_path, before, "-c", source)
-    assert "\n1  zero  sub_1.softmax[:, -1]         (3,)\n" in out
-    assert "\x1b" not in out
-    assert (err, status) == ("", 0)
-
-
 # -- notebooks ---------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +90,7 @@ def test_a_notebook_is_run_like_any_other(tmp_path: Path) -> None:
         "%%graphpatch\nimport asyncio\nawait asyncio.sleep(0)\npatched = pg(x)\nprint('in between')\npatched.shape",
         "%%graphpatch\npg(x);",
         CHANGED,
+        "display(*(pg.browse() for _ in range(3)))",
         f"%%graphpatch\npatched = pg(x)\nwidth = patched.shape[1] - 2\npatched / (1 // width)\n{UNTOUCHED}",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
@@ -125,10 +99,11 @@ def test_a_notebook_is_run_like_any_other(tmp_path: Path) -> None:
         timeout=600,
         startup_timeout=600,
         kernel_name="python3",
+        store_widget_state=True,
+        allow_errors=True,
         resources={"metadata": {"path": str(tmp_path)}},
     )
-    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
-        client.execute(env=environment(tmp_path))
+    client.execute(env=environment(tmp_path))
     shown = [cell.outputs for cell in notebook.cells]
     assert shown[5][0].data["text/plain"].endswith("1  zero  sub_1.softmax[:, -1]         (3,)")
     assert "<table" in shown[5][0].data["text/html"] or "<pre" in shown[5][0].data["text/html"]
@@ -136,7 +111,15 @@ def test_a_notebook_is_run_like_any_other(tmp_path: Path) -> None:
     assert shown[6][1].data == {"text/plain": "torch.Size([3, 2])"}
     assert shown[7] == []
     assert shown[8][0].data == {"text/plain": "True"}
-    (error,) = shown[9]
+    # The front end is in the notebook once, and views are small.
+    models = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
+    views = [output["data"][WIDGET_VIEW]["model_id"] for output in shown[9][::2]]
+    for number, static in zip(views, shown[9][1::2], strict=True):
+        assert f"gp-static-{number}" in static["data"]["text/html"]
+    (front_end,) = {models[number]["state"]["front_end"] for number in views}
+    assert len(json.dumps(models.pop(front_end.removeprefix("IPY_MODEL_")))) < 100_000 * 4 / 3  # in base64
+    assert len(json.dumps(models)) < 3 * 13_000
+    (error,) = shown[10]
     traceback = ANSI.sub("", "\n".join(error.traceback))
     assert error.ename == "ZeroDivisionError"
     assert "----> 4 patched / (1 // width)" in traceback
@@ -146,9 +129,14 @@ def test_a_notebook_is_run_like_any_other(tmp_path: Path) -> None:
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def kernel(tmp_path: Path) -> Iterator[Kernel]:
-    host = Kernel(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernel")
+
+
+@pytest.fixture(scope="module")
+def kernel(folder: Path) -> Iterator[Kernel]:
+    host = Kernel(folder)
     try:
         for cell in [*SETTING, *CHOICE]:
             host.ok(cell)
@@ -157,7 +145,17 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
         host.close()
 
 
-def test_a_kernel_through_a_whole_session(kernel: Kernel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cell", ["pg.browse()", "display(pg.browse())", "%%graphpatch\npg(x)\npg.browse()"])
+def test_a_cell_shows_the_widget_and_a_tree_without_it(kernel: Kernel, cell: str) -> None:
+    messages = kernel.ok(cell).messages
+    live, static = (message["content"]["data"] for message in messages if message["msg_type"] == "display_data")
+    assert live.keys() == {WIDGET_VIEW}
+    assert static["text/plain"].startswith("<root>: Sequential")
+    assert f'class="gp-static gp-static-{live[WIDGET_VIEW]["model_id"]}"' in static["text/html"]
+    assert "zero sub_1.softmax[:, -1]" in static["text/html"]
+
+
+def test_a_kernel_through_a_whole_session(kernel: Kernel, folder: Path) -> None:
     # An interrupt in the middle of a call.
     ran = kernel.interrupted("%%graphpatch\nprint('running', flush=True)\nwhile True: pg(x)", "running")
     assert (ran.reply["status"], ran.reply["ename"]) == ("error", "KeyboardInterrupt")
@@ -179,7 +177,7 @@ def test_a_kernel_through_a_whole_session(kernel: Kernel, tmp_path: Path) -> Non
         "import torch; model = torch.load('model.pt', weights_only=False); x, patched = torch.load('values.pt')\n"
         "exec(open('patches.py').read())\nprint(torch.equal(output, patched))"
     )
-    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=True)
     assert result.stdout == "True\n"
     # Unloading leaves a kernel that does not know the magic.
     kernel.ok("%unload_ext graphpatch")

@@ -31,18 +31,3 @@ def test_what_is_exported_calls_the_graph_as_run_does(pg: Shell) -> None:
     assert "# Fill in your inputs." in exported(browser)
     pg.ok("%graphpatch show --inputs x+1")
     assert "output = pg(x + 1)" in exported(browser)
-
-
-def test_inputs_that_are_not_arguments_of_a_call_are_an_error_of_the_export(pg: Shell) -> None:
-    pg.ok("%graphpatch zero up.linear")
-    pg.ok("browser = pg.browse()")
-    message = {"id": 1, "request": "export", "payload": {"inputs": "x)("}}
-    reply, _ = answer(pg.namespace["browser"]._request_context, message, HANDLERS)
-    assert "not the arguments of a call" in reply["error"]["message"]
-
-
-def test_a_graph_in_no_variable_is_not_called_like_another(pg: Shell) -> None:
-    pg.ok("from graphpatch_notebook import PatchableGraph; browser = PatchableGraph(model, x).browse()")
-    browser = pg.namespace["browser"]
-    assert browser.about["name"] == "pg_1"
-    assert browser.graph is not pg.namespace["pg"]

@@ -7,15 +7,15 @@ import json
 from typing import Any
 
 import msgspec
-import pytest
 import torch
-from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.notebook.views.browser import details
 from graphpatch_notebook.notebook.views.skeleton import skeleton_of
 from tests.laws.captures import some_cases
+from tests.notebook import shells
 from tests.notebook.hostile import hostile_graph
+from tests.notebook.shells import Mlp
 from tests.zoo.case import Case, seed_all
 
 
@@ -28,44 +28,14 @@ def texts(links: list[dict[str, Any]]) -> list[str]:
     return [link["text"] for link in links]
 
 
-class Inner(nn.Module):
-    def forward(self, x: Tensor, *rest: Tensor, scale: Tensor | None = None, **others: Tensor) -> dict[str, Any]:
-        first, second = (x * scale).split(1, dim=-1)
-        return {"pair": (first, second + rest[0]), "same": others["extra"]}
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Inner()
-        self.linear = nn.Linear(2, 2)
-        self.register_buffer("mean", torch.zeros(2))
-        self.never = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        found = self.inner(x, y, scale=y, extra=x)
-        z = self.linear(self.linear(found["same"] - self.mean))
-        z.add_(1.0)
-        return z + found["pair"][0]
-
-
-@pytest.fixture(scope="module")
-def outer() -> PatchableGraph:
-    return PatchableGraph(Outer().eval(), torch.ones(1, 2), torch.ones(1, 2))
-
-
-def test_an_op(outer: PatchableGraph) -> None:
-    found = of(outer, "inner.mul")
-    assert found["kind"] == "op"
-    assert (found["shape"], found["dtype"], found["device"]) == ([1, 2], "float32", "cpu")
-    assert found["code"] == "mul = others_extra * scale"  # x, too, is that tensor: the last of its names counts
-    assert found["notes"] == ["what mul returned"]
-    assert texts(found["inputs"]) == ["others|extra", "scale"]
-    assert texts(found["users"]) == ["split"]
+def test_an_op() -> None:
+    found = of(PatchableGraph(Mlp().eval(), torch.ones(3, 4)), "mul")
+    assert (found["kind"], found["shape"], found["dtype"], found["device"]) == ("op", [3, 8], "float32", "cpu")
+    assert (found["code"], found["notes"]) == ("mul = hidden * 2", ["what mul returned"])
+    assert (texts(found["inputs"]), texts(found["users"])) == (["hidden"], ["down.input"])
     (line,) = found["source"]
-    assert line["text"] == "first, second = (x * scale).split(1, dim=-1)"
-    assert line["function"] == "forward"
-    assert line["file"] == __file__
+    assert (line["text"], line["function"]) == ("return self.down(hidden * 2)", "forward")
+    assert line["file"] == shells.__file__
 
 
 def test_what_cannot_be_patched_says_so() -> None:

@@ -58,14 +58,6 @@ def expected() -> Tensor:
 # Values
 
 
-def test_last_expression_is_the_value_of_the_cell(zero: Shell, expected: Tensor) -> None:
-    ran = zero.ok("%%graphpatch\nout = pg(x)\nout")
-    assert torch.equal(ran.value, expected)
-    assert ran.out.startswith(f"Out[{zero.ip.execution_count - 1}]:")
-    assert torch.equal(zero.ok("_").value, expected)
-    assert zero.namespace["Out"][zero.ip.execution_count - 2] is zero.namespace["out"]
-
-
 CELLS = [
     "import math as m\nfrom os.path import *\n(m.pi, basename('a/b'))",
     "x_1: int = 3\ny_1: 'str'\n__annotations__",

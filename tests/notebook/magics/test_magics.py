@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -198,13 +197,6 @@ def test_examples_can_be_typed(name: str) -> None:
 
 # --------------------------------------------------------------------------------------------------------------------
 # Leaving
-
-
-def test_export(four: Shell) -> None:
-    code: Any = four.ok("code = %graphpatch export\ncode").value
-    scope = {"pg": four.namespace["pg"], "x": torch.ones(3, 4)}
-    exec(code, scope)
-    assert torch.equal(scope["out"], four.ok("%%graphpatch\npg(x)").value)
 
 
 def test_export_to_a_file(four: Shell, tmp_path: Path) -> None:

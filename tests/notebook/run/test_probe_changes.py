@@ -18,8 +18,6 @@ from graphpatch_notebook.notebook.session.session import Session
 from tests.hooks import registered
 from tests.notebook.replies import received
 from tests.notebook.shells import Mlp
-from tests.noted import Noted
-from tests.zoo.submodules import Submodules
 
 X = torch.arange(12.0).reshape(3, 4) / 10
 
@@ -106,18 +104,8 @@ def test_a_probe_has_pictures_without_the_patches_and_of_the_difference() -> Non
         assert np.allclose(numbers, wanted.numpy(), atol=1e-6)
 
 
-class Counts(Submodules, up=(4, 4)):
-    def forward(self, x: Tensor) -> Tensor:
-        calls(x)
-        hidden = torch.relu(self.up(x))
-        return hidden * 2
-
-
-calls = Noted()
-
-
 def test_values_that_cannot_be_kept_are_not_said_to_be_missing() -> None:
-    pg = PatchableGraph(Counts().eval(), X.clone())
+    pg = PatchableGraph(Mlp().eval(), X.clone())
     resized, names = patch("x", "custom", value="resize"), {"name": "h", "any_shape": True}
     probe = patch("hidden", "probe", slice="4", **names)
     change = change_at(pg, resized, probe, resize=lambda value: value.repeat(2, 1))
