@@ -247,7 +247,7 @@ def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
 def reading(name: str, kind: type[Exception], hint: str = "") -> Iterator[None]:
     """Raises an error of this kind, which names the file, for all that a damaged file makes the block raise.
 
-    What the operating system refuses (too many open files, no permission) is no damage, and stays what it is.
+    What the operating system refuses (too many open files, no permission) is not damage, and is raised as it is.
     """
     try:
         yield

@@ -140,7 +140,7 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     observed = observer.set(recorder)
     try:
         swaps.hold(modules)
-        for each in lazy:  # what they do once only is no part of the model
+        for each in lazy:  # what they do only once is not a part of the model
             each.__dict__["initialize_parameters"] = partial(_unrecorded, recorder, each.initialize_parameters)
         with visible_apply, eager_code if has_dynamo else nullcontext(), recorder:
             module(*args, **kwargs)

@@ -418,7 +418,7 @@ class _SwappedCall(_SwappedForward):
         return self.observed(self.original, *args, **kwargs)
 
     def observed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Hands a call of the module, or of a copy that stands for it, to the observer."""
+        """Hands a call of the module, or of a copy in its place, to the observer."""
         on_call = getattr(observer.get(), "on_call", None)
         return call(*args, **kwargs) if on_call is None else on_call(self._module, call, args, kwargs)
 

@@ -160,7 +160,7 @@ class _Finder:
     # -- what its dimensions are ---------------------------------------------------------------------------------------
 
     def _attention(self, pattern: Value, key: int, z: Value) -> Attention | None:
-        """Returns an attention; `None` if its keys are no positions: experts of a token, or states of other layers."""
+        """Returns an attention; `None` if its keys are not positions: experts of a token, or states of other layers."""
         study, one = self._study, Attention(z=z)
         pairs = study.pairs(pattern, z, [j for j in range(len(study.atoms(pattern))) if j != key])
         of_z: Names = {e: self._outer(z, e) for e in pairs.values()}

@@ -193,7 +193,7 @@ class Rerun:
                 return functools.reduce(take, value.keys, self._evaluate(env, value.node))
         if isinstance(value.spec, ScalarSpec):
             return value.spec.value
-        raise UnknownValueError(f"{self.flow.path(value)} is no tensor")
+        raise UnknownValueError(f"{self.flow.path(value)} is not a tensor")
 
     def _made(self, value: Value) -> Tensor:
         """Returns a tensor in place of one from elsewhere: random numbers, or a buffer's own ones."""

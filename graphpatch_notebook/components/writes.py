@@ -94,7 +94,7 @@ class Write:
         return self.code.attentions if self.kind in ("attn", "cross_attn") else []
 
     def here(self, value: Value) -> Value:
-        """Returns the value that stands for one of `code` in this part."""
+        """Returns the value in this part that corresponds to one of `code`."""
         if value == self.code.start:
             return self.state
         if value.node.is_inner:

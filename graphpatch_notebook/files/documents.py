@@ -371,10 +371,10 @@ _NO_LEAVES: Mapping[str, Callable[[Any], Any]] = {}
 
 
 def decoded(value: Any, leaves: Mapping[str, Callable[[Any], Any]] = _NO_LEAVES) -> Any:
-    """Returns the value that JSON stands for; `leaves` read other kinds than those of plain values, by kind.
+    """Returns the value that JSON encodes; `leaves` read other kinds than those of plain values, by kind.
 
     Raises:
-        ValueError, TypeError, LookupError: It stands for none.
+        ValueError, TypeError, LookupError: It does not encode a value.
     """
     if type(value) is list:
         return [decoded(item, leaves) for item in value]
@@ -520,7 +520,7 @@ def _qualified(function: Any) -> str:
 
 
 class Names:
-    """The functions and classes that names in a file stand for.
+    """The functions and classes that names in a file refer to.
 
     Args:
         allow: Dotted names: of a function or class, or of a package or module with everything in it; `None` for all.

@@ -146,7 +146,7 @@ class KeptValue:
 
 
 def copy_of(value: Any) -> Any:
-    """Returns a copy of the value of a probe, which is no part of the model any more."""
+    """Returns a copy of the value of a probe, which is not a part of the model any more."""
     if isinstance(value, list):
         return [copy_of(one) for one in value]
     return value.detach().clone() if isinstance(value, Tensor) else copied(value)

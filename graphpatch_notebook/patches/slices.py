@@ -323,7 +323,7 @@ def _between(numbers: Sequence[int], start: int, stop: int) -> list[int]:
 def selection(given: Any, what: str, *, allow_empty: bool = False) -> Selection:
     """Returns the selection for the field `what` of a patch, from what the user wrote.
 
-    Negative positions count from the end. There is no last step, before a generation has ended.
+    Negative positions count from the end. The last step is not known before a generation has ended.
 
     Raises:
         ValueError: `given` is not a selection, or is empty without `allow_empty`.

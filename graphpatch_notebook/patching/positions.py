@@ -652,7 +652,7 @@ def caches_of(root: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def _is_cache(name: str, value: Any) -> bool:
     if name in CACHES or hasattr(value, "get_seq_length"):
         return True
-    # One by another name, as models written by hand have it. Positions in it, flags and lengths are none.
+    # One by another name, as models written by hand have it. Positions in it, flags and lengths are not caches.
     is_plain = isinstance(value, (Tensor, str, bool, int, float))
     return not is_plain and ("cache" in name or name.startswith("past"))
 

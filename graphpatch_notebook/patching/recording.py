@@ -249,7 +249,7 @@ class Recording(Mapping[str, Any]):
         `dim_2`, after its number. This needs xarray.
 
         Args:
-            kind: The short name of the component, as of `stack`.
+            kind: The short name of the component, as for `stack`.
 
         Raises:
             UnknownPathError: It was not recorded in any layer.

@@ -947,7 +947,7 @@ def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
 
 
 def _check_shape(entry: Entry, value: Tensor) -> None:
-    """Raises a `PatchValueError` if a value is of another shape than its name stands for at these inputs."""
+    """Raises a `PatchValueError` if a value does not have the shape that its name implies for these inputs."""
     target = entry.target
     if value.shape == target.whole.shape or all(patch.any_shape for patch in entry.patches):  # type: ignore[union-attr]
         return

@@ -48,7 +48,7 @@ class Splice(Module):
 
     def as_read(self, value: Tensor) -> Tensor:
         """Returns a copy of a value for the SAE, which may write into it, in the dtype of its parameters."""
-        with without_torch_functions():  # this is no node
+        with without_torch_functions():  # this is not a node
             dtypes = [each.dtype for each in self.parameters() if each.is_floating_point()]
         return value.to(dtypes[0], copy=True) if dtypes else value.clone()
 

@@ -64,7 +64,7 @@ class AttributionGraph:
             mean of all, the activation of a latent or of a gated neuron, or what the nonlinearity of another neuron
             reads.
         constants: What biases add to each node.
-        left_out: What features add that are no nodes, since there are too many.
+        left_out: What features add that are not nodes, since there are too many.
         completeness: The largest difference between a node and the sum of all that is added to it, relative to the sum
             of the magnitudes.
         tokens: The text of each position.

@@ -50,7 +50,7 @@ def attribution_graph(
 ) -> AttributionGraph:
     """Returns what features, tokens and errors add to each other, and to the logits, on one prompt.
 
-    Features are the latents of transcoders that stand for the MLPs, or else their neurons. With attention patterns, the
+    Features are the latents of transcoders in place of the MLPs, or else their neurons. With attention patterns, the
     denominators of norms and the gates of neurons frozen, each is a linear function of all that was written to the
     stream before, as far as it is active: an edge has the weight of what one node adds to another. What features do not
     explain of an MLP is an error, a node of its own; so is all that a mixer, or an MLP without features, writes.
@@ -74,7 +74,7 @@ def attribution_graph(
 
     Raises:
         ExperimentError: There are several prompts, no layers or logits that are known, too many features for
-            `max_bytes`, or something is spliced in that is no transcoder.
+            `max_bytes`, or something is spliced in that is not a transcoder.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -428,7 +428,7 @@ def steer(
         factors: By the numbers of features, errors or embeddings (`graph.number`), what they are multiplied by.
         frozen: Whether attention patterns, denominators and errors stay as they were, as in the graph. Then prediction
             and run agree, as long as the same features are active; of neurons, for small changes only, since their
-            nonlinearity is no line. Else the whole model answers.
+            nonlinearity is not a line. Otherwise the whole model responds.
         replacements: Transcoders, as for `attribution_graph`.
         **input_kwargs: Inputs of the model, by keyword.
 

@@ -187,10 +187,10 @@ class Linearized:
 
 
 def linearized(pg: PatchableGraph, stack: str) -> Linearized:
-    """Returns what stands for the parts of a model that are not linear in its stream.
+    """Returns linear parts in place of those of a model that are not linear in its stream.
 
     Raises:
-        ExperimentError: The model has no such stream, or an SAE that is spliced in is no transcoder.
+        ExperimentError: The model has no such stream, or an SAE that is spliced in is not a transcoder.
     """
     prefix, count = f"{stack}." if stack else "", layer_count(pg, stack)
     layers = next(each for each in pg.components.evidence.stacks if each.name == stack).layers
@@ -226,9 +226,7 @@ def _component_at(pg: PatchableGraph, path: str) -> str:
     names = (each.name for each in pg.components.values() if each.path == path and not each.index)
     name = next(names, None)
     if name is None:
-        raise ExperimentError(
-            f"{path!r} is no component of the model, so that its layer is not known: see pg.components"
-        )
+        raise ExperimentError(f"{path!r} is not a component of the model, so its layer is unknown: see pg.components")
     return name
 
 
@@ -241,7 +239,7 @@ def _transcoders(pg: PatchableGraph, calls: list[CallNode]) -> Iterator[Features
     """Yields the transcoders of a graph.
 
     Raises:
-        ExperimentError: Something that is spliced in is no transcoder, or its error is not added.
+        ExperimentError: Something that is spliced in is not a transcoder, or its error is not added.
     """
     encoders: list[tuple[str, Any]] = []
     writers: list[tuple[str, Any]] = []
@@ -255,7 +253,8 @@ def _transcoders(pg: PatchableGraph, calls: list[CallNode]) -> Iterator[Features
             writers.append((host, splice))
         elif not isinstance(splice, SaeSplice) or len(splice.sources) != 1:
             raise ExperimentError(
-                f"the SAE at {host!r} is no transcoder: it encodes what it replaces, which is not linear in the stream"
+                f"the SAE at {host!r} is not a transcoder: it encodes what it replaces, which is not linear in the "
+                "stream"
             )
         else:
             read = _component_at(pg, splice.sources[0])
@@ -296,7 +295,7 @@ def _decoding(splice: Any, place: int) -> Callable[[Tensor], Tensor]:
 
 
 def _add_layer(pg: PatchableGraph, found: Linearized, number: int, layer: Layer, *, has_transcoders: bool) -> None:
-    """Adds what is frozen of one layer, and what stands for its MLP."""
+    """Adds what is frozen of one layer, and what replaces its MLP."""
     for kind in layer.writes:
         start = f"{layer.name}{kind}"
         patterns = [name for name in pg.components if name.startswith(f"{start}.") and name.endswith(".pattern")]

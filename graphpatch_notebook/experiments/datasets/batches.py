@@ -250,7 +250,7 @@ def mean_values(
         pg: The graph.
         patterns: A path, a pattern such as `"layers[*].mlp_out"`, or several.
         dataset: As of `record_to`.
-        positions: The positions to average over, as of `record_to`; `None` for all.
+        positions: The positions to average over, as for `record_to`; `None` for all.
         batch_size: As of `record_to`.
         executor: Runs batches elsewhere, as for `pg.sweep`.
         recipe: As for `pg.sweep`.

@@ -52,7 +52,7 @@ class FeaturePage:
         examples: The numbers in the dataset of the examples that activate it most, the strongest first. Of equal ones,
             the first of the dataset comes first.
         peaks: The largest activation in each of these.
-        activations: The activations in each of these, one for each position that is no padding.
+        activations: The activations in each of these, one for each position that is not padding.
         tokens: The tokens of each of these; `None` for models that do not take tokens.
         inputs: The first tensor of the input of each of these, for models that do not take tokens; else empty.
         positions: How many positions there are in the dataset, without padding.
@@ -152,7 +152,7 @@ def feature_pages(
         names: Names or patterns of features, one or several: `"layers[5].resid_post.sae.latents[17]"`,
             `"layers[*].mlp.post[..., 5]"`. A name of several numbers, such as `"layers[1].mlp.post"`, means each of
             them. Or a dict of directions: a path and a vector by the name to give it.
-        dataset: An iterable of batches, or the inputs of all examples, with `batch_size`: as of `record_to`.
+        dataset: An iterable of batches, or the inputs of all examples, with `batch_size`: as for `record_to`.
             Or an `ActivationStore` with these values: then the model does not run.
         top: How many examples a page has.
         logits: How many tokens it has whose logits are raised, and lowered, most, and how many heads and features that

@@ -116,7 +116,7 @@ class FeaturePlace:
             return FeaturePlace.of(pg, f"{self.start}{name}"), pg.weights[self.stack].W_in[self.layer].mT
         if self.part.startswith("resid_"):
             return self, torch.eye(self._size(pg))
-        raise ExperimentError(f"what makes {self.name!r} is no linear map of the residual stream that is known")
+        raise ExperimentError(f"{self.name!r} is not known to be a linear map of the residual stream")
 
 
 def _decoder(splice: SaeSplice, count: int) -> Tensor:
@@ -133,7 +133,7 @@ def _decoder(splice: SaeSplice, count: int) -> Tensor:
             found: Tensor = torch.autograd.grad(nothing, none, each[:, None], is_grads_batched=True)[0][:, 0].mT
             some = torch.linspace(0, 1, len(found)).to(none)
             total = splice.sae.decode(some[None])[0] - nothing[0]
-    except Exception as error:  # of whatever kind: it may need what `encode` notes
+    except Exception as error:  # of any kind: it may need what `encode` notes
         raise ExperimentError(f"decode of latents alone raises {type(error).__name__}: {error}") from error
     if not torch.allclose(some @ found, total, rtol=1e-3, atol=1e-4 * float(total.abs().max())):
         raise ExperimentError("latents are not decoded by a linear map")

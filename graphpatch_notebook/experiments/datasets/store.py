@@ -380,7 +380,7 @@ class StoredValues:
         return self._store.example if self._has_positions else np.arange(len(self))
 
     def is_among(self, example: Any = None, position: Any = None) -> np.ndarray[Any, Any]:
-        """Whether each row belongs to some examples and positions, of shape (rows): as of `where`."""
+        """Whether each row belongs to some examples and positions, of shape (rows): as for `where`."""
         if position is not None and not self._has_positions:
             raise ExperimentError(f"{self.path!r} has one row for each example, not for each position")
         chosen = np.ones(len(self), bool)

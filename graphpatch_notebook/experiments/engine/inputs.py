@@ -695,7 +695,7 @@ class OverExamples:
     """Runs an experiment on each batch of a dataset.
 
     Attributes:
-        datasets: The arguments of the experiment that are inputs, by name; those that are no dataset are the same for
+        datasets: The arguments of the experiment that are inputs, by name; those that are not datasets are the same for
             all batches. `inputs` are the arguments of the model.
         batch_size: How many examples of a tensor, a dict of tensors or a list of texts are a batch.
         keep: Whether the result has all examples, along the dimension `example`, in place of their mean.

@@ -53,7 +53,7 @@ def direction(
 
     Args:
         source: A graph, which runs on both datasets; or a store, of which some rows are read.
-        positive: The examples that the direction leads to: a dataset as of `record_to`, such as a list of texts with
+        positive: The examples that the direction leads to: a dataset as for `record_to`, such as a list of texts with
             `batch_size`. Of a store, a mask: one boolean for each example, or else for each row
             (`store.token == 7`).
         negative: The examples that it leads away from, likewise. Of a store, `None` for all other rows.

@@ -149,7 +149,7 @@ def _logits_of(
         group = states[first : first + most]
         rows = group if group[-1] is end else [*group, end]
         parts: Sequence[Tensor] = ()
-        with suppress(Exception):  # of whatever kind: the model may read something else that has the rows of one state
+        with suppress(Exception):  # of any kind: the model may read something else that has the rows of one state
             output = runs.together(last.name, rows, last.axes.index("batch"))
             parts = whole(output).chunk(len(rows), logits.axes.index("batch"))
         least = min(range(len(group)), key=lambda number: float(group[number].abs().max()))
