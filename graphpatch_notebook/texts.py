@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.utils.rnn import pad_sequence
 
 Text: TypeAlias = "str | list[Mapping[str, Any]] | list[str] | list[list[Mapping[str, Any]]]"
 """A text, a chat (a list of messages with `role` and `content`), or several of one of these."""
@@ -84,12 +85,9 @@ def padded(tokenizer: Any, texts: Any, side: str | None = None) -> tuple[Tensor,
         raise ValueError(f"text {rows.index([])} has no tokens: an empty text, and a tokenizer without special tokens")
     tokens = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     padding = next((token for token in tokens if isinstance(token, int)), 0)
-    is_left, length = (side or getattr(tokenizer, "padding_side", "right")) == "left", max(map(len, rows))
-    ids, mask = torch.full((len(rows), length), padding), torch.zeros(len(rows), length, dtype=torch.int64)
-    for number, row in enumerate(rows):
-        place = slice(length - len(row), None) if is_left else slice(len(row))
-        ids[number, place], mask[number, place] = torch.tensor(row), 1
-    return ids, mask
+    end: Any = side or getattr(tokenizer, "padding_side", "right")
+    ids = pad_sequence([torch.tensor(row) for row in rows], True, padding, end)
+    return ids, pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in rows], True, 0, end)
 
 
 def with_tokens(
