@@ -17,13 +17,12 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import built_without_weights, call_sites, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
-from graphpatch_notebook.capture.modules import original_forward
+from graphpatch_notebook.capture.modules import delegate, original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import GraphError, add_note
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule, own_graphs
 from graphpatch_notebook.graphs.compiled_module import postprocess
-from graphpatch_notebook.graphs.modules import delegate
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import METHODS, NodeMap
 from graphpatch_notebook.options import ExtractionOptions, check_input_names, options_among

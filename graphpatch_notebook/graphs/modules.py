@@ -17,9 +17,8 @@ hidden states like that), and only other code reads it.
 from __future__ import annotations
 
 import copy
-import functools
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
@@ -31,7 +30,14 @@ from torch.compiler import is_compiling
 from torch.nn import Module, ModuleList, Parameter
 
 from graphpatch_notebook.capture import call_sites
-from graphpatch_notebook.capture.modules import Swaps, innermost_forward, observer, original_forward, plain_tensors
+from graphpatch_notebook.capture.modules import (
+    Swaps,
+    delegate,
+    innermost_forward,
+    observer,
+    original_forward,
+    plain_tensors,
+)
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphError, afterwards, holding
 from graphpatch_notebook.paths import format_path
@@ -152,32 +158,6 @@ def _run_recorded(module: Module, hook: Callable[..., Any], given: tuple[Any, ..
 
 
 # -- graph modules -----------------------------------------------------------------------------------------------------
-
-
-def delegate(cls: type[Module], to: str, names: Iterable[str]) -> None:
-    """Makes methods of `cls`, and its `training`, those of the module that its attribute `to` holds.
-
-    A method that returns that module returns the object of `cls`. Not every version of torch has all names.
-    """
-    for name in names:
-        if hasattr(Module, name):
-            setattr(cls, name, _delegated(name, to))
-
-    def set_training(self: Module, value: bool) -> None:
-        if to in self.__dict__:
-            self.__dict__[to].training = value
-
-    cls.training = property(lambda self: bool(getattr(self, to).training), set_training)  # type: ignore[assignment]
-
-
-def _delegated(name: str, to: str) -> Callable[..., Any]:
-    @functools.wraps(getattr(Module, name))
-    def method(self: Module, *args: Any, **kwargs: Any) -> Any:
-        module = getattr(self, to)
-        result = getattr(module, name)(*args, **kwargs)
-        return self if result is module else result
-
-    return method
 
 
 # What every module has: parameters, buffers, hooks. Plain flags among them are read off the user's module.
