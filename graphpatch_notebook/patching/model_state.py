@@ -442,9 +442,9 @@ class Change:
 
 
 @contextmanager
-def preserved(model: Module, generators: Iterable[Any] = ()) -> Iterator[ModelSnapshot]:
+def preserved(model: Module) -> Iterator[ModelSnapshot]:
     """Restores the state of a model, and the random generators, when the block ends or raises."""
-    snapshot = ModelSnapshot(model, generators)
+    snapshot = ModelSnapshot(model)
     with afterwards(snapshot.restore):
         yield snapshot
 
@@ -457,16 +457,15 @@ class ModelSnapshot:
 
     Args:
         root: The model, or a part of it.
-        generators: Random generators that the model uses without holding them.
     """
 
-    def __init__(self, root: Module, generators: Iterable[Any] = ()) -> None:
+    def __init__(self, root: Module) -> None:
         self.root = root
         self._has_warned = False
         self._empty: list[_Held] = []  # most registries
         self._held: list[_Held] = []
         self._tensors: dict[int, _TensorSnapshot] = {}
-        self._generators = {id(one): one for one in generators if is_generator(one)}
+        self._generators: dict[int, Any] = {}
         sharded: set[int] = set()
         seen: set[int] = set()
         with without_torch_functions():

@@ -206,9 +206,7 @@ def token_dims(root: Frame, target: Target) -> TokenDims | None:
     return TokenDims(row, tuple(map(kept.index, dims)))
 
 
-def sequence_dim(
-    root: Frame, target: Target, given: int | None = None, of_input: Extent | None = None
-) -> tuple[int, bool]:
+def sequence_dim(root: Frame, target: Target, given: int | None = None) -> tuple[int, bool]:
     """Returns the dimension of a target's whole value that runs along the sequence, and whether an encoder has that.
 
     All that has positions asks here. If it is not known, or cannot be what was given, raises a `ValueError`.
@@ -218,12 +216,11 @@ def sequence_dim(
         target: The value.
         given: A dimension of the target's part, as the user said (`position_dim=`); where no sequence is known, this
             is it.
-        of_input: The sequence of a model that does not take tokens, if a dimension of its input is said to be that.
     """
     whole, kept = _checked_whole(target, given), target.kept_dims
     asked = kept if given is None else [kept[given]]
     known, shape, named = dimensions_of(root), tuple(whole.shape), _sequence_dims(root, target)
-    own = _sequences(root, target) or ({} if of_input is None else {False: of_input})
+    own = _sequences(root, target)
     sequences = {of: extent for of, extent in own.items() if extent is not None and extent.groups}
     if any(_is_sorted(target, sequence) for sequence in sequences.values()):
         raise ValueError(
