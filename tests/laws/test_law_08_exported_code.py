@@ -221,7 +221,7 @@ VARIANTS = [
     ("gpt2-eager", "left_padding"),
     ("awkward-shadowed-names", "keywords"),
     ("awkward-odd-child-names", "other_size"),
-    ("awkward-called-by-length", "longer"),
+    ("torch-lstm-cell", "other_size"),
     ("awkward-assignment-forms", "flag"),
     ("awkward-signatures", "defaults_given"),
     ("awkward-signatures", "more"),

@@ -118,12 +118,15 @@ PADDING = torch.tensor([[False] * 5, [False, False, False, True, True]])
 CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=repr)
 @pytest.mark.parametrize(
-    "kwargs",
-    [{}, {"key_padding_mask": PADDING}, {"attn_mask": CAUSAL}, {"attn_mask": CAUSAL, "key_padding_mask": PADDING}],
-    ids=lambda kwargs: "+".join(kwargs) or "plain",
+    ("batch_first", "extra", "kwargs"),
+    [
+        (True, {}, {}),
+        (False, {"add_bias_kv": True}, {"key_padding_mask": PADDING}),
+        (True, {"add_zero_attn": True}, {"attn_mask": CAUSAL}),
+        (False, {}, {"attn_mask": CAUSAL, "key_padding_mask": PADDING}),
+        (True, {"add_bias_kv": True}, {"attn_mask": CAUSAL, "key_padding_mask": PADDING}),
+    ],
 )
 def test_the_pattern_of_multihead_attention(batch_first: bool, extra: dict[str, Any], kwargs: dict[str, Any]) -> None:
     model = seeded(lambda: SelfAttention(batch_first=batch_first, **extra))

@@ -85,7 +85,7 @@ def test_sizes_computed_from_the_inputs() -> None:
 
 ZOO = """
 awkward-loops-over-values awkward-size-plumbing mixtral-expert-loop-eager gpt2-eager llama-eager bert-eager
-t5-eager bloom-eager falcon-alibi-eager torch-resnet torch-unet torch-cnn
+t5-eager bloom-eager falcon-alibi-eager torch-resnet torch-unet
 """.split()
 
 

@@ -37,9 +37,6 @@ from graphpatch_notebook.experiments import (
     attribute,
     attribute_edges,
     causal_trace,
-    mean_values,
-    probes,
-    record_to,
 )
 from graphpatch_notebook.notebook.search import NodeIndex, parse_query
 from graphpatch_notebook.notebook.views.skeleton import Skeleton
@@ -174,21 +171,6 @@ def test_an_sae_changes_nothing_and_its_latents_are_those_of_hooks(pg: Patchable
     assert torch.equal(pg(IDS).logits, expected)
 
 
-def test_gradients_are_those_of_the_model_and_of_what_is_decoded_from_latents(
-    pg: PatchableGraph, sae: Sae, spliced: PatchableGraph
-) -> None:
-    weight, probe, error = pg._module.transformer.wte.weight, ProbePatch(), ProbePatch()
-    expected = torch.autograd.grad(pg(IDS).logits.square().sum(), weight)
-    with spliced.patch({LATENTS: probe, f"{PLACE}.sae.error": error}):
-        loss = spliced(IDS).logits.square().sum()
-    found = torch.autograd.grad(loss, [weight, probe.activation, error.activation])
-    torch.testing.assert_close(found[:1], expected, rtol=1e-3, atol=1e-4)
-    latents, rest = probe.activation.detach().requires_grad_(), error.activation.detach().requires_grad_()
-    with hooked(pg._module.transformer.h[0], lambda value: sae.decode(latents) + rest):
-        by_hand = torch.autograd.grad(pg._module(IDS).logits.square().sum(), [latents, rest])
-    torch.testing.assert_close(found[1:], by_hand, rtol=1e-4, atol=1e-4)
-
-
 def test_latents_are_ablated_traced_and_scored(pg: PatchableGraph, sae: Sae, spliced: PatchableGraph) -> None:
     block = pg._module.transformer.h[0]
     found = ablate(spliced, f"{LATENTS}[*]", IDS, metric=total, progress=False)
@@ -220,9 +202,7 @@ def test_latents_are_ablated_traced_and_scored(pg: PatchableGraph, sae: Sae, spl
     assert float(secants.sum()) == pytest.approx((total(pg(IDS)) - total(pg(OTHER))).item(), abs=1e-4)
 
 
-def test_latents_at_positions_steps_and_in_records_and_stores(
-    pg: PatchableGraph, sae: Sae, spliced: PatchableGraph, tmp_path: Any
-) -> None:
+def test_latents_at_positions_steps_and_in_records(pg: PatchableGraph, sae: Sae, spliced: PatchableGraph) -> None:
     block, kept = pg._module.transformer.h[0], RecordPatch()
     with torch.no_grad():
         with spliced.patch({f"{LATENTS}[2:9]": ZeroPatch(positions=[1, 3]), f"{LATENTS}[0]": AddPatch(1.0)}):
@@ -245,9 +225,6 @@ def test_latents_at_positions_steps_and_in_records_and_stores(
         latents = sae.encode(pg.record(PLACE, IDS)[PLACE])
         recording = spliced.record(["layers[*].resid_post.sae.*", "**.h_1.output"], IDS, positions=-1)
         assert torch.equal(recording[LATENTS], latents[:, -1:])
-        torch.testing.assert_close(mean_values(spliced, LATENTS, [IDS])[LATENTS], latents.mean((0, 1)))
-        store = record_to(spliced, tmp_path, LATENTS, [IDS])
-        assert torch.equal(store[LATENTS][:].view_as(latents), latents)
 
 
 def test_transcoders_are_placed_by_their_configs(pg: PatchableGraph) -> None:
@@ -453,35 +430,6 @@ def test_in_its_block_the_graph_itself_is_spliced(pg: PatchableGraph, sae: Sae, 
         pass
 
 
-class Encoded(nn.Module):
-    """The latents of an SAE as the output of a model, in plain torch."""
-
-    def __init__(self, model: Any, sae: Sae) -> None:
-        super().__init__()
-        self.model, self.sae = model, sae
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.sae.encode(self.model(input_ids, output_hidden_states=True).hidden_states[1])
-
-
-@pytest.mark.parametrize("kind", ["logistic", "ridge", "difference_of_means"])
-def test_probes_of_latents_are_those_of_what_the_sae_encodes(
-    spliced: PatchableGraph, sae: Sae, tmp_path: Any, kind: Any
-) -> None:
-    ids = torch.randint(0, 50, (80, 5), generator=torch.Generator().manual_seed(2))
-    batches, labels = [*ids.split(20)], (ids[:, -1] > 25).tolist()
-    plain = PatchableGraph(Encoded(spliced._module, sae), IDS)
-    found = probes(record_to(spliced, tmp_path / "a", LATENTS, batches), labels, kind, positions=[-1])
-    expected = probes(record_to(plain, tmp_path / "b", "output", batches), labels, kind, positions=[-1])
-    probe, other = found[LATENTS, -1], expected["output", -1]
-    torch.testing.assert_close(probe.weights, other.weights, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(found.scores.to_array(), expected.scores.to_array(), atol=1e-6)
-    with torch.no_grad(), spliced.patch({LATENTS: AddPatch(probe.direction)}):
-        steered = spliced(IDS).logits
-    with torch.no_grad(), hooked(spliced._module.transformer.h[0], changed(sae, lambda each: each + probe.direction)):
-        torch.testing.assert_close(steered, spliced._module(IDS).logits)
-
-
 def test_errors_are_raised_before_anything_runs(pg: PatchableGraph, sae: Sae, spliced: PatchableGraph) -> None:
     cases: list[tuple[PatchableGraph, Any, dict[str, Any], type[GraphPatchError], str]] = [
         (pg, {PLACE: nn.Linear(2, 2)}, {}, PatchMapError, "Linear is not an SAE"),
@@ -596,18 +544,3 @@ def test_latents_are_in_the_tree_its_search_and_its_code(spliced: PatchableGraph
     skeleton = Skeleton(spliced.nodes)
     assert skeleton.path(skeleton.row(LATENTS)) == "transformer.h_0.sae.latents"
     assert LATENTS in {row.name for row in skeleton.components()}
-
-
-@pytest.mark.parametrize("kind", ["StandardSAE", "GatedSAE", "JumpReLUSAE", "TopKSAE", "MatchingPursuitSAE"])
-def test_saes_of_saelens(pg: PatchableGraph, kind: str) -> None:
-    sae_lens = pytest.importorskip("sae_lens")
-    options = {"k": 4} if kind == "TopKSAE" else {}
-    metadata = sae_lens.saes.sae.SAEMetadata(hook_name="blocks.0.hook_resid_post")
-    sae = getattr(sae_lens, kind)(getattr(sae_lens, f"{kind}Config")(d_in=16, d_sae=24, metadata=metadata, **options))
-    spliced, replaced = pg.splice(sae), pg.splice(sae, error=False)
-    with torch.no_grad():
-        with spliced.patch({LATENTS: CustomPatch(custom_op=torch.clone)}):
-            assert torch.equal(spliced(IDS).logits, pg(IDS).logits)
-        with hooked(pg._module.transformer.h[0], sae):
-            expected = pg._module(IDS).logits
-        torch.testing.assert_close(replaced(IDS).logits, expected)

@@ -42,19 +42,6 @@ class TiedWeights(Submodules, emb=partial(nn.Embedding, 99, 8), mix=(8, 8)):
         return F.linear(self.mix(self.emb(ids)), self.emb.weight)
 
 
-class TiedParameter(nn.Module):
-    """One parameter under the names of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6, bias=False)
-        self.outer = nn.Linear(6, 6)
-        self.outer.weight = self.inner.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(torch.tanh(self.inner(x)))
-
-
 class TupleOutputModule(Submodules, linear=(2, 3)):
     """A child called twice, its results returned as a tuple."""
 
@@ -69,16 +56,6 @@ class CalledBySteps(Submodules, cell=(6, 6), head=(6, 2)):
         for _ in range(steps):
             x = x + torch.tanh(self.cell(x))
         return self.head(x)
-
-
-class CalledByLength(Submodules, cell=partial(nn.GRUCell, 6, 5)):
-    """A child called once for each position of the sequence."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = x.new_zeros(x.shape[0], 5)
-        for position in range(x.shape[1]):
-            state = self.cell(x[:, position], state)
-        return state
 
 
 class Recursion(Submodules, linear=(6, 6)):
@@ -155,13 +132,6 @@ class ChildMethod(Submodules, encoder=_Encoder):
     def forward(self, x: Tensor, reconstruct: bool = True) -> Tensor:
         z = self.encoder.encode(x)
         return self.encoder.decode(z) if reconstruct else z
-
-
-class ChildOfChild(Submodules, encoder=_Encoder):
-    """Calls a grandchild directly, and reads a parameter of another one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder.outer(self.encoder.inner(x)) @ self.encoder.outer.weight
 
 
 class _Base(Submodules, linear=(6, 6)):
@@ -534,7 +504,6 @@ AWKWARD_CALLS: list[Case] = [
         lambda: Call.of(tokens(3, 7)),
         {"other_size": lambda: Call.of(tokens(5, 2))},
     ),
-    simple_case("awkward-tied-parameter", TiedParameter, _rows(), _OTHER),
     simple_case(
         "awkward-called-twice",
         TupleOutputModule,
@@ -553,12 +522,6 @@ AWKWARD_CALLS: list[Case] = [
         },
     ),
     simple_case(
-        "awkward-called-by-length",
-        CalledByLength,
-        lambda: Call.of(floats(3, 4, 6)),
-        {"longer": lambda: Call.of(floats(2, 7, 6)), "one": lambda: Call.of(floats(3, 1, 6))},
-    ),
-    simple_case(
         "awkward-recursion",
         Recursion,
         _rows(),
@@ -570,7 +533,6 @@ AWKWARD_CALLS: list[Case] = [
     simple_case("awkward-plain-containers", PlainContainers, _rows(), _OTHER),
     simple_case("awkward-child-forward", ChildForward, _rows(), _OTHER),
     simple_case("awkward-child-method", ChildMethod, _rows(), {**_OTHER, "encode_only": _rows(reconstruct=False)}),
-    simple_case("awkward-child-of-child", ChildOfChild, _rows(), _OTHER),
     simple_case("awkward-super-forward", SuperForward, _rows(), _OTHER),
     simple_case("awkward-decorated-forward", DecoratedForward, _rows(), {**_OTHER, "scaled": _rows(scale=3.0)}),
     simple_case("awkward-replaced-forward", ReplacedForward, _rows(), _OTHER),

@@ -10,7 +10,6 @@ import math
 import operator
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +18,6 @@ from torch.nn import functional as F
 
 from .case import Call, Case, floats, simple_case
 from .submodules import Submodules, copies
-
-
-class BranchOnSum(Submodules, positive=(6, 6), negative=[(6, 6), nn.Tanh]):
-    """A branch on the sign of a sum, with other submodules on either side."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.positive(x) if x.sum() > 0 else self.negative(x)
-        return out + 1
 
 
 class BranchOnValues(Submodules, linear=(6, 6)):
@@ -315,14 +306,6 @@ class CustomOperators(Submodules, linear=(6, 6)):
         return torch.ops.aten.mul(h, torch.ops.aten.sigmoid.default(h))
 
 
-class TrainDropout(Submodules, linear=(6, 6), drop=partial(nn.Dropout, 0.3), alpha=partial(nn.AlphaDropout, 0.2)):
-    """Dropout of all kinds in train mode."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.drop(self.linear(x))
-        return self.alpha(F.dropout(h, 0.2, self.training)) + F.rrelu(h, training=self.training)
-
-
 class RandomOps(Submodules, layers=copies((6, 6), 4)):
     """Random numbers in the forward, of torch, a generator of its own and Python, and layers skipped by chance."""
 
@@ -443,12 +426,6 @@ _OTHER: dict[str, Callable[[], Call]] = {"other_size": lambda: Call.of(floats(5,
 
 AWKWARD_FLOW: list[Case] = [
     simple_case(
-        "awkward-branch-on-sum",
-        BranchOnSum,
-        lambda: Call.of(floats(3, 6).abs()),
-        {"negative": lambda: Call.of(-floats(3, 6).abs()), "other_size": lambda: Call.of(floats(5, 6) - 9)},
-    ),
-    simple_case(
         "awkward-branch-on-values",
         BranchOnValues,
         lambda: Call.of(floats(3, 6).clamp(-2, 2)),
@@ -492,7 +469,6 @@ AWKWARD_FLOW: list[Case] = [
     simple_case("awkward-inference-forward", InferenceForward, _rows(), _OTHER, grad=False),
     simple_case("awkward-autograd-functions", AutogradFunctions, _rows(), _OTHER),
     simple_case("awkward-custom-operators", CustomOperators, _rows(), _OTHER),
-    simple_case("awkward-train-dropout", TrainDropout, _rows(), _OTHER, training=True),
     simple_case("awkward-random-ops", RandomOps, _rows(), _OTHER, training=True),
     simple_case("awkward-side-effects", SideEffects, _rows(), _OTHER),
     simple_case("awkward-reflected", Reflected, _rows(), _OTHER),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from .case import Call, Case, floats, simple_case
-from .submodules import Submodules
 
 
 class _Settings:
@@ -32,20 +31,6 @@ class LowersItsWindow(nn.Module):
             self.shift, self.window = 0, x.shape[1]
         windows = self.linear(x).reshape(x.shape[0], -1, self.window, 6).roll(self.shift, 2)
         return (windows + self.table).reshape(x.shape)
-
-
-class CountsItsRuns(nn.Module):
-    """A counter of runs and a schedule that follows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.runs, self.temperature = 0, 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        self.temperature = 1.0 / (1 + self.runs)
-        return self.linear(x) * self.temperature
 
 
 class KeepsAList(nn.Module):
@@ -81,27 +66,6 @@ class FillsACache(nn.Module):
         self.memory.last = out.detach()
         self.memory.total += out.detach().mean((0, 1))
         return out + self.memory.total
-
-
-class SetsTensors(nn.Module):
-    """Tensors as attributes: set by a child, read by its parent, one of them an alias of a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = _Sets()
-        self.scale = torch.ones(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.child(x) * self.scale
-        self.scale = self.scale * 0.5 + self.child.last.detach().abs().mean((0, 1))
-        return out
-
-
-class _Sets(Submodules, linear=(6, 6)):
-    def forward(self, x: Tensor) -> Tensor:
-        self.held = {"weight": self.linear.weight}
-        self.last = self.linear(x)
-        return self.last
 
 
 class ChangesItsConfig(nn.Module):
@@ -166,10 +130,8 @@ AWKWARD_STATE: list[Case] = [
     *[
         simple_case(name, build, _example, {"longer": _longer}, mutates_state=True)
         for name, build in {
-            "awkward-counter": CountsItsRuns,
             "awkward-list": KeepsAList,
             "awkward-cache-attribute": FillsACache,
-            "awkward-set-tensors": SetsTensors,
             "awkward-config": ChangesItsConfig,
         }.items()
     ],

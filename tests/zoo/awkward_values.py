@@ -261,20 +261,6 @@ class ViewsFilledLater(Submodules, nope=(6, 4), rope=(6, 2)):
         return base, row
 
 
-class ScatterInPlace(Submodules, linear=(6, 6)):
-    """scatter_, index_add_, index_put_, index_copy_, and a swap of two columns through each other."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        index = torch.arange(h.shape[0]) % 2
-        out = torch.zeros(2, 6, dtype=h.dtype).index_add_(0, index, h)
-        out = out.scatter_(1, torch.zeros(2, 1, dtype=torch.long), h[:2, :1])
-        out.index_put_((torch.tensor([1]), torch.tensor([3])), h[0, :1], accumulate=True)
-        out.index_copy_(1, torch.tensor([5]), h[:2, 2:3])
-        out[:, [0, 1]] = out[:, [1, 0]]
-        return out
-
-
 class DataAccess(Submodules, linear=(6, 6)):
     """Writes through `.data` and `detach()`, which autograd and version counters do not see."""
 
@@ -283,23 +269,6 @@ class DataAccess(Submodules, linear=(6, 6)):
         h.data.clamp_(min=-0.5)
         h.detach()[:, 0] = 2.0
         return h + h.data.mean()
-
-
-class BuffersInPlace(nn.Module):
-    """Buffers updated in place by the forward and used for the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.register_buffer("mean", torch.zeros(6))
-        self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        with torch.no_grad():
-            self.mean.lerp_(h.mean(0), 0.5)
-            self.count += 1
-        return (h - self.mean) / self.count
 
 
 class BuffersReassigned(nn.Module):
@@ -484,22 +453,6 @@ class PackedLSTM(Submodules, lstm=partial(nn.LSTM, 6, 5, batch_first=True), head
         return self.head(padded), output
 
 
-class Convolutions(
-    Submodules,
-    line=partial(nn.Conv1d, 3, 4, 3, padding="same", padding_mode="circular"),
-    space=partial(nn.Conv3d, 1, 2, 2),
-    norm=partial(nn.InstanceNorm1d, 4, affine=True),
-    pool=partial(nn.MaxPool1d, 2, return_indices=True),
-    unpool=partial(nn.MaxUnpool1d, 2),
-):
-    """One- and three-dimensional convolutions, normalisations without batch, padding and folding."""
-
-    def forward(self, x: Tensor, volume: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        line = self.norm(self.line(F.pad(x, (1, 1), mode="reflect")))
-        pooled, indices = self.pool(line)
-        return self.unpool(pooled, indices, output_size=line.size()), self.space(volume), x.unfold(-1, 3, 2)
-
-
 class TaggedTensor(torch.Tensor):
     """A tensor subclass that survives operations."""
 
@@ -612,9 +565,7 @@ AWKWARD_VALUES: list[Case] = [
         lambda: Call.of(floats(3, 4, 6)),
         {"other_size": lambda: Call.of(floats(2, 5, 6))},
     ),
-    simple_case("awkward-scatter-in-place", ScatterInPlace, _rows(), _OTHER),
     simple_case("awkward-data-access", DataAccess, _rows(), _OTHER),
-    simple_case("awkward-buffers-in-place", BuffersInPlace, _rows(), _OTHER, mutates_state=True),
     simple_case("awkward-buffers-reassigned", BuffersReassigned, _rows(), _OTHER, mutates_state=True),
     simple_case("awkward-stashed-attribute", StashedAttribute, _rows(), _OTHER, mutates_state=True),
     simple_case("awkward-same-object", SameObject, _rows(), _OTHER),
@@ -648,12 +599,6 @@ AWKWARD_VALUES: list[Case] = [
         PackedLSTM,
         lambda: Call.of(floats(3, 7, 6), torch.tensor([7, 2, 5])),
         {"other_size": lambda: Call.of(floats(2, 4, 6), torch.tensor([1, 4]))},
-    ),
-    simple_case(
-        "awkward-convolutions",
-        Convolutions,
-        lambda: Call.of(floats(2, 3, 7), floats(2, 1, 4, 4, 4)),
-        {"other_size": lambda: Call.of(floats(4, 3, 10), floats(1, 1, 3, 5, 4))},
     ),
     simple_case(
         "awkward-tensor-subclass",

@@ -24,25 +24,6 @@ class MLP(Submodules, hidden=(6, 10), act=nn.GELU, out=(10, 4)):
         return self.out(self.act(self.hidden(x)))
 
 
-class CNN(
-    Submodules,
-    features=[
-        partial(nn.Conv2d, 3, 6, 3, padding=1),
-        nn.ReLU,
-        partial(nn.MaxPool2d, 2),
-        partial(nn.Conv2d, 6, 8, 3, padding=1, groups=2),
-        partial(nn.GroupNorm, 2, 8),
-        nn.SiLU,
-        partial(nn.AdaptiveAvgPool2d, 2),
-    ],
-    classifier=(32, 5),
-):
-    """Convolutions, pooling and a flattening whose width comes from the image size."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(torch.flatten(self.features(x), 1))
-
-
 class ResidualBlock(nn.Module):
     """Two convolutions with batch norm, an in-place ReLU and a projected shortcut."""
 
@@ -102,16 +83,15 @@ class UNet(
         return self.out(torch.cat([up, x], dim=1)) + blurred[:, :3]
 
 
-class Recurrent(nn.Module):
-    """Embeds tokens and runs torch's LSTM or GRU, whose weights are plain tensors in a list besides parameters."""
+class Recurrent(
+    Submodules,
+    embedding=partial(nn.Embedding, 99, 10),
+    rnn=partial(nn.LSTM, 10, 8, num_layers=2, batch_first=True, bidirectional=True),
+    head=(16, 5),
+):
+    """Embeds tokens and runs torch's LSTM, whose weights are plain tensors in a list besides parameters."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(99, 10)
-        self.rnn = kind(10, 8, num_layers=2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, ids: Tensor, state: Tensor | tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, object]:
+    def forward(self, ids: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, object]:
         hidden, state = self.rnn(self.embedding(ids), state)
         return self.head(hidden), state
 
@@ -194,12 +174,6 @@ TORCH: list[Case] = [
         },
     ),
     simple_case(
-        "torch-cnn",
-        CNN,
-        lambda: Call.of(floats(2, 3, 8, 8)),
-        {"other_size": lambda: Call.of(floats(3, 3, 11, 9))},
-    ),
-    simple_case(
         "torch-resnet",
         ResNet,
         lambda: Call.of(floats(2, 3, 8, 8)),
@@ -222,18 +196,12 @@ TORCH: list[Case] = [
     ),
     simple_case(
         "torch-lstm",
-        lambda: Recurrent(nn.LSTM),
+        Recurrent,
         lambda: Call.of(tokens(3, 7)),
         {
             "other_size": lambda: Call.of(tokens(5, 11)),
             "state": lambda: Call.of(tokens(3, 7), (_state(3), _state(3).tanh())),
         },
-    ),
-    simple_case(
-        "torch-gru",
-        lambda: Recurrent(nn.GRU),
-        lambda: Call.of(tokens(3, 7)),
-        {"other_size": lambda: Call.of(tokens(5, 11)), "state": lambda: Call.of(tokens(3, 7), state=_state(3))},
     ),
     simple_case(
         "torch-lstm-cell",

@@ -33,7 +33,7 @@ pytestmark = [
 SINGLE = "single"
 """The name of the example's first sequence: a batch of one."""
 
-ONLY_SEVERAL = ("torch-attention", "awkward-scatter-in-place", "awkward-called-from-c")
+ONLY_SEVERAL = ("torch-attention", "awkward-called-from-c")
 """The models that take no batch of one."""
 
 
