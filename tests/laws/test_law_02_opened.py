@@ -20,15 +20,12 @@ from tests.zoo.values import flatten
 
 INTO_GRAPHS = ExtractionOptions(decompose=["scaled_dot_product_attention", "multi_head_attention_forward"])
 TORCH = ["torch-attention", "torch-encoder-layer-post", "torch-decoder-layer", "torch-transformer"]
-LANGUAGE = ["gemma3-sdpa", "qwen2-sdpa", "bert-sdpa", "bart-sdpa", "llama-bfloat16-sdpa"]
+USUAL = ["gemma3-sdpa", "bart-sdpa", "llama-bfloat16-sdpa"]
+OTHERS = ["qwen2-sdpa", "bert-sdpa", "clip-sdpa", "whisper-sdpa", "vit-sdpa"]
 if installed.TRANSFORMERS >= (5, 0):  # before, T5 writes its attention out
-    LANGUAGE.append("t5-sdpa")
-OTHERS = ["clip-sdpa", "whisper-sdpa", "vit-sdpa"]
+    OTHERS.append("t5-sdpa")
+NAMES = [*TORCH, *USUAL, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
 FUSED = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
-
-each_case = pytest.mark.parametrize(
-    "case", [case_by_name(name) for name in (*TORCH, *LANGUAGE, *OTHERS)], ids=lambda case: case.name
-)
 
 
 def captured(case: Case, options: ExtractionOptions | None = None) -> tuple[Any, PatchableGraph]:
@@ -51,7 +48,8 @@ class FusedCalls(TorchFunctionMode):
 @pytest.mark.parametrize(
     ("case_name", "options"),
     [
-        *((name, None) for name in (*TORCH, *LANGUAGE, *OTHERS)),
+        *((name, None) for name in (*TORCH, *USUAL)),
+        *(pytest.param(name, None, marks=pytest.mark.exhaustive) for name in OTHERS),
         *(pytest.param(name, INTO_GRAPHS, id=f"{name}-in-graphs") for name in TORCH),
     ],
 )
@@ -74,9 +72,10 @@ def test_on_every_call(case_name: str, options: ExtractionOptions | None) -> Non
                 )
 
 
-@each_case
-def test_what_is_recorded_without_being_computed_is_what_probes_find(case: Case) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_recorded_without_being_computed_is_what_probes_find(name: str) -> None:
     """Shapes, dtypes and devices, and which calls are opened: those of which a value is probed, and no others."""
+    case = case_by_name(name)
     model, pg = captured(case)
     inside = [path for path, meta in pg.nodes.items() if meta.opens is not None]
     assert inside

@@ -219,7 +219,7 @@ def swept(pg: PatchableGraph, make: Any, call: Call, metric: Any, cells: int = C
 @pytest.mark.parametrize("model", MODELS)
 def test_random_sweeps_equal_loops(model: str, batch: Any) -> None:
     pg, paths, call = MODELS[model]()
-    for seed in range(16):
+    for seed in range(9):
         one, other = (Cells(seed, pg, paths, kinds_of(seed)) for _ in range(2))
         seed_all(seed)
         expected = looped(pg, one, one.metric, call)
@@ -240,7 +240,7 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
 @pytest.mark.parametrize("model", ["chain", "language model"])
 def test_random_sweeps_with_options_equal_loops(model: str, option: str, tmp_path: Path) -> None:
     pg, paths, call = MODELS[model]()
-    for seed in range(8):
+    for seed in range(6):
         # Without `late`: all patch maps are made before a cell runs.
         kinds = [kind for kind in kinds_of(seed) if kind != "late"]
         one, other = (Cells(seed, pg, paths, kinds) for _ in range(2))

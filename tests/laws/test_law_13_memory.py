@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import PatchableGraph, ZeroPatch
+from graphpatch_notebook import PatchableGraph, ProbePatch
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.patchable_graph import captured
 from tests.benchmarks.memory import peak_bytes
 from tests.laws.captures import capture_of, leaves_its_state_alone, some_cases
-from tests.zoo import Call, Case, case_by_name
+from tests.zoo import CASES, Call, Case, case_by_name, is_of_a_kind_of_its_own
 
 
 @some_cases(leaves_its_state_alone)
@@ -64,36 +63,34 @@ def test_peak_of_capture_is_that_of_the_forward() -> None:
     assert captured <= 1.1 * eager
 
 
-def test_nothing_is_left_of_a_graph_that_is_gone() -> None:
-    case = case_by_name("llama-sdpa")
-    model, call = case.build(), case.example()
+def test_nothing_is_left_of_graphs_and_models_that_are_gone() -> None:
+    """Nothing that is kept for later captures (what code reads, what classes are) keeps a model, or records.
 
-    def construct() -> None:
-        pg = PatchableGraph(model, *call.args, **call.kwargs)
-        with pg.patch({"model.layers_0.output": ZeroPatch()}):
-            pg(*call.args, **call.kwargs)
-
-    construct()
+    All models at once: a collection looks at all that the tests before this one have left.
+    """
     gc.collect()
-    before = sum(isinstance(value, Frame) for value in gc.get_objects())
-    for _ in range(3):
-        construct()
+    before = _frames()
+    stays = case_by_name("gpt2-eager").build()
+    _used(stays, case_by_name("gpt2-eager").example())
+    cases = [case for case in CASES if is_of_a_kind_of_its_own(case)]
+    references = {case.name: _used(case.build(), case.example()) for case in cases}
     gc.collect()
-    assert sum(isinstance(value, Frame) for value in gc.get_objects()) <= before
+    left = {
+        name: [type(found()).__name__ for found in kept if found() is not None] for name, kept in references.items()
+    }
+    assert {name: classes for name, classes in left.items() if classes} == {}
+    assert _frames() <= before
+    assert stays is not None
 
 
-@some_cases()
-def test_models_are_freed(case: Case) -> None:
-    """Nothing that is kept for later captures (what code reads, what classes are) keeps a model."""
-    assert _what_stays_of(case.build, case.example()) == []
+def _frames() -> int:
+    return sum(isinstance(value, Frame) for value in gc.get_objects())
 
 
-def _what_stays_of(build: Callable[[], nn.Module], call: Call) -> list[str]:
-    def construct() -> list[weakref.ref[nn.Module]]:
-        model = build()
-        PatchableGraph(model, *call.args, **call.kwargs)
-        return [weakref.ref(module) for module in model.modules()]
-
-    references = construct()
-    gc.collect()
-    return [type(reference()).__name__ for reference in references if reference() is not None]
+def _used(model: nn.Module, call: Call) -> list[weakref.ref[nn.Module]]:
+    """Captures a model and runs it patched; returns references to its modules."""
+    pg = PatchableGraph(model, *call.args, **call.kwargs)
+    if "output" in pg.nodes:
+        with pg.patch({"output": ProbePatch()}):
+            call.run(pg)
+    return [weakref.ref(module) for module in model.modules()]

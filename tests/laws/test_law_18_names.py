@@ -63,7 +63,7 @@ def test_names_do_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
             text=True,
             check=True,
         ).stdout.splitlines()
-        for seed in "012"
+        for seed in "01"
     ]
     orders, values = {lines[0] for lines in outputs}, {tuple(lines[1:]) for lines in outputs}
     assert len(orders) > 1, "the set has one order"

@@ -207,76 +207,6 @@ def arena() -> nn.Module:
     return Arena(blocks=blocks, ln_f=arena_norm(), b_U=weight(VOCABULARY), **tables)
 
 
-# -- Karpathy's lecture: one module a head -----------------------------------------------------------------------------
-
-
-class LectureHead(Part):
-    def forward(self, x: Tensor) -> Tensor:
-        k, q, v = self.key(x), self.query(x), self.value(x)
-        wei = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
-        wei = wei.masked_fill(self.tril[: x.shape[1], : x.shape[1]] == 0, float("-inf"))
-        pattern = F.softmax(wei, dim=-1)
-        out = self.dropout(pattern) @ v
-        self.keep("b t c", q=q, k=k, v=v, z=out)
-        self.keep("b q k", scores=wei, pattern=pattern)
-        return out
-
-
-class LectureAttention(Part):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.proj(torch.cat([h(x) for h in self.heads], dim=-1)))
-
-
-def lecture_block(layer: int) -> nn.Module:
-    def head(n: int) -> nn.Module:
-        maps = {name: linear(HEAD_SIZE, bias=False) for name in ("key", "query", "value")}
-        start = f"layers[{layer}].attn.heads[{n}]."
-        return LectureHead(start, tril=nn.Buffer(TRIL), dropout=nn.Dropout(0.1), **maps)
-
-    heads = nn.ModuleList(map(head, range(HEADS)))
-    return block(layer, LectureAttention(heads=heads, proj=linear(), dropout=nn.Dropout(0.1)))
-
-
-# -- Raschka: a mask in place, a shortcut ------------------------------------------------------------------------------
-
-
-class RaschkaAttention(Part):
-    def forward(self, x: Tensor) -> Tensor:
-        b, num_tokens, _ = x.shape
-        keys, queries, values = self.W_key(x), self.W_query(x), self.W_value(x)
-        keys, queries, values = (
-            each.view(b, num_tokens, HEADS, HEAD_SIZE).transpose(1, 2) for each in (keys, queries, values)
-        )
-        attn_scores = queries @ keys.transpose(2, 3)
-        attn_scores.masked_fill_(self.mask.bool()[:num_tokens, :num_tokens], -torch.inf)
-        scaled = attn_scores / keys.shape[-1] ** 0.5
-        attn_weights = self.dropout(torch.softmax(scaled, dim=-1))
-        context_vec = (attn_weights @ values).transpose(1, 2)
-        self.keep("b h t c", q=queries, k=keys, v=values)
-        self.keep("b h q k", scores=scaled, pattern=attn_weights)
-        self.keep("b t h c", z=context_vec)
-        return self.out_proj(context_vec.contiguous().view(b, num_tokens, WIDTH))
-
-
-class RaschkaBlock(Part):
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x
-        x = self.drop_shortcut(self.attn(self.ln_1(x)))
-        x = x + shortcut
-        shortcut = x
-        x = self.drop_shortcut(self.mlp(self.ln_2(x)))
-        return x + shortcut
-
-
-def raschka_block(layer: int) -> nn.Module:
-    maps = {name: linear(bias=False) for name in ("W_query", "W_key", "W_value", "out_proj")}
-    mask, dropout = nn.Buffer(1 - TRIL), nn.Dropout(0.1)
-    attn = RaschkaAttention(f"layers[{layer}].attn.", mask=mask, dropout=dropout, **maps)
-    mlp = Mlp(f"layers[{layer}].mlp.", c_fc=linear(40), gelu=Gelu(), c_proj=linear(WIDTH, 40))
-    parts = {"attn": attn, "mlp": mlp, "drop_shortcut": nn.Dropout(0.1)}
-    return RaschkaBlock(f"layers[{layer}].", ln_1=arena_norm(), ln_2=arena_norm(), **parts)
-
-
 # -- Annotated Transformer: sublayers are closures, projections a list of clones ---------------------------------------
 
 
@@ -362,39 +292,6 @@ def annotated_inputs(rows: int, source: int, target: int) -> tuple[Tensor, ...]:
     return ids(rows, source), ids(rows, target, 1), torch.ones(rows, 1, source) == 1, causal
 
 
-# -- what many write themselves: layers are steps of a loop over lists of parts ----------------------------------------
-
-
-class Lists(Part):
-    """Attention and MLPs in one list, in two, in pairs, or one of each in no list."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for n, (attn, ff) in enumerate(self.steps(self)):
-            x = attn(self.norms[2 * n](x)) + x
-            x = ff(self.norms[2 * n + 1](x)) + x
-        return self.to_logits(self.norm(x))
-
-
-def lists(kind: str) -> nn.Module:
-    count = 1 if kind == "single" else LAYERS
-    attns, mlps = [min_attention(n) for n in range(count)], [block(n, nn.Identity()).mlp for n in range(count)]
-    pairs = list(zip(attns, mlps, strict=True))
-    flat = [each for pair in pairs for each in pair]
-    steps, parts = {
-        "flat": (lambda self: zip(self.parts[::2], self.parts[1::2], strict=True), {"parts": nn.ModuleList(flat)}),
-        "pairs": (lambda self: self.parts, {"parts": nn.ModuleList(map(nn.ModuleList, pairs))}),
-        "zipped": (
-            lambda self: zip(self.parts, self.mlps, strict=True),
-            dict(zip(("parts", "mlps"), map(nn.ModuleList, (attns, mlps)), strict=True)),
-        ),
-        "single": (lambda self: [(self.attention, self.feedforward)], {"attention": attns[0], "feedforward": mlps[0]}),
-    }[kind]
-    norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2 * count)])
-    ends = {"embed": nn.Embedding(VOCABULARY, WIDTH), "norm": nn.LayerNorm(WIDTH), "to_logits": linear(VOCABULARY)}
-    return Lists(steps=steps, norms=norms, **ends, **parts)
-
-
 TABLE = """
     @embed                 out tokens              b t c
     @pos_embed             out positions           t c
@@ -414,16 +311,6 @@ STACK = """
     S.layers[{n}].resid_pre  in S.layers.{n}       b t c
     S.layers[{n}].resid_post out S.layers.{n}      b t c
 """
-LISTS = """
-    @embed                 out embed               b t c
-    @final_norm            out norm                b t c
-    @logits                out to_logits           b t v
-    layers[{n}].resid_pre  in norms.{a}            b t c
-    layers[{n}].resid_mid  in norms.{b}            b t c
-    layers[{n}].ln1        out norms.{a}           b t c
-    layers[{n}].ln2        out norms.{b}           b t c
-"""
-ATTENTIONS = {"flat": "parts.{a}", "pairs": "parts.{n}.0", "zipped": "parts.{n}", "single": "attention"}
 
 
 def written_out(name: str, build: Callable[[], nn.Module], *inputs: tuple[Tensor, ...], table: str = TABLE) -> Trial:
@@ -436,17 +323,8 @@ CLASSICS = [
     written_out("nanoGPT, flash off", lambda: nano_gpt(flash=False)),
     written_out("minGPT", lambda: gpt(min_block)),
     written_out("ARENA", arena),
-    written_out("Karpathy's lecture", lambda: gpt(lecture_block)),
-    written_out("Raschka", lambda: gpt(raschka_block, arena_norm)),
     written_out(
         "Annotated Transformer", annotated, annotated_inputs(2, 5, 7), annotated_inputs(3, 11, 6),
         table=STACK.replace("S", "encoder") + STACK.replace("S", "decoder") + "@logits out proj b t v",
-    ),
-    *(
-        written_out(
-            f"lists: {kind}", lambda kind=kind: lists(kind),
-            table=f"{LISTS} layers[{'0' if kind == 'single' else '{n}'}].attn_out out {path} b t c",
-        )
-        for kind, path in ATTENTIONS.items()
     ),
 ]  # fmt: skip

@@ -261,7 +261,7 @@ PARTS = st.one_of(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     st.one_of(PARTS, st.lists(PARTS, max_size=5).filter(lambda parts: [*map(id, parts)].count(id(...)) < 2).map(tuple))
 )
@@ -291,7 +291,7 @@ CHOICES = st.one_of(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.lists(CHOICES, min_size=1, max_size=4).filter(lambda parts: [*map(id, parts)].count(id(...)) < 2).map(tuple))
 def test_an_index_selects_nothing_exactly_where_torch_says_so(index):
     problem = selection_problem(index, SHAPE, "the value") if indexed_dimensions(index) <= len(SHAPE) else None

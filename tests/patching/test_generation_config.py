@@ -18,8 +18,8 @@ IDS = tokens(2, 5).clamp(min=3)
 
 def build() -> Any:
     model: Any = next(case for case in CASES if case.name == "gpt2-sdpa").build()
-    model.generation_config.max_new_tokens = 5
-    model.generation_config.min_new_tokens = 5
+    model.generation_config.max_new_tokens = 3
+    model.generation_config.min_new_tokens = 3
     model.generation_config.pad_token_id = 0
     return model
 
@@ -40,7 +40,7 @@ def test_another_config_as_if_it_were_the_models(model: Any, pg: PatchableGraph)
     pg.generation_config = config
     torch.manual_seed(0)
     found = pg.generate(IDS)
-    assert model.generation_config.max_new_tokens == 5
+    assert model.generation_config.max_new_tokens == 3
     other = build()
     other.generation_config = copy.deepcopy(config)
     torch.manual_seed(0)

@@ -18,8 +18,7 @@ from tests.zoo import case_by_name, installed
 from tests.zoo.values import bit_equal
 
 
-@pytest.mark.parametrize("layer", ["layers_0", "layers_1"])
-@pytest.mark.parametrize("name", ["qwen2-sdpa", "mistral-sdpa"])
+@pytest.mark.parametrize(("name", "layer"), [("qwen2-sdpa", "layers_0"), ("mistral-sdpa", "layers_1")])
 def test_packed_heads_of_a_decoding_step(name: str, layer: str) -> None:
     case = case_by_name(name)
     model, call = case.build(), case.example()
@@ -42,13 +41,12 @@ def test_packed_heads_of_a_decoding_step(name: str, layer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "heads", "shared"),
+    ("hidden", "heads", "shared", "has_mask"),
     [
-        *[(64, 4, 2), (64, 8, 4), (16, 4, 2)],
-        *(pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in [(64, 8, 2), (96, 6, 3)]),
+        *[(64, 8, 4, True), (16, 4, 2, False)],
+        *(pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in [(64, 4, 2, False), (96, 6, 3, True)]),
     ],
 )
-@pytest.mark.parametrize("has_mask", [True, False])
 @pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 def test_packed_heads_of_a_padded_decoding_step(hidden: int, heads: int, shared: int, has_mask: bool) -> None:
     """transformers packs the heads that share keys into the sequence, also where sizes collide with those of heads."""
