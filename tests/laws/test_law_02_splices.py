@@ -47,7 +47,7 @@ def applies(case: Case) -> bool:
     return runs_the_same_code_again(case) and not case.mutates_state and case.name not in others
 
 
-@some_cases(applies)
+@some_cases(applies, every=3)
 def test_latents_at_many_nodes_are_these_values(case: Case) -> None:
     capture = capture_of(case)
     pg = capture.pg

@@ -53,8 +53,11 @@ def _check(case: Case, make: MakeEdits) -> None:
 
 
 @some_cases()
-def test_inputs_and_outputs_equal_hooks(case: Case) -> None:
+def test_edits_equal_those_by_torch(case: Case) -> None:
+    """By hooks, by overwriting a parameter of a copy, and by editing what a forward returns."""
     _check(case, partial(boundary_edits, frame_count=8))
+    for make in (tensor_edits, returned_op_edits, argument_op_edits):
+        _check(case, partial(make, count=8))
 
 
 @some_cases(leaves_its_state_alone)
@@ -70,21 +73,6 @@ def test_inputs_and_outputs_equal_hooks_on_other_calls(case: Case) -> None:
                     continue
                 found = edit.by_patch(capture, capture.call(name), any_shape=True)
                 assert capture.difference(expected, found) is None, f"{name}: {edit.path}, {edit.change}"
-
-
-@some_cases()
-def test_parameters_equal_an_edited_copy(case: Case) -> None:
-    _check(case, partial(tensor_edits, count=8))
-
-
-@some_cases()
-def test_returned_ops_equal_an_edited_return(case: Case) -> None:
-    _check(case, partial(returned_op_edits, count=8))
-
-
-@some_cases()
-def test_ops_given_to_a_submodule_equal_its_pre_hook(case: Case) -> None:
-    _check(case, partial(argument_op_edits, count=8))
 
 
 def comes_from_known_source(case: Case) -> bool:

@@ -63,7 +63,7 @@ def test_after_errors_and_interrupts_at_any_point(case: Case) -> None:
     assert bit_equal(expected, run(capture.pg, case.example())) is None
 
 
-@some_cases(leaves_its_state_alone)
+@some_cases(leaves_its_state_alone, every=2)
 def test_after_an_error_of_capture(case: Case) -> None:
     """Interrupted in the middle: by a hook, as the user's own code would be."""
     model = case.build()

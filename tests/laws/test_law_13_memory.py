@@ -13,15 +13,21 @@ from graphpatch_notebook import PatchableGraph, ProbePatch
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.patchable_graph import captured
 from tests.benchmarks.memory import peak_bytes
-from tests.laws.captures import capture_of, leaves_its_state_alone, some_cases
+from tests.laws.captures import capture_of, some_cases
 from tests.zoo import CASES, Call, Case, case_by_name, is_of_a_kind_of_its_own
 
 
-@some_cases(leaves_its_state_alone)
-def test_records_hold_no_tensors(case: Case) -> None:
+@some_cases()
+def test_records_hold_no_tensors_and_parameters_are_shared(case: Case) -> None:
     capture = capture_of(case)
     held = [value for frame in captured(capture.pg).root.walk() for value in _held(frame)]
-    assert [value for value in held if isinstance(value, Tensor)] == []
+    assert case.mutates_state or [value for value in held if isinstance(value, Tensor)] == []
+    mine = {name: id(parameter) for name, parameter in capture.model.named_parameters()}
+    assert {name: id(parameter) for name, parameter in capture.pg.named_parameters()} == mine
+    in_hierarchy = {id(parameter) for parameter in capture.pg._graph_module.parameters()}
+    assert in_hierarchy <= {id(parameter) for parameter in capture.model.parameters()} | in_hierarchy & set(
+        mine.values()
+    )
 
 
 def _held(frame: Frame) -> list[Any]:
@@ -38,17 +44,6 @@ def _held(frame: Frame) -> list[Any]:
         else:
             waiting += gc.get_referents(value) if not isinstance(value, Tensor) else []
     return list(seen.values())
-
-
-@some_cases()
-def test_parameters_are_shared(case: Case) -> None:
-    capture = capture_of(case)
-    mine = {name: id(parameter) for name, parameter in capture.model.named_parameters()}
-    assert {name: id(parameter) for name, parameter in capture.pg.named_parameters()} == mine
-    in_hierarchy = {id(parameter) for parameter in capture.pg._graph_module.parameters()}
-    assert in_hierarchy <= {id(parameter) for parameter in capture.model.parameters()} | in_hierarchy & set(
-        mine.values()
-    )
 
 
 def test_peak_of_capture_is_that_of_the_forward() -> None:
