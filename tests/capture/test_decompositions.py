@@ -184,46 +184,6 @@ def test_nested_tensors_are_refused(function: Callable[..., Any]) -> None:
 
 # -- multi_head_attention_forward --------------------------------------------------------------------------------------
 
-SETTINGS: list[dict[str, Any]] = [
-    {}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"kdim": 5, "vdim": 3},
-    {"add_bias_kv": True, "add_zero_attn": True}, {"batch_first": True},
-]  # fmt: skip
-CALLS: list[dict[str, Any]] = [
-    {},
-    {"average_attn_weights": False},
-    {"need_weights": False},
-    {"attn_mask": mask_of("bool", torch.float32).logical_not()},
-    {"key_padding_mask": floats(BATCH, KEYS, seed=8) > 0.7, "need_weights": False},
-    {"attn_mask": mask_of("bool", torch.float32).logical_not(), "key_padding_mask": floats(BATCH, KEYS, seed=8) > 0.7},
-]
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-def test_the_steps_of_multi_head_attention_are_those_of_torch(settings: dict[str, Any]) -> None:
-    for call in CALLS:
-        check_steps(settings, call)
-
-
-def check_steps(settings: dict[str, Any], call: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    module = nn.MultiheadAttention(8, 2, **settings)  # in train mode: never the fused kernel
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    original = F.multi_head_attention_forward
-
-    class Seeing(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is original:
-                seen.append((args, kwargs))
-            return func(*args, **(kwargs or {}))
-
-    shape = (BATCH, LENGTH) if settings.get("batch_first") else (LENGTH, BATCH)
-    keys = (BATCH, KEYS) if settings.get("batch_first") else (KEYS, BATCH)
-    key, value = floats(*keys, settings.get("kdim", 8), seed=1), floats(*keys, settings.get("vdim", 8), seed=1)
-    with Seeing():
-        module(floats(*shape, 8), key, value, **call)
-    (args, kwargs) = seen[0]
-    assert bit_equal(steps_of(original)(*args, **kwargs), original(*args, **kwargs)) is None
-
 
 # -- the option --------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, PatchableGraph
-from graphpatch_notebook.experiments import attribute
 from tests.zoo.case import floats, seeded
 from tests.zoo.submodules import Submodules
 
@@ -23,26 +22,6 @@ def without_length(base: Any) -> Any:
         raise NotImplementedError
 
     return type("Irreps", (base,), {"__len__": refuse})
-
-
-@pytest.mark.parametrize("base", [tuple, list, dict, set])
-def test_containers_with_methods_of_their_own_are_held(base: Any) -> None:
-    class Holds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.irreps = without_length(base)([(1, 2)])
-            self.inside, self.linear = [without_length(base)([(1, 2)])], nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) + 1
-
-    model, x = seeded(Holds), floats(1, 2)
-    pg = PatchableGraph(model, x)
-    with pg.patch({"linear.output": AddPatch(value=1.0)}):
-        assert torch.equal(pg(x), model.linear(x) + 1 + 1)
-    assert all(score == score for score in attribute(pg, torch.sum, x, x * 2).values)
-    swept = pg.sweep({"cell": range(3)}, lambda _: {}, x, metric=torch.sum, progress=False)
-    assert swept.values.tolist() == [model(x).sum().item()] * 3
 
 
 def refusing(base: Any, but: Sequence[str] = ()) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,13 +26,7 @@ from tests.zoo import TRANSFORMERS, Case
 from tests.zoo.submodules import Submodules
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.dropout = nn.Dropout(0.5)
-        self.register_buffer("offset", torch.ones(3))
-
+class Inner(Submodules, linear=(3, 3), dropout=partial(nn.Dropout, 0.5), offset=lambda: torch.ones(3)):
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.linear(x) + self.offset)
 
@@ -87,13 +82,11 @@ class Twofold(torch.autograd.Function):
         return grads[0] * 2, None
 
 
-class Uncapturable(nn.Module):
+class Uncapturable(Submodules, linear=(3, 3), offset=lambda: torch.ones(3)):
     """A module that runs, but that cannot be recorded: one of its calls has an argument that nobody can look at."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("offset", torch.ones(3))
         self.settings = [Locked()]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,14 +49,10 @@ class Layers(nn.Module):
         return self.norms["after"](x) * self.factor
 
 
-class Normed(nn.Module):
+class Normed(
+    Submodules, norm=partial(nn.BatchNorm1d, 4), dropout=partial(nn.Dropout, 0.5), count=lambda: torch.zeros(())
+):
     """Buffers that are updated, dropout, and an in-place op."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-        self.dropout = nn.Dropout(0.5)
-        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from typing import Any
 
@@ -11,21 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpatch_notebook import ExtractionOptions, PatchableGraph
-from graphpatch_notebook.capture.custom_graphs import CustomRun, extracted_graph
+from graphpatch_notebook.capture.custom_graphs import extracted_graph
 from graphpatch_notebook.capture.inputs import input_parameters, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import CaptureError
-from graphpatch_notebook.graphs import CompiledGraphModule, build_hierarchy
+from tests.zoo.submodules import Submodules
 
 X = torch.linspace(-1, 1, 6).reshape(3, 2)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.register_buffer("scale", torch.tensor(3.0))
-
+class Scaled(Submodules, inner=(2, 2), scale=lambda: torch.tensor(3.0)):
     def forward(self, input: Tensor, shift: float = 1.0) -> Tensor:
         return self.inner(input) * self.scale + shift
 
@@ -123,36 +117,3 @@ def test_placeholders_are_matched_by_name() -> None:
     assert pg.graph._code.startswith("def forward(self, x, y, scale = 2.0)")
     for args, kwargs in (((X, X.exp()), {}), ((X,), {"y": X.cos(), "scale": 3.0})):
         assert torch.equal(pg(*args, **kwargs), Less()(*args, **kwargs))
-
-
-def test_nodes_are_recorded_under_their_names() -> None:
-    module = Scaled()
-    frame, graph = frame_of(module, extract)
-    value = CustomRun(graph, frame, {"input": X}).run()
-    torch.testing.assert_close(value, module.inner.weight.matmul(X.T).T * 3 + 1)
-    assert frame.custom_graph is graph
-    assert [(node.name, node.kind, str(node.spec)) for node in frame.nodes] == [
-        ("input", "input", "Tensor(3, 2)"),
-        ("shift", "input", "float(1.0)"),
-        ("inner_weight", "parameter", "Tensor(2, 2)"),
-        ("scale", "buffer", "Tensor()"),
-        ("t", "op", "Tensor(2, 2)"),
-        ("my_custom_name", "op", "Tensor(3, 2)"),
-        ("mul", "op", "Tensor(3, 2)"),
-        ("add", "op", "Tensor(3, 2)"),
-    ]
-    assert [node.target for node in frame.nodes if node.kind == "op"] == ["t", "my_custom_name", "mul", "add"]
-
-
-@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy])
-def test_graph_module_is_the_graph(copied: Any) -> None:
-    module = Scaled()
-    frame, graph = frame_of(module, extract)
-    expected = CustomRun(graph, frame, {"input": X}).run()
-    root = copied(build_hierarchy(frame))
-    assert isinstance(root, CompiledGraphModule)
-    assert root.has_own_graph
-    assert "my_custom_name = input_1 @ t" in root.code
-    assert torch.equal(root(X), expected)
-    torch.testing.assert_close(root(input=X, shift=2.0), expected + 1)
-    assert str(root.frame.custom_graph) == str(root.graph)

@@ -87,19 +87,6 @@ def test_what_code_can_hold_is_fine() -> None:
     assert found[1] is model.linear.bias
 
 
-def test_what_the_message_says_works() -> None:
-    model = Model()
-    pg = PatchableGraph(model, X)
-    graph_module: Any = pg._graph_module
-    edit = output_is(lambda graph, value: graph.call_function(torch.add, (value, graph.get_attr("nope"))))
-    edit(graph_module.graph)
-    with pytest.raises(GraphError, match="self.nope.*graph_module.NAME = tensor"):
-        graph_module.recompile()
-    graph_module.nope = V
-    graph_module.recompile()
-    assert torch.equal(pg(X), model(X) + V)
-
-
 # -- edited custom graphs ----------------------------------------------------------------------------------------------
 
 

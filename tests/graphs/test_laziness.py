@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook import PatchableGraph, ProbePatch
 from graphpatch_notebook.graphs import (
     CompiledGraphModule,
     GraphModule,
@@ -23,6 +22,7 @@ from graphpatch_notebook.graphs.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
 from tests.frames import TupleOutputModule
 from tests.graphs.models import Layers, graph_module, settle
+from tests.zoo.submodules import Submodules
 
 X = torch.linspace(-1, 1, 6).reshape(3, 2)
 
@@ -45,19 +45,6 @@ def test_calls_run_the_module_and_comparing_generates_once() -> None:
     assert generated(lambda: verify(root, (X + 1,), {})) == 0
     model.register_forward_hook(lambda module, args, output: output[0])
     assert torch.equal(root(X), model(X))
-
-
-@pytest.mark.parametrize(
-    "need",
-    [
-        lambda root: root.code,
-        lambda root: copy.deepcopy(root).code,
-        lambda root: verify(copy.deepcopy(root), (X,), {}),
-    ],
-    ids=["code", "copy.code", "copy.verify"],
-)
-def test_who_needs_code_gets_fresh_code(need: Callable[[Any], Any]) -> None:
-    assert generated(lambda: need(graph_module(TupleOutputModule(), X))) >= 1
 
 
 def edited(root: Any) -> Any:
@@ -92,33 +79,8 @@ def test_edited_graphs_run_the_edit(run: Callable[[Any], Any]) -> None:
     assert root.has_own_graph
 
 
-def test_edits_have_an_effect_after_recompile() -> None:
-    model = TupleOutputModule()
-    pg = PatchableGraph(model, X)
-    root: Any = pg._graph_module
-
-    def check(number: int) -> None:
-        for code in (root.code, pg.graph._code):
-            assert f"x + {number}" in code
-        for run in (pg, root, copy.deepcopy(pg)):
-            assert torch.equal(run(X)[1], model.linear(X + number))
-        with pg.patch({"linear_0.output": ProbePatch()}):
-            assert torch.equal(pg(X)[1], model.linear(X + number))
-
-    for before, after in ((1, 10), (10, 20)):
-        add = records(root.graph)["add"]
-        add.args = (add.args[0], after)
-        check(before)
-        root.recompile()
-        check(after)
-
-
 def test_edits_run_below_modules_that_run_live() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.twice = TupleOutputModule()
-
+    class Branches(Submodules, twice=TupleOutputModule):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first, second = self.twice(x)
             return first if first.sum() > 1e9 else second

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from graphpatch_notebook import ExtractionOptions, PatchableGraph
 from graphpatch_notebook.graphs.verification import FrameReport
 from tests.graphs.models import Normed
+from tests.zoo.submodules import Submodules
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -81,14 +82,15 @@ def test_objects_among_inputs_and_outputs() -> None:
     )
 
 
-class Parent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = Normed()
-        self.bad = Calls(lambda m, x: x if x.sum() > 0 else -x)
-        self.layers = nn.ModuleList(Calls(lambda m, x: x if len(x) == 3 else -x) for _ in range(3))
-        self.custom, self.skipped, self.unreached = Flat(), nn.Dropout(), nn.Linear(4, 4)
-
+class Parent(
+    Submodules,
+    norm=Normed,
+    bad=lambda: Calls(lambda m, x: x if x.sum() > 0 else -x),
+    layers=lambda: nn.ModuleList(Calls(lambda m, x: x if len(x) == 3 else -x) for _ in range(3)),
+    custom=lambda: Flat(),
+    skipped=nn.Dropout,
+    unreached=(4, 4),
+):
     def forward(self, x: Tensor, is_short: bool = False) -> Tensor:
         x = self.skipped(self.custom(self.norm(x)))
         for layer in self.layers:

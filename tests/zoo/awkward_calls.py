@@ -77,13 +77,11 @@ class _Talker(nn.Module):
         return self.parents[0].scale(self.linear(x))
 
 
-class CallsParent(nn.Module):
+class CallsParent(Submodules, talker=_Talker, norm=partial(nn.LayerNorm, 6)):
     """A child that calls a method of its parent, which calls another child."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.talker = _Talker()
-        self.norm = nn.LayerNorm(6)
         self.talker.parents.append(self)
 
     def scale(self, x: Tensor) -> Tensor:
@@ -206,11 +204,7 @@ class AliasedForward(nn.Module):
     forward = run_slow
 
 
-class _AliasedChild(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(6))
-
+class _AliasedChild(Submodules, bias=lambda: nn.Parameter(torch.zeros(6))):
     def shift(this, x: Tensor) -> Tensor:
         return x + this.bias
 
@@ -232,13 +226,11 @@ class OverriddenCall(Submodules, child=_Calling):
         return self.child(x, 2.0) - x
 
 
-class UserHooks(nn.Module):
+class UserHooks(Submodules, first=(6, 6), second=lambda: _Scaled()):
     """The user's own hooks: one changes an input, one changes keyword arguments, two change outputs in turn."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = _Scaled()
         self.first.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
         self.first.register_forward_hook(lambda module, args, output: output + args[0])
         self.first.register_forward_hook(lambda module, args, output: torch.tanh(output))
@@ -262,13 +254,11 @@ def _observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     output.mean()
 
 
-class BackwardHooks(nn.Module):
+class BackwardHooks(Submodules, before=(6, 6), linear=(6, 6)):
     """Full backward hooks, for which torch wraps inputs and outputs of the child in autograd functions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = nn.Linear(6, 6)
-        self.linear = nn.Linear(6, 6)
         self.linear.register_full_backward_hook(_double_gradient)
         self.linear.register_full_backward_pre_hook(lambda module, gradient: None)
 
@@ -298,13 +288,11 @@ class _Callback:
         return self.layer(x) * 2
 
 
-class ModuleAsArgument(nn.Module):
+class ModuleAsArgument(Submodules, linear=(6, 6), applier=lambda: _Applier()):
     """A module handed on as an argument, to a function, to a child and inside of a callable object."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.applier = _Applier()
         self.callback = _Callback(self.linear)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -347,12 +335,8 @@ class _Wrapped(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-class DelegatingWrapper(nn.Module):
+class DelegatingWrapper(Submodules, wrapped=lambda: _Wrapped(_Encoder())):
     """A wrapper that passes on attributes that it lacks to the module inside, as PEFT does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wrapped = _Wrapped(_Encoder())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.wrapped(x) + self.wrapped.encode(x) @ self.wrapped.outer.weight.T

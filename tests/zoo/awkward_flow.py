@@ -368,12 +368,8 @@ class Reflected(Submodules, linear=(6, 6)):
         return (*numbers, *logic, *integers, x.numpy(force=True).mean() * h)
 
 
-class Einsum(nn.Module):
+class Einsum(Submodules, weight=lambda: nn.Parameter(torch.ones(2, 6, 3))):
     """einsum and einops, whose recipes are cached by shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 6, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         from einops import rearrange, reduce, repeat

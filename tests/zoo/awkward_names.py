@@ -14,20 +14,22 @@ from .case import Call, Case, floats, simple_case
 from .submodules import Submodules
 
 
-class OwnWords(nn.Module):
+class OwnWords(
+    Submodules,
+    graph=(6, 6),
+    code=(6, 6),
+    output=(6, 6),
+    _code=(6, 6),
+    _shape=lambda: nn.Parameter(torch.ones(6)),
+    nodes=lambda: torch.ones(6),
+    forward_=nn.Tanh,
+    patch=[nn.ReLU],
+    _graph_module=nn.Identity,
+):
     """Submodules, parameters, buffers and attributes named like the parts of a graph module or a node path."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.graph = nn.Linear(6, 6)
-        self.code = nn.Linear(6, 6)
-        self.output = nn.Linear(6, 6)
-        self._code = nn.Linear(6, 6)
-        self._shape = nn.Parameter(torch.ones(6))
-        self.register_buffer("nodes", torch.ones(6))
-        self.forward_ = nn.Tanh()
-        self.patch = nn.Sequential(nn.ReLU())
-        self._graph_module = nn.Identity()
         self._trace = "not a module"
         self.sub_0 = nn.Linear(6, 6)
         self.reason = None
@@ -39,26 +41,17 @@ class OwnWords(nn.Module):
         return {"output": self.forward_(code), "_shape": self._graph_module(output), "sub_0": self.sub_0(x)}
 
 
-class _Shadows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-
+class _Shadows(Submodules, weight=lambda: nn.Parameter(torch.ones(6))):
     def forward(this, self: Tensor, output: Tensor, graph: Tensor | None = None, _code: int = 2) -> Tensor:
         torch_ = self * this.weight
         nodes = torch_ + output
         return nodes * _code if graph is None else nodes * graph
 
 
-class ShadowedNames(nn.Module):
+class ShadowedNames(
+    Submodules, weight=lambda: nn.Parameter(torch.ones(6)), linear=(6, 6), add=(6, 6), shadows=_Shadows
+):
     """Variables and arguments named self, input, list, output, weight, torch functions, keywords with an underscore."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-        self.linear = nn.Linear(6, 6)
-        self.add = nn.Linear(6, 6)
-        self.shadows = _Shadows()
 
     def forward(self, input: Tensor, list: Tensor, type: float = 1.0) -> Tensor:
         linear = self.linear(input)
@@ -106,19 +99,18 @@ class _Skip(nn.Sequential):
         return input + super().forward(input)
 
 
-class NestedModules(nn.Module):
+class NestedModules(
+    Submodules,
+    module_dict=lambda: nn.ModuleDict(
+        {
+            "foo": nn.Linear(6, 6),
+            "bar": nn.ModuleDict({"baz": nn.ModuleList([nn.Linear(6, 6), nn.Tanh()]), "qux": nn.Linear(6, 6)}),
+        }
+    ),
+    twice=lambda: nn.ModuleDict({"bar": nn.ModuleDict({"baz": nn.Linear(6, 6)})}),
+    layers=lambda: _Layers([nn.Linear(6, 6), nn.ReLU(), _Skip(nn.Linear(6, 6), nn.Sequential(nn.Tanh()))]),
+):
     """Dicts and lists of modules inside each other, which are not called themselves, and containers that are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module_dict = nn.ModuleDict(
-            {
-                "foo": nn.Linear(6, 6),
-                "bar": nn.ModuleDict({"baz": nn.ModuleList([nn.Linear(6, 6), nn.Tanh()]), "qux": nn.Linear(6, 6)}),
-            }
-        )
-        self.twice = nn.ModuleDict({"bar": nn.ModuleDict({"baz": nn.Linear(6, 6)})})
-        self.layers = _Layers([nn.Linear(6, 6), nn.ReLU(), _Skip(nn.Linear(6, 6), nn.Sequential(nn.Tanh()))])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.module_dict["foo"](x)
@@ -160,15 +152,10 @@ class AssignmentForms(Submodules, linear=(6, 6)):
         return table
 
 
-class PropertyValues(nn.Module):
+class PropertyValues(Submodules, raw=lambda: nn.Parameter(torch.ones(6)), linear=(6, 6)):
     """Values computed in properties of the module, in a static and a class method, and in a nested function."""
 
     factor = 2.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.raw = nn.Parameter(torch.ones(6))
-        self.linear = nn.Linear(6, 6)
 
     @property
     def scale(self) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .case import Call, Case, floats, simple_case
+from .submodules import Submodules
 
 
 class _Settings:
@@ -105,12 +106,8 @@ class _Refusing:
         return super().__getattribute__(name)
 
 
-class RefusingConfig(nn.Module):
+class RefusingConfig(Submodules, config=lambda: _Refusing(6, torch.arange(6.0)), linear=(6, 6)):
     """A config with a field that cannot be read, and a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config, self.linear = _Refusing(6, torch.arange(6.0)), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * self.config.scale

@@ -143,15 +143,14 @@ class Dataclasses(Submodules, steps=copies(_StateChild, 2)):
         return FrozenResult(logits, state), PlainResult(logits + 1, {"step": state.step}), ResultList([logits, None])
 
 
-class Nones(nn.Module):
+class Nones(
+    Submodules,
+    nothing=lambda: Runs(lambda x: None),
+    pair=lambda: Runs(lambda x: (x + 1, None)),
+    table=lambda: Runs(lambda x: {"a": x * 2, "b": None}),
+    linear=(6, 6),
+):
     """Children that return None, (tensor, None) and {"a": tensor, "b": None}."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = Runs(lambda x: None)
-        self.pair = Runs(lambda x: (x + 1, None))
-        self.table = Runs(lambda x: {"a": x * 2, "b": None})
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor | None = None, y: Tensor | None = None) -> tuple[Any, ...]:
         x = self.linear(y if x is None else x)
@@ -180,12 +179,8 @@ class ContainerPassedThrough(Submodules, child=_ListChild):
         return out
 
 
-class FilledArgument(nn.Module):
+class FilledArgument(Submodules, layers=lambda: nn.ModuleList([_CachingLayer(index) for index in range(2)])):
     """Children that write their results into a cache that they are given, and return nothing of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([_CachingLayer(index) for index in range(2)])
 
     def forward(self, x: Tensor, cache: dict[int, Tensor] | None = None) -> tuple[Tensor, dict[int, Tensor]]:
         cache = {} if cache is None else cache
@@ -227,13 +222,8 @@ class InPlace(Submodules, linear=(6, 6), relu=partial(nn.ReLU, inplace=True)):
         return out, before, total
 
 
-class InPlaceOnInput(nn.Module):
+class InPlaceOnInput(Submodules, scale=lambda: nn.Parameter(torch.ones(6)), child=lambda: _AddsOne()):
     """Writes into the caller's tensor and returns it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(6))
-        self.child = _AddsOne()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.child(x)
@@ -306,15 +296,8 @@ class StashedAttribute(Submodules, child=_Stashes):
         return out + self.child.last_hidden * 2
 
 
-class SameObject(nn.Module):
+class SameObject(Submodules, linear=(6, 6), drop=partial(nn.Dropout, 0.5), same=nn.Identity, empty=nn.Sequential):
     """Operations and layers that return their input, after which both names are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.drop = nn.Dropout(0.5)
-        self.same = nn.Identity()
-        self.empty = nn.Sequential()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         h = self.linear(x)
@@ -326,13 +309,8 @@ class SameObject(nn.Module):
         return h * 2, dropped + 1, cast - 1, F.dropout(flat, 0.1, training=False), same, expanded.requires_grad_(True)
 
 
-class AliasedOutputs(nn.Module):
+class AliasedOutputs(Submodules, weight=lambda: nn.Parameter(torch.ones(6)), offset=lambda: torch.ones(6)):
     """The input, a view of it, a parameter, a buffer and one tensor twice as outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-        self.register_buffer("offset", torch.ones(6))
 
     def forward(self, x: Tensor) -> tuple[Any, ...]:
         y = x * self.weight
@@ -375,14 +353,10 @@ class MultipleOutputs(Submodules, qkv=(6, 12)):
         )
 
 
-class ScalarOutputs(nn.Module):
+class ScalarOutputs(
+    Submodules, linear=(6, 1), count=lambda: Runs(lambda x: x.shape[0]), mean=lambda: Runs(lambda x: float(x.mean()))
+):
     """Zero-dimensional tensors and Python numbers, out of children too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 1)
-        self.count = Runs(lambda x: x.shape[0])
-        self.mean = Runs(lambda x: float(x.mean()))
 
     def forward(self, x: Tensor) -> tuple[Tensor, float, int, bool]:
         loss = self.linear(x).pow(2).mean()
@@ -401,14 +375,13 @@ class ScalarInputs(Submodules, linear=(6, 6)):
         return getattr(h, mode)(dim=-1).to(dtype)[part]
 
 
-class Dtypes(nn.Module):
+class Dtypes(
+    Submodules,
+    wide=lambda: nn.Linear(6, 6, dtype=torch.float64),
+    narrow=lambda: nn.Linear(6, 6, dtype=torch.bfloat16),
+    phase=lambda: nn.Parameter(torch.ones(4, dtype=torch.complex64)),
+):
     """Complex, double, half-precision and integer arithmetic in one forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(6, 6, dtype=torch.float64)
-        self.narrow = nn.Linear(6, 6, dtype=torch.bfloat16)
-        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         wide = self.wide(x.double())
@@ -427,13 +400,10 @@ class NotANumber(Submodules, linear=(6, 6)):
         return scores, torch.log(h), float("nan")
 
 
-class Sparse(nn.Module):
+class Sparse(
+    Submodules, bag=partial(nn.EmbeddingBag, 99, 6, mode="sum"), weight=lambda: nn.Parameter(torch.ones(6, 3))
+):
     """A sparse matrix, built, multiplied and returned, and sums over bags of embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(99, 6, mode="sum")
-        self.weight = nn.Parameter(torch.ones(6, 3))
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.arange(ids.shape[0])
@@ -475,13 +445,15 @@ class NumpyRoundtrip(Submodules, linear=(6, 6)):
         return h.gather(-1, torch.from_numpy(order)) * weights
 
 
-class ParameterContainers(nn.Module):
+class ParameterContainers(
+    Submodules,
+    listed=lambda: nn.ParameterList([torch.ones(6), torch.ones(6)]),
+    named=lambda: nn.ParameterDict({"scale": torch.ones(6), "odd-name": torch.ones(6)}),
+):
     """Parameters in lists and dicts, plain tensors as attributes, a parameter in a tuple and a None parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.listed = nn.ParameterList([torch.ones(6), torch.ones(6)])
-        self.named = nn.ParameterDict({"scale": torch.ones(6), "odd-name": torch.ones(6)})
         self.plain = torch.linspace(0, 1, 6)
         self.hidden = (nn.Parameter(torch.full((6,), 0.5)), torch.ones(6))
         self.register_parameter("nothing", None)

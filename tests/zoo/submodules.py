@@ -8,10 +8,10 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
-Maker: TypeAlias = "tuple[int, int] | list[Maker] | Callable[[], nn.Module]"
+Maker: TypeAlias = "tuple[int, int] | list[Maker] | Callable[[], nn.Module | Tensor]"
 
 
-def made(maker: Maker) -> nn.Module:
+def made(maker: Maker) -> Any:
     """Returns a linear map for two sizes, a `Sequential` for a list, and else what the maker returns."""
     if isinstance(maker, list):
         return nn.Sequential(*map(made, maker))
@@ -26,8 +26,8 @@ def copies(maker: Maker, count: int) -> Callable[[], nn.Module]:
 class Submodules(nn.Module):
     """Has the submodules that a class declares by name: `class Mlp(Submodules, up=(4, 8), act=nn.GELU, down=(8, 4))`.
 
-    Two sizes are those of a linear map, a list is a `Sequential`; anything else is called and returns the submodule.
-    With `seed`, the weights are the same each time.
+    Two sizes are those of a linear map, a list is a `Sequential`; anything else is called and returns the submodule, or
+    a parameter, or a tensor that becomes a buffer. With `seed`, the weights are the same each time.
     """
 
     _makers: ClassVar[dict[str, Maker]] = {}
@@ -42,7 +42,11 @@ class Submodules(nn.Module):
         if self._seed is not None:
             torch.manual_seed(self._seed)
         for name, make in self._makers.items():
-            self.add_module(name, made(make))
+            value = made(make)
+            if type(value) is Tensor:
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
 
 
 class Runs(nn.Module):

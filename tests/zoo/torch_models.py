@@ -48,15 +48,17 @@ class ResidualBlock(nn.Module):
         return self.relu(out)
 
 
-class ResNet(nn.Module):
+class ResNet(
+    Submodules,
+    stem=[partial(nn.Conv2d, 3, 8, 3, 1, 1, bias=False), partial(nn.BatchNorm2d, 8), partial(nn.ReLU, inplace=True)],
+    layer1=partial(ResidualBlock, 8, 8, 1),
+    layer2=partial(ResidualBlock, 8, 12, 2),
+    head=(12, 5),
+):
     """A small ResNet whose running statistics are not those of a fresh batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
-        self.layer1 = ResidualBlock(8, 8, 1)
-        self.layer2 = ResidualBlock(8, 12, 2)
-        self.head = nn.Linear(12, 5)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.running_mean.uniform_(-0.5, 0.5)
