@@ -181,12 +181,8 @@ def test_frames_of_the_engine_are_hidden_from_tracebacks(path: str) -> None:
     assert [f.f_code.co_name for f in ours if not f.f_locals.get("__tracebackhide__")] == []
 
 
-class Scaled(nn.Module):
+class Scaled(Submodules, scale=lambda: nn.Parameter(torch.ones(3))):
     """Operators between tensors of one class, and of two, where Python tries both operands' operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
         scaled = x * self.scale

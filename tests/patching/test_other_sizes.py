@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,64 +23,13 @@ from graphpatch_notebook.components.dimensions import dimensions_of
 from tests.laws.captures import identity
 from tests.zoo import case_by_name
 from tests.zoo.case import floats, seeded, tokens
+from tests.zoo.submodules import Submodules
 from tests.zoo.values import bit_equal
-
-
-def assert_identity(model: nn.Module, example: Any, others: list[Any], call: Callable[..., Any]) -> None:
-    """Patches every node with the identity, at sizes that the example did not have."""
-    with torch.no_grad():
-        pg = PatchableGraph(model, example)
-        with pg.patch({path: identity() for path in pg.nodes}).quiet():
-            for other in others:
-                assert bit_equal(call(pg, other), call(model, other)) is None, tuple(other.shape)
-
-
-SMALL: dict[str, dict[str, Any]] = {
-    "Funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": 12, "n_head": 2, "d_head": 6, "d_inner": 16},
-    "Mamba2": {
-        "hidden_size": 12, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 6, "state_size": 5, "n_groups": 1,
-        "chunk_size": 16,
-    },
-    "Longformer": {
-        "hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
-        "attention_window": 8, "max_position_embeddings": 80,
-    },
-    "XGLM": {"d_model": 12, "ffn_dim": 16, "num_layers": 1, "attention_heads": 2},  # it merges the batch and the heads
-}  # fmt: skip
 
 
 def of_transformers(name: str, **settings: Any) -> nn.Module:
     config = getattr(transformers, f"{name}Config")(vocab_size=99, **settings)
     return seeded(lambda: getattr(transformers, f"{name}Model")(config))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_other_sizes_of_transformers(name: str) -> None:
-    others = [tokens(3, 11), tokens(1, 16), tokens(2, 37)]
-    assert_identity(of_transformers(name, **SMALL[name]), tokens(2, 7), others, lambda run, ids: run(ids)[0])
-
-
-class Derived(nn.Module):
-    """Twice the length, one more, whole chunks of it, batch times length; a hidden size as large as the length."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        places = torch.arange(2 * length)
-        begun = torch.cat([x[:, :1], x], dim=1)
-        padded = functional.pad(x, (0, 0, 0, -length % 64))
-        chunks = padded.reshape(batch, -1, 64, 6)
-        rows = x.flatten(0, 1)
-        last = x[:, -min(length, 4) :]
-        return begun.sum() + chunks.mean(1) * places.sum() + rows.sum() + last.sum()
-
-
-def test_sizes_computed_from_the_inputs() -> None:
-    assert_identity(
-        Derived(),
-        floats(2, 6, 6),
-        [floats(1, 9, 6), floats(3, 64, 6), floats(2, 300, 6), floats(2, 3, 6)],
-        lambda m, x: m(x),
-    )
 
 
 ZOO = """
@@ -148,12 +97,8 @@ def test_what_the_model_keeps_by_size_has_its_values() -> None:
             assert bit_equal(reference(x), pg(x)) is None
 
 
-class Patches(nn.Module):
+class Patches(Submodules, embed=partial(nn.Conv2d, 3, 4, 2, 2), places=lambda: nn.Parameter(torch.randn(1, 4, 4, 4))):
     """Takes images of one size, unless it is told to interpolate, as ViT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.places = nn.Conv2d(3, 4, 2, 2), nn.Parameter(torch.randn(1, 4, 4, 4))
 
     def forward(self, x: Tensor, interpolate: bool = False) -> Tensor:
         if x.shape[-2:] != (8, 8) and not interpolate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,13 +116,13 @@ def test_what_cannot_be_is_an_error_on_entry(pg: PatchableGraph, patches: dict[s
         pytest.fail("entered")
 
 
-class Reader(nn.Module):
+class Reader(
+    Submodules,
+    embed=partial(nn.Embedding, 200, 8),
+    states=lambda: nn.Parameter(torch.randn(1, 4, 8)),
+    layers=lambda: nn.ModuleList(ReaderLayer() for _ in range(2)),
+):
     """Layers of a few states that attend to all tokens, as in Perceiver."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.states = nn.Embedding(200, 8), nn.Parameter(torch.randn(1, 4, 8))
-        self.layers = nn.ModuleList(ReaderLayer() for _ in range(2))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         tokens = self.embed(input_ids)

@@ -241,12 +241,8 @@ class Passes(nn.Module):
         return x, x * 2
 
 
-class UsesBoth(nn.Module):
+class UsesBoth(Submodules, inner=Passes):
     """Uses what it gave a module, and what that returned in a container: one tensor, two values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Passes()
 
     def forward(self, x: Tensor) -> Tensor:
         given = x + 1

@@ -8,9 +8,8 @@ import io
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,12 +22,10 @@ from graphpatch_notebook import (
     ExperimentError,
     GraphError,
     GraphPatchError,
-    Patch,
     PatchableGraph,
     PatchMapError,
     PatchValueError,
     ProbePatch,
-    RecordPatch,
     UnknownPathError,
     ZeroPatch,
 )
@@ -38,9 +35,8 @@ from graphpatch_notebook.experiments import (
     attribute_edges,
     causal_trace,
 )
-from graphpatch_notebook.notebook.search import NodeIndex, parse_query
-from graphpatch_notebook.notebook.views.skeleton import Skeleton
 from tests.tiny_models import gpt2
+from tests.zoo.submodules import Submodules
 
 IDS = torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
 OTHER = torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -202,31 +198,6 @@ def test_latents_are_ablated_traced_and_scored(pg: PatchableGraph, sae: Sae, spl
     assert float(secants.sum()) == pytest.approx((total(pg(IDS)) - total(pg(OTHER))).item(), abs=1e-4)
 
 
-def test_latents_at_positions_steps_and_in_records(pg: PatchableGraph, sae: Sae, spliced: PatchableGraph) -> None:
-    block, kept = pg._module.transformer.h[0], RecordPatch()
-    with torch.no_grad():
-        with spliced.patch({f"{LATENTS}[2:9]": ZeroPatch(positions=[1, 3]), f"{LATENTS}[0]": AddPatch(1.0)}):
-            found = spliced(IDS).logits
-
-        def change(latents: Tensor) -> Tensor:
-            latents = latents.clone()
-            latents[:, [1, 3], 2:9] = 0
-            latents[..., 0] += 1
-            return latents
-
-        with hooked(block, changed(sae, change)):
-            torch.testing.assert_close(found, pg._module(IDS).logits)
-        with spliced.patch({LATENTS: [AddPatch(2.0, steps="decoding"), kept]}):
-            tokens = spliced.generate(IDS, max_new_tokens=4, do_sample=False)
-        steps = iter([0.0, 2.0, 2.0, 2.0])
-        with hooked(block, changed(sae, lambda latents: latents + next(steps))):
-            assert torch.equal(tokens, pg._module.generate(IDS, max_new_tokens=4, do_sample=False))
-        assert [value.shape[1] for value in kept.activations] == [5, 1, 1, 1]
-        latents = sae.encode(pg.record(PLACE, IDS)[PLACE])
-        recording = spliced.record(["layers[*].resid_post.sae.*", "**.h_1.output"], IDS, positions=-1)
-        assert torch.equal(recording[LATENTS], latents[:, -1:])
-
-
 def test_transcoders_are_placed_by_their_configs(pg: PatchableGraph) -> None:
     torch.manual_seed(2)
     hooks = {"hook_name": "blocks.1.ln2.hook_normalized", "hook_name_out": "blocks.1.hook_mlp_out"}
@@ -258,12 +229,12 @@ def test_transcoders_are_placed_by_their_configs(pg: PatchableGraph) -> None:
         torch.testing.assert_close(alone(IDS).logits, expected)
 
 
-class CrossLayer(nn.Module):
+class CrossLayer(
+    Submodules,
+    up=lambda: nn.Parameter(torch.randn(2, 16, 6)),
+    down=lambda: nn.Parameter(torch.randn(2, 2, 6, 16).triu(0)),
+):
     """A cross-layer transcoder: what is read in a layer is written in this and later ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(2, 16, 6)), nn.Parameter(torch.randn(2, 2, 6, 16).triu(0))
 
     def encode(self, values: Tensor) -> Tensor:
         return torch.relu(torch.einsum("lrd,ldf->lrf", values, self.up))
@@ -322,12 +293,10 @@ def test_cross_layer_transcoders(pg: PatchableGraph, error: bool) -> None:
         torch.testing.assert_close(found, by_hand, rtol=1e-3, atol=1e-3)
 
 
-class Across(nn.Module):
+class Across(
+    Submodules, up=lambda: nn.Parameter(torch.randn(2, 16, 6)), down=lambda: nn.Parameter(torch.randn(6, 2, 16))
+):
     """A crosscoder of two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(2, 16, 6)), nn.Parameter(torch.randn(6, 2, 16))
 
     def encode(self, values: Tensor) -> Tensor:
         return torch.relu(torch.einsum("lrd,ldf->rf", values, self.up))
@@ -471,16 +440,6 @@ class Careless(nn.Module):
         return latents.mul_(3) + scale
 
 
-@dataclass(kw_only=True, eq=False)
-class Looks(Patch[Any]):
-    """It only looks, and returns nothing."""
-
-    observes_only: ClassVar[bool] = True
-
-    def op(self, original_output: Any) -> None:  # type: ignore[override]
-        self.seen = original_output.clone()
-
-
 def test_an_sae_may_write_into_what_it_is_given() -> None:
     class Doubled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -488,12 +447,12 @@ def test_an_sae_may_write_into_what_it_is_given() -> None:
             return doubled + 1
 
     x = torch.tensor([[1.0, -4.0]])
-    pg, looks = PatchableGraph(Doubled(), x), Looks()
+    pg, probe = PatchableGraph(Doubled(), x), ProbePatch()
     for error, expected in ((False, (x + 1) * 3 + 8 + 1), (True, x * 2 + 3 + 1)):
         spliced = pg.splice({"doubled": Careless()}, error=error)
-        with spliced.patch({"doubled_sae.latents": [looks, AddPatch(value=1.0)]}):
+        with spliced.patch({"doubled_sae.latents": [probe, AddPatch(value=1.0)]}):
             assert torch.equal(spliced(x), expected)
-        assert torch.equal(looks.seen, x)
+        assert torch.equal(probe.activation, x)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
@@ -530,17 +489,3 @@ def test_latents_are_senders_of_edges(pg: PatchableGraph, place: str) -> None:
     assert scores.item() == pytest.approx(float(effect), abs=1e-5)
     with pytest.raises(ExperimentError, match="linear map"):
         attribute_edges(pg.splice({place: SimpleNamespace(encode=torch.relu, decode=torch.tanh)}), total, IDS, OTHER)
-
-
-def test_latents_are_in_the_tree_its_search_and_its_code(spliced: PatchableGraph) -> None:
-    path = spliced.graph[LATENTS]
-    assert path._shape == (2, 5, 24)
-    assert "latents = " in spliced.graph["transformer.h_0.sae"]._code
-    assert "latents: Tensor(2, 5, 24)" in repr(spliced.graph["transformer.h_0"])
-    index = NodeIndex(spliced.nodes)
-    for text in ("latents", "resid_post.sae.latents"):
-        found = [index.rows.paths[at] for at in index.matching(parse_query(text))]
-        assert "transformer.h_0.sae.latents" in found
-    skeleton = Skeleton(spliced.nodes)
-    assert skeleton.path(skeleton.row(LATENTS)) == "transformer.h_0.sae.latents"
-    assert LATENTS in {row.name for row in skeleton.components()}

@@ -223,19 +223,6 @@ def test_recorded_values_have_all_of_their_names(gpt2: PatchableGraph) -> None:
         named["layers[0].mlp_out"]
 
 
-def test_names_of_other_tools_in_recordings(gpt2: PatchableGraph) -> None:
-    recording = gpt2.record(gpt2.components, TOKENS)
-    assert recording["z", 1, "attn"] is recording["z", 1] is recording["layers[1].attn.z"]
-    assert recording["post", 1, "mlp"] is recording["post", 1]
-    with pytest.raises(UnknownPathError, match=r"; nearest: 'layers\[1\].attn.z'$"):
-        recording["blocks.1.attn.hook_z"]
-    with pytest.raises(UnknownPathError, match="was not recorded; nearest: '@embed'$"):
-        gpt2.record("@embed", TOKENS)["layers[1].resid_post"]
-    with pytest.raises(AttributeError, match="write direct_logit_attribution"):
-        recording.logit_attrs()
-    assert not hasattr(recording, "other")
-
-
 def test_a_value_that_never_comes_is_reported_and_missing() -> None:
     pg = PatchableGraph(Branching(), X)
     with pytest.warns(GraphPatchWarning, match=r"'second\.output': 'second' was not called"):

@@ -31,6 +31,7 @@ from graphpatch_notebook import (
 from tests.components.families import captured_model
 from tests.hooks import registered
 from tests.zoo.awkward_values import Slots
+from tests.zoo.submodules import Submodules
 
 
 class Numbers(nn.Module):
@@ -157,11 +158,7 @@ def test_objects_that_say_what_they_hold_are_containers(kind: str) -> None:
             a, b = parts(pair)
             return make(a * 3, b - 1)
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Inner()
-
+    class Outer(Submodules, inner=Inner):
         def forward(self, x: Tensor) -> Tensor:
             result = self.inner(make(x * 2, x + 1))
             seen.append(result)
