@@ -210,9 +210,9 @@ class PatchableGraph(_LikeItsModel):
         Example:
             >>> import torch
             >>> from transformers import GPT2Config
-            >>> config = GPT2Config(n_layer=96, n_embd=12288, n_head=96)
+            >>> config = GPT2Config(n_layer=8, n_embd=12288, n_head=96)
             >>> pg = PatchableGraph.from_config(config, input_ids=torch.arange(5)[None])
-            >>> pg.nodes["layers[95].attn.pattern"].shape
+            >>> pg.nodes["layers[7].attn.pattern"].shape
             torch.Size([1, 96, 5, 5])
         """
         import transformers

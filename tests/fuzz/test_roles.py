@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphpatch_notebook import PatchableGraph
+from tests.libraries.comparing import Expected, Trial, outcome_of
 
-SEEDS = range(*map(int, os.environ.get("GRAPHPATCH_ROLES_SEEDS", "0 24").split()))
+SEEDS = range(*map(int, os.environ.get("GRAPHPATCH_ROLES_SEEDS", "0 18").split()))
 MOST_MISSING = 0.25
 VOCABULARY = 17
 LAYOUTS = ("b h t c", "h b t c", "(b h) t c", "(h b) t c", "t b h c", "b t h c")
@@ -381,46 +381,16 @@ class Model(nn.Module):
         return x
 
 
-_WORDS = {
-    "batch": "b", "position": "t", "query": "q", "key": "k", "head": "h", "channel": "c", "neuron": "n", "vocab": "v",
-}  # fmt: skip
-
-
-def in_order(value: Tensor, axes: list[str], sizes: dict[str, int]) -> Tensor:
-    """Returns a value with one dimension for each of its axes, in the order of their letters."""
-    flat = [letter for axis in axes for letter in axis.split()]
-    if len(flat) > value.ndim:
-        value = value.reshape([sizes.get(letter, -1) for letter in flat])
-    return value.permute(sorted(range(len(flat)), key=flat.__getitem__))
-
-
-def letters_of(axes: tuple[str | None, ...], name: str) -> list[str]:
-    is_pattern = name.endswith((".pattern", ".scores"))
-    found = []
-    for axis in axes:
-        words = [_WORDS[word] for word in str(axis).split("_")]
-        found.append(" ".join(word if is_pattern or word not in "qk" else "t" for word in words))
-    return found
-
-
-def kept_axes(axes: str) -> list[str]:
-    found, inside = list[str](), ""
-    for part in axes.replace("(", "( ").replace(")", " )").split():
-        if part == "(":
-            inside = "("
-        elif part == ")":
-            found.append(inside.removeprefix("(").strip())
-            inside = ""
-        elif inside:
-            inside += f" {part}"
-        else:
-            found.append(part)
-    return [each.replace("( ", "") for each in found]
-
-
 def chosen_of(seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     return {name: rng.choice(values) for name, values in CHOICES.items()}
+
+
+def in_parts(value: Tensor, axes: str, heads: int) -> tuple[Tensor, str]:
+    """Returns a kept value, in a run on three rows, with a dimension for each of its letters."""
+    if axes.startswith("("):
+        value = value.unflatten(0, (3, heads) if axes.startswith("(b") else (heads, 3))
+    return value, axes.replace("(", "").replace(")", "")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -429,26 +399,13 @@ def test_what_is_found_is_what_the_code_says(seed: int) -> None:
     torch.manual_seed(seed)
     heads, size = {"equal": (4, 4)}.get(chosen["sizes"], (4, 6))
     rows, length = {"equal": (4, 4), "one token": (3, 1), "one row": (1, 5)}.get(chosen["sizes"], (2, 5))
-    model = Model(heads * size, heads, chosen).eval()
-    pg = PatchableGraph(model, torch.randint(0, VOCABULARY, (rows, length)))
-    others = torch.randint(0, VOCABULARY, (3, 7))
-    _kept.clear()
-    model(others)
-    expected = dict(_kept)
-    components = pg.components
-    found = [name for name in expected if name in components and None not in components[name].axes]
-    recorded = pg.record(found, others)
-    wrong = {}
-    for name in found:
-        value, axes = expected[name]
-        sizes = {"b": 3, "t": 7, "q": 7, "k": 7, "h": value.shape[1] if axes == "b h t c" else heads}
-        own = letters_of(components[name].axes, name)
-        one, other = in_order(recorded[name], own, sizes), in_order(value, kept_axes(axes), sizes)
-        if one.shape != other.shape or not torch.allclose(one, other, 1e-4, 1e-5):
-            wrong[name] = components[name].axes, axes
-    assert wrong == {}, chosen
-    missing = set(expected) - set(found)
-    assert len(missing) <= MOST_MISSING * len(expected), (
-        chosen,
-        {name: components.why_missing(name) for name in missing},
-    )
+    example, others = (torch.randint(0, VOCABULARY, shape) for shape in ((rows, length), (3, 7)))
+
+    def expected(model: nn.Module, inputs: tuple[Any, ...]) -> Expected:
+        _kept.clear()
+        model(*inputs)
+        return {name: in_parts(*kept, heads) for name, kept in _kept.items()}
+
+    outcome = outcome_of(Trial("", lambda: Model(heads * size, heads, chosen), (example,), (others,), expected))
+    assert outcome.wrong == {}, chosen
+    assert len(outcome.missing) <= MOST_MISSING * (len(outcome.right) + len(outcome.missing)), (chosen, outcome.missing)
