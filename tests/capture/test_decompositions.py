@@ -197,7 +197,7 @@ class NeverRuns(nn.Module):
     "given", [["scaled_dot_product_atention"], [F.softmax], "scaled_dot_product_attention", 3, [[]]]
 )
 def test_what_cannot_be_opened_is_an_error_before_anything_runs(given: Any) -> None:
-    with pytest.raises(CaptureError, match="decompose takes a list of names, of scaled_dot_product_attention, multi_"):
+    with pytest.raises(CaptureError, match="decompose"):
         PatchableGraph(NeverRuns(), ExtractionOptions(decompose=given), torch.ones(2))
 
 

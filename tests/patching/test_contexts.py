@@ -91,7 +91,7 @@ def test_a_call_that_outlives_the_block_is_an_error(pg: PatchableGraph) -> None:
             call = pool.submit(contextvars.copy_context().run, pg, X)
             assert is_running.wait(60)
         block_has_ended.set()
-        with pytest.raises(GraphPatchError, match="context ended while this call ran in it, in another thread"):
+        with pytest.raises(GraphPatchError):
             call.result()
 
 
@@ -132,7 +132,7 @@ def test_a_recomputation_that_may_be_of_another_call_is_an_error(times: int) -> 
             assert torch.equal(found[1], pg._module.linear.weight.sum(0))
             pg._module(x)  # without patches, and backward may be of this
         loss = pg(x, times).sum()
-        with pytest.raises(GraphPatchError, match="it is ambiguous for which call"):
+        with pytest.raises(GraphPatchError):
             loss.backward()
 
 

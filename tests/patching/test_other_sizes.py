@@ -66,7 +66,7 @@ def test_a_fixed_size_that_coincides_with_the_length_stays_fixed() -> None:
     pg = PatchableGraph(Packs(), floats(4, 4, 12))
     with pg.patch({"heads": AddPatch(1.0)}):
         pg(floats(2, 9, 12))
-        with pytest.raises(PatchValueError, match="dimension 1 does not follow the inputs' sizes"):
+        with pytest.raises(PatchValueError, match="'heads'"):
             pg(floats(4, 4, 12), mask=torch.ones(4))
     with pg.patch({"heads": AddPatch(1.0, any_shape=True)}, strict=True):
         pg(floats(4, 4, 12), mask=torch.ones(4))
