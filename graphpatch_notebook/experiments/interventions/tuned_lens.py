@@ -53,7 +53,7 @@ class TunedLens(nn.Module):
         >>> ids = torch.randint(0, 20, (16, 6))
         >>> pg = PatchableGraph(model, ids[:1])
         >>> lens = TunedLens(pg)
-        >>> losses = lens.fit(pg, ids, batch_size=4, epochs=8, lr=0.02)
+        >>> losses = lens.fit(pg, ids, batch_size=4, epochs=20, lr=0.01)
         >>> losses[-1] < losses[0]
         True
         >>> logit_lens(pg, ids, target=3, lens=lens).shape
