@@ -189,6 +189,7 @@ def show_attention(
     tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
     layers: Sequence[int] | None = None,
     image: Any = None,
+    max_new_tokens: int = 0,
     **input_kwargs: Any,
 ) -> AttentionView:
     """Returns an interactive view of the attention patterns of a model for the notebook.
@@ -209,6 +210,8 @@ def show_attention(
         image: How the image among the inputs looks: an array or PIL image of shape (rows, columns, 3). `None`: as its
             tensor of shape (batch, channels, rows, columns), with colors from its minimum to its maximum. The tokens
             that are its patches are shown over it: those that change with it, found by running the model twice.
+        max_new_tokens: How many tokens are generated after the prompt, greedily and without patches: their rows appear
+            as they are generated, once the view is shown. With patches, the same tokens are run.
         **input_kwargs: Inputs of the model, by keyword.
 
     Raises:
@@ -233,7 +236,9 @@ def show_attention(
     """
     from graphpatch_notebook.notebook.views.attention import attention_of
 
-    return attention_of(pg, *_for_view(inputs, input_kwargs), tokens=tokens, layers=layers, image=image)
+    return attention_of(
+        pg, *_for_view(inputs, input_kwargs), tokens=tokens, layers=layers, image=image, max_new_tokens=max_new_tokens
+    )
 
 
 def show_circuit(circuit: Circuit | AttributionGraph, pages: Mapping[str, FeaturePage] | None = None) -> CircuitView:

@@ -122,9 +122,11 @@ class AttentionView(ComputedView):
         inputs: RunInputs,
         tokens: AxisTokens,
         image: InputImage | None,
+        generation: GeneratedAttention | None = None,
     ) -> None:
+        self._generation = generation
         self._layers, self._inputs, self._tokens, self._image = layers, inputs, tokens, image
-        self._version = 0
+        self._version = self._shown_steps = 0
         self._clean: list[LayerPatterns] = []
         self._patched: list[LayerPatterns] | None = None
         super().__init__(graph, session, workspace)
@@ -144,8 +146,21 @@ class AttentionView(ComputedView):
         self.update()
 
     def _compute(self, graph: PatchableGraph, patches: Patches) -> Any:
+        if self._generation is not None and self._clean and not self._generation.is_done:
+            self._shown_steps = 0
+            self._generation.run(graph, self._layers, *self._inputs.copy())
+            self._clean, self._inputs = [], self._generation.inputs(self._inputs)
         clean = self._clean or self._patterns(graph, {})
         return clean, self._patterns(graph, patches) if patches else None
+
+    def _follow(self, *, is_changed: bool = False) -> Answer:
+        status, buffers = super()._follow(is_changed=is_changed)
+        generation = self._generation
+        if generation is not None and not generation.is_done and generation.steps > self._shown_steps:
+            self._shown_steps = generation.steps
+            self._keep((generation.patterns(), None))  # as far as it is generated
+            self.renew(*self.COMPUTED)
+        return status, buffers
 
     def _patterns(self, graph: PatchableGraph, patches: Patches) -> list[LayerPatterns]:
         given = (self._layers, patches, *self._inputs.copy())
@@ -157,6 +172,10 @@ class AttentionView(ComputedView):
     def _keep(self, found: tuple[list[LayerPatterns], list[LayerPatterns] | None]) -> None:
         self._clean, self._patched = found
         self._version += 1
+        if self._generation is not None:
+            self._tokens = self._generation.texts(self._clean[0].cells.cells.shape[-1], self._tokens)
+            if not self._generation.has_started:
+                self._computed_for = -1  # the first request starts it
 
     def _head(self, _: RequestContext, payload: HeadRequest) -> Answer:
         """Returns the pattern of a head, and its scale."""
@@ -312,7 +331,7 @@ class InputImage:
     def number_of(self, layer: AttentionLayer, keys: int) -> int | None:
         """Returns which patches the keys of a layer are."""
         count, number = self._of_stack.get(layer.stack, (0, 0))
-        return number if count <= keys and not layer.is_cross else None
+        return number if count <= keys and not layer.is_cross else None  # more, after a generation
 
     def url(self, row: int) -> str:
         """Returns the image of a row of the batch."""
@@ -405,13 +424,15 @@ def attention_of(
     tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
     layers: Sequence[int] | None = None,
     image: Any = None,
+    max_new_tokens: int = 0,
 ) -> AttentionView:
     """Returns a new attention view of a graph: `show_attention`."""
     found = attention_layers(find(captured(graph).root), layers)
     session, runs, given = inputs_for_view(graph, workspace, inputs)
     texts = AxisTokens.of(graph, given, tokens, runs.tokenizer)
     picture = InputImage.of(graph, found, given, image)
-    return AttentionView(graph, session, workspace, found, given, texts, picture)
+    generation = GeneratedAttention.of(graph, given, runs.tokenizer, max_new_tokens) if max_new_tokens else None
+    return AttentionView(graph, session, workspace, found, given, texts, picture, generation)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -570,6 +591,112 @@ def patterns_of_run(
     if missing := [layer.name for layer in layers if f"{layer.name}.pattern" not in kept]:
         raise GraphError(f"the model did not compute the patterns of {', '.join(missing[:3])} on these inputs")
     return [LayerPatterns(kept[f"{layer.name}.pattern"], kept.get(f"{layer.name}.v")) for layer in layers]
+
+
+@dataclass(kw_only=True, eq=False)
+class PatternRowsPatch(Patch[Tensor]):
+    """Keeps the rows of a pattern, those of the prompt and of each later step of a generation."""
+
+    observes_only: ClassVar[bool] = True
+    axes: tuple[str | None, ...]
+    kept: list[Tensor]  # each of shape (batch, head, query, key)
+
+    def op(self, original_output: Tensor) -> Tensor:
+        """Keeps the rows that are new: without a cache, a step computes those before again."""
+        rows = _arranged(original_output.detach(), self.axes, _ORDER).float().cpu()
+        done = sum(one.shape[2] for one in self.kept)
+        self.kept.append(rows[:, :, done:] if rows.shape[2] > done else rows)
+        return original_output
+
+
+class GeneratedAttention:
+    """A greedy generation without patches, whose attention is shown as far as it is generated.
+
+    With patches, the same tokens are run, so that the patterns can be compared.
+    """
+
+    def __init__(self, prompt: list[int], tokenizer: Any, count: int) -> None:
+        self._prompt, self._tokenizer, self._count = prompt, tokenizer, count
+        self._tokens: list[int] = []
+        self._patches: list[PatternRowsPatch] = []
+        self.is_done = False
+
+    @classmethod
+    def of(cls, graph: PatchableGraph, inputs: RunInputs, tokenizer: Any, count: int) -> GeneratedAttention:
+        """Returns the generation after a prompt.
+
+        Raises:
+            GraphError: The model cannot generate, or the inputs are not one prompt of token ids.
+        """
+        rows = TokenInputs.of(graph, inputs.args, inputs.kwargs).batch
+        if not callable(getattr(captured(graph).module, "generate", None)) or len(rows) != 1:
+            what = "a model with a method generate, and one prompt of token ids"
+            raise GraphError(f"max_new_tokens={count} needs {what}, not {len(rows)}")
+        return cls(rows[0], tokenizer, count)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the generation has begun."""
+        return bool(self._patches)
+
+    @property
+    def steps(self) -> int:
+        """How many steps have ended: the first computes the rows of the prompt."""
+        return min((len(patch.kept) for patch in self._patches), default=0)
+
+    # what `generate` calls on a streamer
+
+    def put(self, tokens: Tensor) -> None:
+        """Called by `generate` with the prompt, then with each new token."""
+        self._tokens += [int(token) for token in tokens.flatten()]
+
+    def end(self) -> None:
+        """Called by `generate` at the end."""
+
+    def run(
+        self, graph: PatchableGraph, layers: Sequence[AttentionLayer], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Generates."""
+        self._tokens = []
+        axes = [tuple(layer.pattern.axes[dim] for dim in layer.pattern.kept_dims) for layer in layers]
+        self._patches = [PatternRowsPatch(axes=own, kept=[], any_shape=True) for own in axes]
+        pairs = zip(layers, self._patches, strict=True)
+        patch_map: dict[Any, Any] = {f"{layer.name}.pattern": [patch] for layer, patch in pairs}
+        options = {"do_sample": False, "num_beams": 1, "max_new_tokens": self._count, "streamer": self}
+        with torch.no_grad(), graph.patch(patch_map):
+            graph.generate(*args, **{**kwargs, **options})
+        self.is_done = True
+
+    def patterns(self) -> list[LayerPatterns]:
+        """Returns the patterns of the steps that have ended: a row for each token but the last, which is not run."""
+        found = []
+        for patch in self._patches:
+            rows = patch.kept[: self.steps]
+            keys = max(one.shape[-1] for one in rows)
+            padded = [torch.nn.functional.pad(one, (0, keys - one.shape[-1])) for one in rows]
+            found.append(LayerPatterns(Quantized.of(torch.cat(padded, 2)), None))
+        return found
+
+    def texts(self, count: int, before: AxisTokens) -> AxisTokens:
+        """Returns the texts of the first tokens."""
+        tokens = (self._tokens or self._prompt)[:count]
+        if self._tokenizer is None:
+            return before
+        return AxisTokens([[token_text(self._tokenizer, token) for token in tokens]], [])
+
+    def inputs(self, before: RunInputs) -> RunInputs:
+        """Returns inputs that have all tokens of the generation that were run."""
+        ids = torch.tensor([self._tokens[:-1]])
+
+        def longer(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.shape != (1, len(self._prompt)):
+                return value
+            is_mask = value.tolist() != [self._prompt]
+            last = value[:, -1:].expand(-1, ids.shape[1] - value.shape[1])
+            return torch.cat([value, last], 1) if is_mask else ids.to(value.device)
+
+        kwargs = {name: longer(value) for name, value in before.kwargs.items() if name != "position_ids"}
+        return RunInputs((*map(longer, before.args),), kwargs, before.text)
 
 
 def pooled(cells: Tensor, side: int) -> Tensor:

@@ -28,6 +28,7 @@ from transformers import (
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.experiments import show_attention
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.views.attention import AttentionView
 from graphpatch_notebook.notebook.views.linked import answer
@@ -296,3 +297,43 @@ def test_an_image_that_no_token_is_a_patch_of_is_refused() -> None:
         show_attention(pg, image=np.zeros((2, 3, 4, 5)))
     with contextlib.closing(show_attention(pg, image=np.zeros((24, 40, 3), np.uint8))) as view:
         assert view.attention["images"][0]["grid"] == [3, 5]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_rows_of_a_generation_appear_as_they_are_generated(use_cache: bool) -> None:
+    model, inputs = MODELS["gpt2"]
+    prompt = inputs["input_ids"][:1]
+    handle = model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+    pg = PatchableGraph(model, prompt)
+    given = {"attention_mask": torch.ones_like(prompt), "use_cache": use_cache}
+    try:
+        with contextlib.closing(show_attention(pg, prompt, max_new_tokens=4, **given)) as view:
+            front, rows = Front(view), list[int]()
+            assert view.attention["layers"][0]["full"] == [LENGTH, LENGTH]
+            assert view.attention["patches"] != view.session["version"]  # so that the front end asks
+            while front.ask("update")["state"] == "running":
+                rows.append(view.attention["layers"][0]["full"][0])
+                time.sleep(0.02)
+            assert {LENGTH, LENGTH + 1, LENGTH + 2} <= {*rows}
+            assert rows == sorted(rows)
+            with torch.no_grad():
+                ids = model.generate(prompt, max_new_tokens=4, do_sample=False)
+            length = ids.shape[1] - 1
+            expected = eager(model, {"input_ids": ids[:, :-1]})
+            for (patterns, lengths, step), wanted in zip(sent(view), expected, strict=True):
+                assert patterns.shape[1:] == (length, length)
+                assert np.abs(patterns - wanted[0].numpy()).max() <= step / 2 + 1e-6
+                assert lengths is not None
+            session_of(pg).add(ChosenPatch("layers[0].attn.heads[1].pattern", "zero"))
+            front.attend()
+            (patched, _, _), _ = sent(view, "patched")
+            assert patched.shape[1:] == (length, length)
+            assert patched[1].max() == 0
+    finally:
+        handle.remove()
+
+
+def test_a_generation_needs_one_prompt() -> None:
+    model, inputs = MODELS["gpt2"]
+    with pytest.raises(GraphError, match="not 3"):
+        show_attention(PatchableGraph(model, **inputs), max_new_tokens=2)
