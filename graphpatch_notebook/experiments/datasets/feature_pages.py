@@ -10,11 +10,11 @@ two by two, which is exact: so the range does not have to be known before.
 from __future__ import annotations
 
 import base64
-import functools
 import html
 import math
 import os
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError, GraphError, whole_file
 from graphpatch_notebook.experiments.datasets.batches import RowReader, numbered
 from graphpatch_notebook.experiments.datasets.feature_weights import FeaturePlace, sources, through_norm
-from graphpatch_notebook.experiments.datasets.store import ActivationStore
+from graphpatch_notebook.experiments.datasets.store import ActivationStore, ShardFolder, digest_of, settings_of
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Examples, Inputs, batches_of, check_graph
 from graphpatch_notebook.inspection.resolution import Target
@@ -36,11 +36,14 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.slices import PositionSelection
 from graphpatch_notebook.patching.model_state import runs_where_the_model_is
 from graphpatch_notebook.texts import token_text
+from graphpatch_notebook.values import digest
 
 _LOG_HALF = 6
 _HALF = 2**_LOG_HALF
 """Half of the bins are for negative activations."""
 _AT_ONCE = 2**24
+_SAVED_AFTER = 30.0
+_TENSORS = ("peaks", "examples", "activations", "active", "exponents", "bins")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +132,7 @@ def feature_pages(
     logits: int = 10,
     positions: PositionSelection | None = None,
     batch_size: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
     executor: Any = None,
     recipe: Any = None,
 ) -> dict[str, FeaturePage]:
@@ -160,6 +164,8 @@ def feature_pages(
         positions: The positions that count: an index, indices or a slice; `None` for all. `slice(1, None)` leaves out
             the first token, which activates some features most in every text. Pages show all tokens.
         batch_size: How many examples run at once, if `dataset` has the inputs of all examples.
+        folder: A folder to keep results in, of any number of batches, every half minute and at the end. A call with
+            the folder of an earlier one continues after its batches: one that was interrupted, or a longer dataset.
         executor: Runs batches elsewhere, as for `pg.sweep`.
         recipe: As for `pg.sweep`.
 
@@ -169,7 +175,8 @@ def feature_pages(
     Raises:
         UnknownPathError: A path does not exist, or a pattern matches nothing; nothing ran.
         ExperimentError: A direction has another size than the value; the dataset is empty; an activation is infinite
-            or not a number; or it is not known which dimension of a value holds the batch.
+            or not a number; it is not known which dimension of a value holds the batch; or the folder has results of
+            other features, weights, patches or batches.
 
     Example:
         >>> from graphpatch_notebook import PatchableGraph
@@ -194,14 +201,22 @@ def feature_pages(
         raise ExperimentError(f"{without[0]!r} does not have the positions of the inputs: leave positions= out")
     with torch.no_grad():
         fields = [each for base, own in features.items() for each in _weight_fields(pg, base, own, logits)]
+    kept = None
+    if folder is not None:
+        own = digest([[each.names, each.which] for each in features.values()], top, positions)
+        kept = ShardFolder(Path(folder), {"paths": {}, "features": own, **settings_of(pg)})
     if isinstance(dataset, ActivationStore):
+        if folder is not None:
+            raise ExperimentError("pages of a store are not kept, since they take no run: leave folder= out")
         results = read.stored(pg, dataset, positions)
     else:
-        batches = numbered(batches_of(pg, dataset, batch_size))
-        results = map_batches(pg, read, batches, executor=executor, recipe=recipe)
-    if (first := next(results, None)) is None:
+        batches, first = batches_of(pg, dataset, batch_size), 0
+        if kept is not None:
+            batches, first = kept.remaining(batches), kept.examples
+        results = map_batches(pg, read, numbered(batches, first), executor=executor, recipe=recipe)
+    found = _summed(results, kept, top)
+    if found is None:
         raise ExperimentError("the dataset has no examples")
-    found = functools.reduce(_Summary.plus, results, first)
     if not found.count:
         raise ExperimentError("the dataset has no examples at these positions")
     every = enumerate(name for own in features.values() for name in own.names)
@@ -354,7 +369,7 @@ class _Read:
         if bool((rows.ids < 0).any()):
             wanted = (each for each in inputs.tensors() if each.is_floating_point() and len(each) == len(values))
             shown = list(next(wanted, torch.zeros(len(values), 0)))
-        return _Summary.of(values, kept, used, first, shown, self.top)
+        return _Summary.of(values, kept, used, first, shown, self.top, (digest_of(inputs),))
 
     def _by_position(self, pg: PatchableGraph, path: str, recording: Any, shape: torch.Size) -> Tensor:
         """Returns a value of shape (examples, positions, channels)."""
@@ -403,6 +418,22 @@ class _Read:
                 yield _Summary.of(found, kept, used, first, shown, self.top)
 
 
+def _summed(results: Iterable[_Summary], kept: ShardFolder | None, top: int) -> _Summary | None:
+    """Returns the sum of summaries, and of what a folder has, which keeps it."""
+    found = None if kept is None or not kept.stored else _Summary.loaded(kept, top)
+    saved = time.monotonic()
+    try:
+        for each in results:
+            found = each if found is None else found.plus(each)
+            if kept is not None and time.monotonic() - saved > _SAVED_AFTER:
+                found.save(kept)
+                saved = time.monotonic()
+    finally:
+        if kept is not None and found is not None:
+            found.save(kept)
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class _Summary:
     """What pages need of some examples.
@@ -417,6 +448,8 @@ class _Summary:
         bins: How many activations are in each bin, (features, 2 * _HALF). The lower edge of the one in the middle is 0.
         inputs: The tokens of the examples among the top, or rows of another input, by the numbers of the examples.
         top: How many examples there are at most.
+        total: How many examples it is of.
+        digests: The digests of their batches.
     """
 
     peaks: Tensor
@@ -428,10 +461,19 @@ class _Summary:
     bins: Tensor
     inputs: Mapping[int, Tensor]
     top: int
+    total: int
+    digests: tuple[str, ...]
 
     @classmethod
     def of(
-        cls, values: Tensor, kept: Tensor, counted: Tensor, first: int, inputs: Sequence[Tensor], top: int
+        cls,
+        values: Tensor,
+        kept: Tensor,
+        counted: Tensor,
+        first: int,
+        inputs: Sequence[Tensor],
+        top: int,
+        digests: tuple[str, ...] = (),
     ) -> _Summary:
         """Returns the summary of a batch of activations, (examples, positions, features)."""
         flat, number = values[counted], torch.arange(values.shape[-1], device=values.device)
@@ -451,7 +493,8 @@ class _Summary:
         parts = best.values[:, :top], chosen + first, activations, (flat > 0).sum(0), exponents, torch.cat(bins)
         peaks, examples, activations, active, exponents, whole = (each.cpu() for each in parts)
         used = {at: inputs[at - first].cpu().clone() for at in examples.unique().tolist()}
-        return cls(peaks, examples, activations, len(flat), active, exponents, whole, used, top)
+        total = len(values)
+        return cls(peaks, examples, activations, len(flat), active, exponents, whole, used, top, total, digests)
 
     def plus(self, later: _Summary) -> _Summary:
         """Returns the summary of these examples and later ones."""
@@ -475,7 +518,23 @@ class _Summary:
             self._with_exponents(exponents) + later._with_exponents(exponents),
             {at: inputs[at] for at in examples.unique().tolist()},
             self.top,
+            self.total + later.total,
+            self.digests + later.digests,
         )
+
+    def save(self, folder: ShardFolder) -> None:
+        """Writes the summary as the only shard of a folder."""
+        tensors = {name: getattr(self, name).contiguous() for name in _TENSORS}
+        inputs = {f"inputs.{at}": each for at, each in self.inputs.items()}
+        folder.save(0, {**tensors, **inputs, "count": torch.tensor(self.count)}, self.total, self.digests)
+
+    @classmethod
+    def loaded(cls, folder: ShardFolder, top: int) -> _Summary:
+        """Returns the summary in a folder."""
+        tensors = folder.load(0)
+        inputs = {int(name[7:]): each for name, each in tensors.items() if name.startswith("inputs.")}
+        own: Any = {name: tensors[name] for name in _TENSORS} | {"count": int(tensors["count"])}
+        return cls(**own, inputs=inputs, top=top, total=folder.examples, digests=folder.stored)
 
     def _with_exponents(self, exponents: Tensor) -> Tensor:
         """Returns the numbers in wider bins."""
@@ -674,7 +733,7 @@ def _input(row: _Array) -> str:
     low, high = float(row.min()), float(row.max())
     unit = (row - low) / (high - low or 1.0)
     if row.ndim == 3:
-        data = base64.b64encode(png_of((unit * 255).round().astype(np.uint8).transpose(1, 2, 0))).decode()
+        data = base64.b64encode(_png((unit * 255).round().astype(np.uint8))).decode()
         return f'<img style="width:112px;image-rendering:pixelated" alt="" src="data:image/png;base64,{data}">'
     lines = unit[None] if unit.ndim == 1 else unit if unit.shape[1] >= unit.shape[0] else unit.T
     points = np.linspace(0, _WIDTH, lines.shape[1])
@@ -686,13 +745,14 @@ def _input(row: _Array) -> str:
     return f'<svg width="{_WIDTH}" height="42" style="display:block">{drawn}</svg>'
 
 
-def png_of(image: _Array) -> bytes:
-    """Returns bytes of shape (rows, columns), gray, or (rows, columns, 1 or 3) as a PNG file."""
-    rows, columns = image.shape[:2]
-    lines = np.insert(image.reshape(rows, -1), 0, 0, axis=1)  # each line begins with the number of its filter
-    header = struct.pack(">IIBBBBB", columns, rows, 8, 2 if image.shape[2:] == (3,) else 0, 0, 0, 0)
-    chunks = {b"IHDR": header, b"IDAT": zlib.compress(lines.tobytes(), 9), b"IEND": b""}
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks.items()
-    )
+def _png(image: _Array) -> bytes:
+    """Returns an image of shape (1 or 3, height, width) and dtype uint8 as a PNG file."""
+    channels, height, width = image.shape
+    lines = np.insert(image.transpose(1, 2, 0).reshape(height, -1), 0, 0, axis=1)  # each line begins with its filter
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
+    parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(lines.tobytes())), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)

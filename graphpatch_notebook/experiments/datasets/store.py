@@ -101,8 +101,7 @@ def record_to(
         "paths": dict.fromkeys(reader.by_path, "position") | dict.fromkeys(reader.without_positions, "example"),
         "positions": digest(positions),
         "dtype": str(dtype),
-        "weights or modes": weights_digest(pg),
-        "patches": digest(active_patches(captured(pg))),
+        **settings_of(pg),
     }
     writer = _Writer(Path(folder), document, shard_bytes, is_writing=processes is None or processes.is_first)
     batches = numbered(writer.remaining(batches_of(pg, dataset, batch_size)), writer.examples)
@@ -135,26 +134,26 @@ def _read(
     return index | values, len(rows.kept), digest_of(batch[1])
 
 
-class _Writer:
-    """Writes rows of values to a folder of shards, with settings and the digests of batches: a call continues it.
+class ShardFolder:
+    """A folder of shards, with settings and the digests of the batches that they are made of: a call continues it.
 
     Args:
         folder: The folder, which is created.
         document: The settings, which must be those of the folder, if it has some.
-        shard_bytes: The least size of a shard.
         is_writing: Whether this process writes files.
 
     Attributes:
         examples: How many examples are stored.
-        digests: The digests of all batches of this call.
+        shards: The files.
+        stored: The digests of the batches that are stored.
 
     Raises:
         ExperimentError: The folder has other settings, or other files.
     """
 
-    def __init__(self, folder: Path, document: Mapping[str, Any], shard_bytes: int, *, is_writing: bool) -> None:
+    def __init__(self, folder: Path, document: Mapping[str, Any], *, is_writing: bool = True) -> None:
         document = {"format": _FORMAT, "version": _VERSION, **document}
-        self._folder, self._shard_bytes, self._is_writing = folder, shard_bytes, is_writing
+        self._folder, self._is_writing = folder, is_writing
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(".*.tmp") if is_writing else ():  # by a process that was killed while it wrote
             left.unlink(missing_ok=True)
@@ -170,15 +169,14 @@ class _Writer:
                 raise ExperimentError(f"the folder {str(folder)!r} is not empty, and not a store: choose another one")
             with whole_file(folder / _SETTINGS) as file:
                 file.write_text(json.dumps(document, indent=1), "utf8")
-        stored = [_metadata(shard) for shard in _shards(folder)]
-        self._stored = [each for _, digests in stored for each in digests]
-        self.examples, self._count = sum(examples for examples, _ in stored), len(stored)
-        self.digests: list[str] = []
-        self._waiting: list[tuple[dict[str, Tensor], int, str]] = []
+        self.shards = _shards(folder)
+        stored = [_metadata(shard) for shard in self.shards]
+        self.stored = tuple(each for _, digests in stored for each in digests)
+        self.examples = sum(examples for examples, _ in stored)
 
     def remaining(self, batches: Iterator[Inputs]) -> Iterator[Inputs]:
         """Yields the batches after those that are stored."""
-        for stored in self._stored:
+        for stored in self.stored:
             batch = next(batches, None)
             if batch is None or digest_of(batch) != stored:
                 raise ExperimentError(
@@ -186,6 +184,31 @@ class _Writer:
                     "same batches in the same order, or choose another folder"
                 )
         yield from batches
+
+    def load(self, number: int) -> dict[str, Tensor]:
+        """Returns the tensors of a shard."""
+        with _opened(self.shards[number]) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def save(self, number: int, tensors: dict[str, Tensor], examples: int, digests: Sequence[str]) -> None:
+        """Writes a shard, as a whole or not at all."""
+        if self._is_writing:
+            with whole_file(self._folder / f"{number:06}.safetensors") as file:
+                save_file(tensors, file, {"examples": str(examples), "digests": json.dumps(digests)})
+
+
+class _Writer(ShardFolder):
+    """Writes rows of values.
+
+    Attributes:
+        digests: The digests of all batches of this call.
+    """
+
+    def __init__(self, folder: Path, document: dict[str, Any], shard_bytes: int, *, is_writing: bool) -> None:
+        super().__init__(folder, document, is_writing=is_writing)
+        self._shard_bytes, self._count = shard_bytes, len(self.shards)
+        self.digests: list[str] = []
+        self._waiting: list[tuple[dict[str, Tensor], int, str]] = []
 
     def add(self, tensors: dict[str, Tensor], count: int, digest: str) -> None:
         """Adds the rows of a batch; writes a shard if there are enough."""
@@ -203,11 +226,14 @@ class _Writer:
             tensors = {name: torch.cat([each[name] for each in batches]).contiguous() for name in batches[0]}
         except RuntimeError as error:
             raise ExperimentError(f"rows differ in shape: pad all batches to one length ({error})") from error
-        if self._is_writing:
-            with whole_file(self._folder / f"{self._count:06}.safetensors") as file:
-                save_file(tensors, file, {"examples": str(sum(counts)), "digests": json.dumps(digests)})
+        self.save(self._count, tensors, sum(counts), digests)
         self._count += 1
         self._waiting = []
+
+
+def settings_of(pg: PatchableGraph) -> dict[str, str]:
+    """Returns what makes values, besides the dataset: weights, modes and patches, as digests."""
+    return {"weights or modes": weights_digest(pg), "patches": digest(active_patches(captured(pg)))}
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from transformers import (
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments import FeaturePage, feature_pages, record_to, show_feature
-from graphpatch_notebook.experiments.datasets.feature_pages import png_of
+from graphpatch_notebook.experiments.datasets.feature_pages import _png
 from tests.hooks import registered
 from tests.tiny_models import gpt2
 
@@ -332,6 +332,48 @@ def test_a_norm_between_neurons_and_the_stream() -> None:
     check_logits(channel, effects)
 
 
+def same(pages: dict[str, FeaturePage], others: dict[str, FeaturePage]) -> bool:
+    return all(
+        page._repr_html_() == others[name]._repr_html_() and page.examples.tolist() == others[name].examples.tolist()
+        for name, page in pages.items()
+    )
+
+
+@pytest.mark.parametrize("kind", ["texts", "images"])
+def test_pages_are_continued(tmp_path: Path, kind: str) -> None:
+    """After an interrupt, the batches that were read are not read again; the pages are those of one pass."""
+    inputs: Any
+    if kind == "texts":
+        model, inputs = llama(), [{name: each[at : at + 3] for name, each in examples().items()} for at in (0, 3, 6, 9)]
+        pg = PatchableGraph(model, **inputs[0])
+    else:
+        model, inputs = vit(), [*torch.randn(4, 3, 3, 8, 8, generator=torch.Generator().manual_seed(0))]
+        pg = PatchableGraph(model, inputs[0])
+    names, runs = ["layers[*].mlp.post[..., 5]", "layers[0].mlp.post[..., 1]"], []
+    whole = feature_pages(pg, names, iter(inputs), top=4)
+
+    def interrupted() -> Any:
+        yield from inputs[:2]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        feature_pages(pg, names, interrupted(), top=4, folder=tmp_path)
+    inner = next(each for each in model.modules() if isinstance(each, nn.Linear))
+    with registered([inner.register_forward_hook(lambda *_: runs.append(1))]):
+        assert same(whole, feature_pages(pg, names, iter(inputs), top=4, folder=tmp_path))
+        assert len(runs) == 2
+        assert same(whole, feature_pages(pg, names, iter(inputs), top=4, folder=tmp_path))
+        assert len(runs) == 2
+    for wrong in ({"top": 5}, {"names": names[:1]}, {"dataset": iter(inputs[1:])}):
+        given = {"names": names, "dataset": iter(inputs), "top": 4, **wrong}
+        with pytest.raises(ExperimentError, match=re.escape(str(tmp_path))):
+            feature_pages(pg, folder=tmp_path, **given)
+    with torch.no_grad():
+        next(iter(model.parameters())).add_(1.0)
+    with pytest.raises(ExperimentError, match=re.escape(str(tmp_path))):
+        feature_pages(pg, names, iter(inputs), top=4, folder=tmp_path)
+
+
 def strengths(page: FeaturePage) -> dict[str, float]:
     return dict((*page.heads, *page.features))
 
@@ -414,7 +456,7 @@ def test_images_are_written_as_png(tmp_path: Path, channels: int) -> None:
     from matplotlib import image
 
     pixels = torch.randint(0, 256, (channels, 5, 7), dtype=torch.uint8).numpy()
-    (tmp_path / "a.png").write_bytes(png_of(pixels.transpose(1, 2, 0)))
+    (tmp_path / "a.png").write_bytes(_png(pixels))
     read = (image.imread(tmp_path / "a.png") * 255).round()
     np.testing.assert_array_equal(
         read if channels == 1 else read.transpose(2, 0, 1), pixels[0] if channels == 1 else pixels
