@@ -733,7 +733,7 @@ def _input(row: _Array) -> str:
     low, high = float(row.min()), float(row.max())
     unit = (row - low) / (high - low or 1.0)
     if row.ndim == 3:
-        data = base64.b64encode(_png((unit * 255).round().astype(np.uint8))).decode()
+        data = base64.b64encode(png_of((unit * 255).round().astype(np.uint8).transpose(1, 2, 0))).decode()
         return f'<img style="width:112px;image-rendering:pixelated" alt="" src="data:image/png;base64,{data}">'
     lines = unit[None] if unit.ndim == 1 else unit if unit.shape[1] >= unit.shape[0] else unit.T
     points = np.linspace(0, _WIDTH, lines.shape[1])
@@ -745,14 +745,13 @@ def _input(row: _Array) -> str:
     return f'<svg width="{_WIDTH}" height="42" style="display:block">{drawn}</svg>'
 
 
-def _png(image: _Array) -> bytes:
-    """Returns an image of shape (1 or 3, height, width) and dtype uint8 as a PNG file."""
-    channels, height, width = image.shape
-    lines = np.insert(image.transpose(1, 2, 0).reshape(height, -1), 0, 0, axis=1)  # each line begins with its filter
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
-    parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(lines.tobytes())), chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+def png_of(image: _Array) -> bytes:
+    """Returns bytes of shape (rows, columns), gray, or (rows, columns, 1 or 3) as a PNG file."""
+    rows, columns = image.shape[:2]
+    lines = np.insert(image.reshape(rows, -1), 0, 0, axis=1)  # each line begins with the number of its filter
+    header = struct.pack(">IIBBBBB", columns, rows, 8, 2 if image.shape[2:] == (3,) else 0, 0, 0, 0)
+    chunks = {b"IHDR": header, b"IDAT": zlib.compress(lines.tobytes(), 9), b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks.items()
+    )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import functools
 import math
-import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from graphpatch_notebook.components import Component, Components, find
 from graphpatch_notebook.errors import GraphError, SessionError
+from graphpatch_notebook.experiments.datasets.feature_pages import png_of
 from graphpatch_notebook.experiments.engine import RemoteGraph
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.notebook.display.tables import escaped
@@ -336,7 +336,7 @@ class InputImage:
     def url(self, row: int) -> str:
         """Returns the image of a row of the batch."""
         picture = self._images[min(row, len(self._images) - 1)]
-        return f"data:image/png;base64,{base64.b64encode(png_of(picture)).decode()}"
+        return f"data:image/png;base64,{base64.b64encode(png_of(picture.numpy())).decode()}"
 
 
 def _is_image(value: Any) -> bool:
@@ -389,19 +389,6 @@ def changed_positions(
     return {stack: (count, own) for stack, (count, own) in positions.items() if len(own) > 1}
 
 
-def png_of(image: Tensor) -> bytes:
-    """Returns bytes of shape (rows, columns), gray, or (rows, columns, 3) as a PNG."""
-    rows, columns = image.shape[:2]
-    # A byte before each row: the number of its filter.
-    lines = torch.cat([torch.zeros(rows, 1, dtype=torch.uint8), image.reshape(rows, -1)], 1)
-    header = struct.pack(">IIBBBBB", columns, rows, 8, 2 if image.dim() > 2 else 0, 0, 0, 0)
-    chunks = {b"IHDR": header, b"IDAT": zlib.compress(lines.numpy().tobytes(), 9), b"IEND": b""}
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks.items()
-    )
-
-
 _SIDE, _GAP = 32, 3
 
 
@@ -426,7 +413,7 @@ def picture_of(layers: Sequence[Tensor]) -> bytes:
             repeats = [max(1, _SIDE // size) for size in small.shape]
             large = small.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
             image[number * step :, head * step :][: large.shape[0], : large.shape[1]] = large
-    return png_of(image)
+    return png_of(image.numpy())
 
 
 def attention_of(

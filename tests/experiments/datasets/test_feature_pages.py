@@ -25,7 +25,7 @@ from transformers import (
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments import FeaturePage, feature_pages, record_to, show_feature
-from graphpatch_notebook.experiments.datasets.feature_pages import _png
+from graphpatch_notebook.experiments.datasets.feature_pages import png_of
 from tests.hooks import registered
 from tests.tiny_models import gpt2
 
@@ -456,7 +456,7 @@ def test_images_are_written_as_png(tmp_path: Path, channels: int) -> None:
     from matplotlib import image
 
     pixels = torch.randint(0, 256, (channels, 5, 7), dtype=torch.uint8).numpy()
-    (tmp_path / "a.png").write_bytes(_png(pixels))
+    (tmp_path / "a.png").write_bytes(png_of(pixels.transpose(1, 2, 0)))
     read = (image.imread(tmp_path / "a.png") * 255).round()
     np.testing.assert_array_equal(
         read if channels == 1 else read.transpose(2, 0, 1), pixels[0] if channels == 1 else pixels
