@@ -214,6 +214,9 @@ def test_recorded_values_have_all_of_their_names(gpt2: PatchableGraph) -> None:
     for name in ("layers[1].attn.heads[0].z", "layers[-2].attn.heads[-2].z"):
         head = recording[name]
         assert torch.equal(head, z.select(gpt2.components["layers[1].attn.z"].axes.index("head"), 0))
+    path = gpt2.components["layers[1].attn.z"].path
+    last = gpt2.record(path, TOKENS, positions=-1)
+    assert torch.equal(last["layers[1].attn.z"], last[path].transpose(1, 2))
     named = gpt2.record("layers[*].resid_post", TOKENS)
     assert named[gpt2.components["layers[0].resid_post"].path] is named["layers[0].resid_post"]
     with pytest.raises(UnknownPathError, match=r"means 3 values .* one at a time"):
