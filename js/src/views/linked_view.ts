@@ -192,7 +192,9 @@ export function makeActions(view: Linked): Part {
       act(name, input.value);
       close();
     };
-    form.onkeydown = ({ key }) => key === "Escape" && close();
+    form.onkeydown = ({ key }) => {
+      if (key === "Escape") close(); // what returns `false` would keep all other keys from the field
+    };
     form.hidden = false;
     input.focus();
   };
