@@ -1,22 +1,22 @@
 /** The entry point of the front end: creates a view and connects its parts. */
 import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_figure";
-import { NodePopup } from "./details/popup";
-import { FlowPanel } from "./flow/flow_panel";
+import { makeNodePopup } from "./details/popup";
+import { makeFlowPanel } from "./flow/flow_panel";
 import { inflateText } from "./inflate";
 import type { About, CircuitTraits, Component, HeatmapTraits, LinkedTraits, ResultHeatmap } from "./kernel/protocol";
 import { copyText, element } from "./page/dom";
 import { followTheme, showFailure, watchErrors } from "./page/host";
-import { PatchEditor } from "./patches/editor";
+import { makePatchEditor } from "./patches/editor";
 import { tryEdit } from "./patches/edits";
-import { PatchList } from "./patches/patch_list";
+import { makePatchList } from "./patches/patch_list";
 import { makeResultHeatmap, makeResultView } from "./plots/result_heatmap";
-import { RunPanel } from "./runs/run_panel";
+import { makeRunPanel } from "./runs/run_panel";
 import { makeColumnHeads } from "./tree/columns";
 import { stopKeyPropagation, type TreeActions, watchKeys } from "./tree/keyboard";
 import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
-import { Toolbar } from "./tree/toolbar";
+import { makeToolbar } from "./tree/toolbar";
 import { connectFilter, connectSelection, TreeState } from "./tree/tree_state";
-import { makeOpenedNote, TreeView } from "./tree/tree_view";
+import { makeOpenedNote, makeTreeView } from "./tree/tree_view";
 import { listen, type Model, type View } from "./view";
 import { makeAttentionView } from "./views/attention_view";
 import { makeGenerationView } from "./views/generation_view";
@@ -107,12 +107,12 @@ function showTree(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove:
     copy: (text) => copyText(text, root),
   };
   const state = new TreeState(view);
-  const tree = new TreeView(view, state, actions);
-  const toolbar = new Toolbar(view, state);
-  const popup = new NodePopup(view);
-  const editor = new PatchEditor(view);
+  const tree = makeTreeView(view, state, actions);
+  const toolbar = makeToolbar(view, state);
+  const popup = makeNodePopup(view);
+  const editor = makePatchEditor(view);
   const circuit = makeCircuitPanel(view, state);
-  const flow = new FlowPanel(view, state);
+  const flow = makeFlowPanel(view, state);
   const filtered = { element: makeFilterNote(view.filter, onRemove) };
   const heads = makeColumnHeads(view, state);
   const opened = makeOpenedNote(view, state);
@@ -127,8 +127,8 @@ function showTree(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove:
     opened,
     popup,
     editor,
-    new PatchList(view),
-    new RunPanel(view),
+    makePatchList(view),
+    makeRunPanel(view),
   ];
   root.append(...parts.map((part) => part.element));
   watchKeys(view, toolbar);

@@ -12,7 +12,7 @@
  *     ├── plots/     heatmaps and histograms; the heatmap of a sweep's results      plots.ts, result_heatmap.ts
  *     ├── views/     what all views share: selection, actions; the other views      selection.ts, linked_view.ts
  *     ├── circuits/  the picture of a circuit, alone or above the tree              circuit_figure.ts
- *     └── page/      elements, grids of cells, floating panels, theme, formatted text  dom.ts, grid.ts, text.ts
+ *     └── page/      elements, grids of cells, arrow keys, dialogs, theme, formatted text  dom.ts, grid.ts, roving.ts, text.ts
  *
  * From a click to a patch: a row calls `View.editPatch`, `patches/editor.ts` sends what is typed as a `check` request,
  * and `patches/edits.ts` sends the finished patch as an `edit` request. `notebook/views/linked.py` answers both.

@@ -19,10 +19,12 @@ import {
 import { isChoice } from "../page/grid";
 import { nextPlace, rove } from "../page/roving";
 import { formatCount, formatNumber } from "../page/text";
-import { ZoomWindow } from "../page/zoom";
+import { makeZoomWindow } from "../page/zoom";
 import type { TreeState } from "../tree/tree_state";
 import { follow, type Model, type Part, saveChanges, type View } from "../view";
 import { itemOf } from "../views/selection";
+
+type CircuitFigure = ReturnType<typeof makeCircuitFigure>;
 
 interface FigureOptions {
   /** Called when another node or edge is pinned; `null`: nothing is pinned. */
@@ -46,96 +48,32 @@ const MIN_HIT_WIDTH = 12;
 const isSame = (one: Pinned | null, other: Pinned) => one?.[0] === other[0] && one[1] === other[1];
 const endsOf = ({ from, to }: CircuitEdge) => [from, ...to];
 
-export class CircuitFigure {
-  readonly element: HTMLElement;
-  /** The elements of the nodes, edges and links of the picture; an edge has a line, and a wider one for the pointer. */
-  private readonly nodes: SVGGElement[];
-  private readonly edges: SVGPathElement[][];
-  private readonly links: SVGPathElement[];
-  private readonly picture: SVGSVGElement;
-  private readonly window = new ZoomWindow("width");
-  private readonly details = element("div.gp-line.gp-box.gp-circuit-pinned", { "aria-live": "polite" });
-  private readonly finder: HTMLInputElement;
-  private readonly slider: HTMLInputElement;
-  private count: number;
-  private pinned: Pinned | null = null;
-  private hovered: Pinned | null = null;
+export function makeCircuitFigure(circuit: CircuitPicture, options: FigureOptions) {
+  const window = makeZoomWindow("width");
+  const details = element("div.gp-line.gp-box.gp-circuit-pinned", { "aria-live": "polite" });
+  const grouping = element("div.gp-line.gp-box.gp-circuit-grouping", { hidden: true });
+  let count = circuit.first;
+  let pinned: Pinned | null = null;
+  let hovered: Pinned | null = null;
   /** The nodes that are selected for a group. */
-  private readonly chosen = new Set<number>();
-  private readonly grouping = element("div.gp-line.gp-box.gp-circuit-grouping", { hidden: true });
+  const chosen = new Set<number>();
   /** The node in the tab order. */
-  private active = 0;
-  private marks: Marks = { selected: new Set(), patched: new Set(), faint: new Set() };
-  /** What the finder searches in. */
-  private readonly texts: string[];
-
-  constructor(
-    private readonly circuit: CircuitPicture,
-    private readonly options: FigureOptions,
-  ) {
-    this.count = circuit.first;
-    this.texts = circuit.nodes.map((node) => `${node.label} ${node.name}${placeText(node.position)}`.toLowerCase());
-    this.finder = element("input.gp-field", {
-      type: "text",
-      role: "searchbox",
-      "aria-label": "Find nodes",
-      placeholder: "Find nodes",
-      title: "Enter goes from one node that is found to the next",
-      size: 14,
-      oninput: () => this.show(),
-      onkeydown: (event: KeyboardEvent) => this.onFinderKey(event),
-    });
-    this.edges = circuit.edges.map((edge, number) => this.drawEdge(edge, number));
-    this.nodes = circuit.nodes.map((node, number) => this.drawNode(node, number));
-    this.links = circuit.links.map(({ line }) => svgElement("path.gp-circuit-link", { d: line }));
-    this.picture = this.draw();
-    this.slider = element("input.gp-circuit-slider", {
-      type: "range",
-      min: Math.min(1, this.count),
-      max: circuit.edges.length,
-      value: this.count,
-      "aria-label": "Number of edges shown",
-      "aria-valuetext": () => this.countText(),
-      oninput: () => this.showStrongest(Number(this.slider.value)),
-    });
-    const shown = element("span.gp-number", () => this.countText());
-    const found = element("span.gp-muted", { role: "status" }, () =>
-      this.finder.value.trim() === "" ? "" : formatCount(this.matches().length, "node"),
-    );
-    const copies = [this.copyButton("Copy as Python", circuit.python), this.copyButton("Copy as JSON", circuit.json)];
-    const threshold = element("label.gp-line.gp-circuit-threshold", "Edges", this.slider, shown);
-    this.window.show(this.picture, circuit);
-    this.element = element(
-      "section.gp-stack.gp-circuit",
-      { role: "region", "aria-label": "Circuit" },
-      element("div.gp-line", threshold, this.finder, found, this.window.buttons, ...copies),
-      this.window.element,
-      this.legend(),
-      element("div.gp-caption.gp-readout", () => this.describe(this.hovered)),
-      this.grouping,
-      this.details,
-      element("p.gp-note", circuit.summary),
-    );
-    this.showStrongest(this.count);
-    this.pin(null);
-  }
-
+  let active = 0;
+  let marks: Marks = { selected: new Set(), patched: new Set(), faint: new Set() };
   /** Pins a node or an edge, without calling `onPin`. */
-  pin(pinned: Pinned | null): void {
-    this.pinned = pinned;
-    this.details.hidden = pinned === null;
-    if (pinned !== null) this.showDetails(pinned);
-    this.show();
-  }
-
+  const pin = (what: Pinned | null) => {
+    pinned = what;
+    details.hidden = pinned === null;
+    if (pinned !== null) showDetails(pinned);
+    show();
+  };
   /** Marks nodes, and makes those faint that a filter leaves out. */
-  mark(marks: Marks): void {
-    this.marks = marks;
-    this.show();
-  }
-
-  private draw(): SVGSVGElement {
-    const { width, height, bands, columns, summary } = this.circuit;
+  const mark = (now: Marks) => {
+    marks = now;
+    show();
+  };
+  const draw = (): SVGSVGElement => {
+    const { width, height, bands, columns, summary } = circuit;
     const areas = bands.flatMap((band) => [
       svgElement("rect.gp-circuit-band", { x: 0, y: band.y, width: "100%", height: band.height }),
       svgElement("text.gp-circuit-layer", { x: 10, y: band.y + band.height / 2 + 4 }, band.label),
@@ -149,29 +87,27 @@ export class CircuitFigure {
         width,
         height,
         viewBox: `0 0 ${width} ${height}`,
-        onkeydown: (event: KeyboardEvent) => this.onKey(event),
+        onkeydown: onKey,
       },
-      svgElement("g", { "aria-hidden": true }, ...areas, ...tokens, ...this.links),
-      svgElement("g", { "aria-hidden": true }, ...[...this.edges].reverse().flat()), // the strongest on top
-      ...this.nodes,
+      svgElement("g", { "aria-hidden": true }, ...areas, ...tokens, ...links),
+      svgElement("g", { "aria-hidden": true }, ...[...edges].reverse().flat()), // the strongest on top
+      ...nodes,
     );
-  }
-
-  private drawEdge({ line, score, thickness }: CircuitEdge, number: number): SVGPathElement[] {
+  };
+  const drawEdge = ({ line, score, thickness }: CircuitEdge, number: number): SVGPathElement[] => {
     const sign = score < 0 ? "gp-negative" : "gp-positive";
     const wide = { d: line, "stroke-width": Math.max(MIN_HIT_WIDTH, thickness + 4) };
     return [
       svgElement("path", { class: `gp-circuit-edge ${sign}`, d: line, "stroke-width": thickness }),
-      svgElement("path.gp-circuit-target", { ...wide, ...this.pointerListeners(["edge", number]) }),
+      svgElement("path.gp-circuit-target", { ...wide, ...pointerListeners(["edge", number]) }),
     ];
-  }
-
-  private drawNode({ x, y, width, height, ports, label, is_error }: CircuitNode, number: number): SVGGElement {
+  };
+  const drawNode = ({ x, y, width, height, ports, label, is_error }: CircuitNode, number: number): SVGGElement => {
     const onfocus = () => {
-      this.active = number;
-      this.hover(["node", number]);
+      active = number;
+      hover(["node", number]);
     };
-    const listeners = { ...this.pointerListeners(["node", number]), onfocus, onblur: () => this.hover(null) };
+    const listeners = { ...pointerListeners(["node", number]), onfocus, onblur: () => hover(null) };
     return svgElement(
       is_error === true ? "g.gp-circuit-node.gp-circuit-error" : "g.gp-circuit-node",
       { role: "button", ...listeners },
@@ -179,75 +115,67 @@ export class CircuitFigure {
       svgElement("text", { x, y: y + (ports.length > 0 ? 0 : 4) }, label),
       ...ports.map(([name, at]) => svgElement("text.gp-circuit-port", { x: at, y: y + 14 }, name)),
     );
-  }
-
-  private pointerListeners(what: Pinned) {
-    return {
-      onpointerenter: () => this.hover(what),
-      onpointerleave: () => this.hover(null),
-      onclick: ({ shiftKey }: MouseEvent) => {
-        if (!(shiftKey && this.toggleChosen(what))) this.togglePin(what);
-      },
-    };
-  }
-
-  private legend(): HTMLElement {
-    const { edges, links } = this.circuit;
-    const strongest = formatNumber(Math.max(0, ...edges.map(({ score }) => Math.abs(score))), 3);
+  };
+  const pointerListeners = (what: Pinned) => ({
+    onpointerenter: () => hover(what),
+    onpointerleave: () => hover(null),
+    onclick: ({ shiftKey }: MouseEvent) => {
+      if (!(shiftKey && toggleChosen(what))) togglePin(what);
+    },
+  });
+  const legend = (): HTMLElement => {
+    const scores = circuit.edges.map(({ score }) => score);
+    const strongest = formatNumber(Math.max(0, ...scores.map(Math.abs)), 3);
     const sample = (isThere: boolean, line: string, text: string, width: number | null = 8) => {
       const picture = svgElement("path", { class: line, d: "M0 6H34", "stroke-width": width });
       const size = { width: 34, height: 12, "aria-hidden": true };
       return isThere && element("span.gp-pair", svgElement("svg", size, picture), element("span.gp-number", text));
     };
-    const [isPositive, isNegative] = [edges.some(({ score }) => score >= 0), edges.some(({ score }) => score < 0)];
     return element(
       "div.gp-line.gp-tight.gp-legend.gp-muted.gp-circuit-legend",
-      sample(isPositive, "gp-circuit-edge gp-positive", `score +${strongest}`),
-      sample(isNegative, "gp-circuit-edge gp-negative", `score −${strongest}`),
+      sample(
+        scores.some((score) => score >= 0),
+        "gp-circuit-edge gp-positive",
+        `score +${strongest}`,
+      ),
+      sample(
+        scores.some((score) => score < 0),
+        "gp-circuit-edge gp-negative",
+        `score −${strongest}`,
+      ),
       sample(links.length > 0, "gp-circuit-link", "attention across positions", null),
     );
-  }
-
-  private copyButton(name: string, text: string): HTMLElement {
+  };
+  const copyButton = (name: string, text: string): HTMLElement => {
     const said = element("span.gp-visually-hidden", { role: "status" });
     const copy = async () => {
-      said.textContent = (await copyText(text, this.element)) ? "copied" : "the browser does not allow copying";
+      said.textContent = (await copyText(text, main)) ? "copied" : "the browser does not allow copying";
     };
     return element("span", buttonElement({ onclick: copy }, icon("copy"), name), said);
-  }
-
-  private showStrongest(count: number): void {
-    this.count = count;
-    const seen = this.seen();
-    if (!seen.has(this.active)) this.active = [...seen][0] ?? 0;
-    if (this.pinned !== null && !this.isShown(this.pinned)) this.togglePin(null);
-    else this.show();
-  }
-
-  private countText(): string {
-    const { edges, is_by_influence } = this.circuit;
-    const all = formatNumber(edges.length);
-    const text = this.count === edges.length ? `all ${all}` : `${formatNumber(this.count)} of ${all}`;
-    const least = formatNumber(Math.abs(edges[this.count - 1]?.score ?? 0), 3);
+  };
+  const showStrongest = (strongest: number) => {
+    count = strongest;
+    const seen = seenNodes();
+    if (!seen.has(active)) active = [...seen][0] ?? 0;
+    if (pinned !== null && !isShown(pinned)) togglePin(null);
+    else show();
+  };
+  const countText = (): string => {
+    const { edges: sorted, is_by_influence } = circuit;
+    const all = formatNumber(sorted.length);
+    const text = count === sorted.length ? `all ${all}` : `${formatNumber(count)} of ${all}`;
+    const least = formatNumber(Math.abs(sorted[count - 1]?.score ?? 0), 3);
     return `${text}, ${is_by_influence === true ? "most influence first" : `|score| ≥ ${least}`}`;
-  }
-
+  };
   /** The nodes of the edges that are shown. All nodes in one group have no edge, but can leave it. */
-  private seen(): Set<number> {
-    const { edges, nodes } = this.circuit;
-    return new Set(edges.length === 0 ? nodes.keys() : edges.slice(0, this.count).flatMap(endsOf));
-  }
-
-  private isShown([kind, number]: Pinned): boolean {
-    return kind === "edge" ? number < this.count : this.seen().has(number);
-  }
-
+  const seenNodes = (): Set<number> =>
+    new Set(edges.length === 0 ? nodes.keys() : circuit.edges.slice(0, count).flatMap(endsOf));
+  const isShown = ([kind, number]: Pinned): boolean => (kind === "edge" ? number < count : seenNodes().has(number));
   /** Shows the state of all nodes, edges and links. */
-  private show(): void {
-    const { active, chosen, circuit, count, marks, nodes, pinned } = this;
-    const focus = this.hovered ?? pinned;
-    const seen = this.seen();
-    const found = this.matches();
+  const show = () => {
+    const focus = hovered ?? pinned;
+    const seen = seenNodes();
+    const found = matches();
     const near = new Set(focus?.[0] === "node" ? [focus[1]] : []);
     const into = nodes.map(() => 0);
     const out = nodes.map(() => 0);
@@ -256,7 +184,7 @@ export class CircuitFigure {
       const isNear = focus !== null && (focus[0] === "edge" ? focus[1] === number : ends.includes(focus[1]));
       const isFaint = marks.faint.has(edge.sender) || marks.faint.has(edge.receiver);
       const classes = { "gp-circuit-hidden": number >= count, "gp-near": isNear, "gp-faint": isFaint };
-      for (const line of this.edges[number] ?? []) toggleClasses(line, classes);
+      for (const line of edges[number] ?? []) toggleClasses(line, classes);
       if (number >= count) continue;
       if (isNear) for (const end of ends) near.add(end);
       out[edge.from] = (out[edge.from] ?? 0) + 1;
@@ -266,7 +194,7 @@ export class CircuitFigure {
       const isNear = focus?.[0] === "node" && ends.includes(focus[1]);
       if (isNear) for (const end of ends) near.add(end);
       const isHidden = !ends.every((end) => seen.has(end));
-      toggleClasses(this.links[number], { "gp-circuit-hidden": isHidden, "gp-near": isNear });
+      toggleClasses(links[number], { "gp-circuit-hidden": isHidden, "gp-near": isNear });
     }
     for (const [number, group] of nodes.entries()) {
       const { label = "", name = "", position = null } = circuit.nodes[number] ?? {};
@@ -284,56 +212,49 @@ export class CircuitFigure {
       setAttribute(group, "aria-pressed", isSame(pinned, ["node", number]));
     }
     rove(nodes, nodes[active]);
-    toggleClasses(this.picture, { "gp-focused": focus !== null });
-    refresh(this.element);
-  }
-
+    toggleClasses(picture, { "gp-focused": focus !== null });
+    refresh(main);
+  };
   /** The nodes that are shown and have all words in label, name or position. */
-  private matches(): number[] {
-    const words = this.finder.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const seen = this.seen();
+  const matches = (): number[] => {
+    const words = finder.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const seen = seenNodes();
     const isMatch = (text: string | undefined) => words.length > 0 && words.every((word) => text?.includes(word));
-    return [...this.texts.keys()].filter((number) => seen.has(number) && isMatch(this.texts[number]));
-  }
-
+    return [...texts.keys()].filter((number) => seen.has(number) && isMatch(texts[number]));
+  };
   /** Enter pins the next node that is found; Esc ends the search. */
-  private onFinderKey(event: KeyboardEvent): void {
+  const onFinderKey = (event: KeyboardEvent) => {
     if (event.key !== "Enter" && event.key !== "Escape") return;
     consume(event);
-    if (event.key === "Escape") this.finder.value = "";
-    this.show();
-    const found = this.matches();
-    const next = found[(found.indexOf(this.pinned?.[0] === "node" ? this.pinned[1] : -1) + 1) % found.length];
-    if (next === undefined || isSame(this.pinned, ["node", next])) return;
-    this.active = next;
-    this.togglePin(["node", next]);
-    this.nodes[next]?.scrollIntoView({ block: "nearest", inline: "nearest" });
-  }
-
-  private hover(what: Pinned | null): void {
-    this.hovered = what;
-    this.show();
-  }
-
-  private togglePin(what: Pinned | null): void {
-    this.pin(what !== null && isSame(this.pinned, what) ? null : what);
-    this.options.onPin(this.pinned);
-  }
-
+    if (event.key === "Escape") finder.value = "";
+    show();
+    const found = matches();
+    const next = found[(found.indexOf(pinned?.[0] === "node" ? pinned[1] : -1) + 1) % found.length];
+    if (next === undefined || isSame(pinned, ["node", next])) return;
+    active = next;
+    togglePin(["node", next]);
+    nodes[next]?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  };
+  const hover = (what: Pinned | null) => {
+    hovered = what;
+    show();
+  };
+  const togglePin = (what: Pinned | null) => {
+    pin(what !== null && isSame(pinned, what) ? null : what);
+    options.onPin(pinned);
+  };
   /** Selects a node for a group, or no longer. Returns whether that is possible. */
-  private toggleChosen([kind, number]: Pinned): boolean {
-    if (this.options.onGroup === null || kind === "edge") return false;
-    if (!this.chosen.delete(number)) this.chosen.add(number);
-    this.showChosen();
+  const toggleChosen = ([kind, number]: Pinned): boolean => {
+    if (options.onGroup === null || kind === "edge") return false;
+    if (!chosen.delete(number)) chosen.add(number);
+    showChosen();
     return true;
-  }
-
-  private showChosen(): void {
-    const { chosen, grouping } = this;
-    this.show();
+  };
+  const showChosen = () => {
+    show();
     grouping.hidden = chosen.size === 0;
-    const parts = [...chosen].map((number) => this.circuit.nodes[number]?.members ?? []);
-    const group = (name: string) => this.options.onGroup?.(name, parts.flat());
+    const parts = [...chosen].map((number) => circuit.nodes[number]?.members ?? []);
+    const group = (name: string) => options.onGroup?.(name, parts.flat());
     const submit = () => (input.value.trim() === "" ? input.focus() : group(input.value.trim()));
     const onkeydown = (event: KeyboardEvent) => {
       if (event.key !== "Enter") return;
@@ -344,59 +265,101 @@ export class CircuitFigure {
     const input: HTMLInputElement = element("input.gp-field", attributes);
     const clear = () => {
       chosen.clear();
-      this.showChosen();
+      showChosen();
     };
     const ungroup = parts.some(({ length }) => length > 1) && buttonElement({ onclick: () => group("") }, "Ungroup");
     const buttons = [buttonElement({ onclick: submit }, "Group"), ungroup, buttonElement({ onclick: clear }, "Clear")];
     const selected = element("span", { role: "status" }, `${formatCount(chosen.size, "node")} selected`);
     replaceChildren(grouping, selected, input, ...buttons);
-  }
-
-  private describe(what: Pinned | null): (Node | string)[] {
-    const node = what?.[0] === "node" ? this.circuit.nodes[what[1]] : undefined;
-    const edge = what?.[0] === "edge" ? this.circuit.edges[what[1]] : undefined;
+  };
+  const describe = (what: Pinned | null): (Node | string)[] => {
+    const node = what?.[0] === "node" ? circuit.nodes[what[1]] : undefined;
+    const edge = what?.[0] === "edge" ? circuit.edges[what[1]] : undefined;
     if (node !== undefined) return [element("code", node.name), placeText(node.position)];
-    const more = this.options.onGroup === null ? "" : " Shift and a click select nodes for a group.";
+    const more = options.onGroup === null ? "" : " Shift and a click select nodes for a group.";
     if (edge === undefined) return [`Point at a node or an edge; a click pins it.${more}`];
     const ends = [element("code", edge.sender), " → ", element("code", edge.receiver)];
     return [...ends, `${placeText(edge.position)}: `, element("strong.gp-number", withSign(edge.score))];
-  }
-
-  private showDetails([kind, number]: Pinned): void {
+  };
+  const showDetails = ([kind, number]: Pinned) => {
     const unpin = () => {
-      this.togglePin(null);
-      this.nodes[this.active]?.focus();
+      togglePin(null);
+      nodes[active]?.focus();
     };
     const isNode = kind === "node";
-    const node = isNode ? this.circuit.nodes[number] : undefined;
-    const shown = this.circuit.edges.slice(0, this.count);
+    const node = isNode ? circuit.nodes[number] : undefined;
+    const shown = circuit.edges.slice(0, count);
     const into = shown.filter(({ to }) => to.includes(number));
     const out = shown.filter(({ from }) => from === number);
-    const actions = [...((node && this.options.actions?.(node)) ?? []), buttonElement({ onclick: unpin }, "Unpin")];
-    const heading = element(isNode ? "strong" : "span", ...this.describe([kind, number]));
+    const actions = [...((node && options.actions?.(node)) ?? []), buttonElement({ onclick: unpin }, "Unpin")];
+    const heading = element(isNode ? "strong" : "span", ...describe([kind, number]));
     replaceChildren(
-      this.details,
+      details,
       element("div.gp-line.gp-circuit-actions", heading, ...actions),
       isNode && edgeTable("Reads from", into, ({ sender, receiver }) => `${sender} → ${inputOf(receiver)}`),
       isNode && edgeTable("Passes on to", out, ({ receiver }) => receiver),
       node?.page !== undefined && pageElement(node.page),
     );
-  }
-
-  private onKey(event: KeyboardEvent): void {
+  };
+  const onKey = (event: KeyboardEvent) => {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
-    const places = this.circuit.nodes.map(({ x, y }) => [x, y] as const);
-    const seen = this.seen();
-    const next = nextPlace(event.key, this.active, places, (node) => seen.has(node));
-    if (next === undefined && !isChoice(event) && !(event.key === "Escape" && this.pinned !== null)) return;
+    const places = circuit.nodes.map(({ x, y }) => [x, y] as const);
+    const seen = seenNodes();
+    const next = nextPlace(event.key, active, places, (node) => seen.has(node));
+    if (next === undefined && !isChoice(event) && !(event.key === "Escape" && pinned !== null)) return;
     consume(event);
     if (next !== undefined) {
-      this.active = next;
-      this.nodes[next]?.focus();
-      rove(this.nodes, this.nodes[next]);
-    } else if (!(isChoice(event) && event.shiftKey && this.toggleChosen(["node", this.active])))
-      this.togglePin(isChoice(event) ? ["node", this.active] : null);
-  }
+      active = next;
+      nodes[next]?.focus();
+      rove(nodes, nodes[next]);
+    } else if (!(isChoice(event) && event.shiftKey && toggleChosen(["node", active])))
+      togglePin(isChoice(event) ? ["node", active] : null);
+  };
+  const texts = circuit.nodes.map((node) => `${node.label} ${node.name}${placeText(node.position)}`.toLowerCase());
+  const finder: HTMLInputElement = element("input.gp-field", {
+    type: "text",
+    role: "searchbox",
+    "aria-label": "Find nodes",
+    placeholder: "Find nodes",
+    title: "Enter goes from one node that is found to the next",
+    size: 14,
+    oninput: show,
+    onkeydown: onFinderKey,
+  });
+  const edges: SVGPathElement[][] = circuit.edges.map(drawEdge);
+  const nodes: SVGGElement[] = circuit.nodes.map(drawNode);
+  const links = circuit.links.map(({ line }) => svgElement("path.gp-circuit-link", { d: line }));
+  const picture = draw();
+  const slider: HTMLInputElement = element("input.gp-circuit-slider", {
+    type: "range",
+    min: Math.min(1, count),
+    max: circuit.edges.length,
+    value: count,
+    "aria-label": "Number of edges shown",
+    "aria-valuetext": countText,
+    oninput: () => showStrongest(Number(slider.value)),
+  });
+  const shown = element("span.gp-number", countText);
+  const found = element("span.gp-muted", { role: "status" }, () =>
+    finder.value.trim() === "" ? "" : formatCount(matches().length, "node"),
+  );
+  const copies = [copyButton("Copy as Python", circuit.python), copyButton("Copy as JSON", circuit.json)];
+  const threshold = element("label.gp-line.gp-circuit-threshold", "Edges", slider, shown);
+  window.show(picture, circuit);
+  const main: HTMLElement = element(
+    "section.gp-stack.gp-circuit",
+    { role: "region", "aria-label": "Circuit" },
+    element("div.gp-line", threshold, finder, found, window.buttons, ...copies),
+    window.element,
+    legend(),
+    element("div.gp-caption.gp-readout", () => describe(hovered)),
+    grouping,
+    details,
+    element("p.gp-note", circuit.summary),
+  );
+  showStrongest(count);
+  pin(null);
+  return { element: main, pin, mark };
 }
 
 /** ` at 5`, for a node or edge at a position. */
@@ -457,7 +420,7 @@ export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: ()
   const showPinned = () => figure.pin(model.get("pinned"));
   const show = () => {
     const circuit = model.get("circuit");
-    figure = new CircuitFigure(circuit, {
+    figure = makeCircuitFigure(circuit, {
       onPin: (pinned) => {
         model.set("pinned", pinned);
         saveChanges(model);
@@ -508,7 +471,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
     figure = null;
     panel.replaceChildren();
     if (circuit === null) return;
-    figure = new CircuitFigure(circuit, {
+    figure = makeCircuitFigure(circuit, {
       onPin: (pinned) => {
         const node = pinned?.[0] === "node" ? circuit.nodes[pinned[1]] : undefined;
         if (node === undefined || node.row < 0) return;

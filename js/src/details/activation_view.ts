@@ -1,191 +1,141 @@
 /** Shows the value of a node on request: statistics, a plot of a 2-D slice, and steps to the other slices. */
 import type { ActivationStatus } from "../kernel/protocol";
-import { buttonElement, element, replaceChildren, setOptions, showFieldError } from "../page/dom";
+import { buttonElement, checkbox, element, refresh, replaceChildren, setOptions, showFieldError } from "../page/dom";
 import { makeValue } from "../plots/plots";
-import { describeInputs, inputsOf, type JobReply, JobView, patchesKey } from "../runs/jobs";
+import { describeInputs, inputsOf, type JobReply, makeJobView, patchesKey } from "../runs/jobs";
 import { type Part, RequestFailed, type View } from "../view";
 
 let sliceFields = 0;
 
 /** The activation section of a popup. It does not send requests before the user presses its button. */
-export class ActivationSection implements Part {
-  readonly element: HTMLElement;
-  private readonly button = buttonElement({ onclick: () => this.show(this.plane) }, "Show activation");
-  private readonly isPatched = element("input", { type: "checkbox", checked: true });
-  private readonly inputs = element("p.gp-note");
-  private readonly slice = element("input", { type: "text", class: "gp-field gp-mono", spellcheck: "false" });
-  private readonly sliceError = element("p.gp-small-error.gp-error", { role: "alert", hidden: true });
-  private readonly dimensions = element("div.gp-line.gp-tight");
-  private readonly sliceRow: HTMLElement;
-  private readonly job: JobView<ActivationStatus>;
+export function makeActivation(view: View, row: number): Part & { close(): void } {
+  const { kernel, model } = view;
   /** The jobs whose values the kernel keeps. */
-  private readonly ids = new Set<number>();
-  private shape: number[] = [];
+  const ids = new Set<number>();
+  let shape: number[] = [];
   /** The dimensions of rows and columns; `null`: the last two that the slice leaves. */
-  private axes: [rows: number, columns: number] | null = null;
+  let axes: [rows: number, columns: number] | null = null;
   /** The patches of the shown value; `null`: no value is shown, or it is without patches. */
-  private patchesKey: string | null = null;
-  private isClosed = false;
+  let shownKey: string | null = null;
+  let isClosed = false;
+  let hasEnded = false;
 
-  constructor(
-    private readonly view: View,
-    private readonly row: number,
-  ) {
-    const { kernel } = view;
-    const result = element("div.gp-stack.gp-activation-result");
-    this.job = new JobView<ActivationStatus>(view, result, {
-      name: "Progress of the activation",
-      button: this.button,
-      again: "Show again",
-      status: (id) => this.trackJob(kernel.ask("activation_status", { id })),
-      interrupt: (id) => this.trackJob(kernel.ask("activation_interrupt", { id })),
-      onEnd: (reply) => {
-        this.button.textContent = "Show again";
-        for (const id of reply === null ? [] : this.ids) if (id !== reply?.result.id) this.release(id);
-      },
-      onDone: (reply) => this.fill(reply),
-      onError: (reason) => {
-        if (!(reason instanceof RequestFailed && reason.error.field === "plane")) return false;
-        showFieldError(this.slice, this.sliceError, reason.message);
-        return true;
-      },
-    });
-    this.slice.id = `gp-activation-slice-${sliceFields++}`;
-    this.sliceError.id = `${this.slice.id}-error`;
-    const label = element("label.gp-muted", { for: this.slice.id }, "Activation slice");
-    const field = element("div.gp-labeled", label, this.slice, this.sliceError);
-    this.sliceRow = element("div.gp-line.gp-activation-slice", { hidden: true }, field, this.dimensions);
-    const patched = element("label.gp-pair.gp-check", this.isPatched, "With the chosen patches");
-    this.element = element(
-      "section.gp-stack.gp-activation",
-      { "aria-label": "Activation" },
-      element("h3.gp-heading.gp-muted", "Activation"),
-      element("div.gp-line", this.button, patched),
-      this.inputs,
-      this.job.progress,
-      this.job.message,
-      this.sliceRow,
-      this.job.outdated,
-      result,
-    );
-    this.slice.addEventListener("change", () => {
-      this.axes = null;
-      this.show(this.plane);
-    });
-    this.isPatched.addEventListener("change", () => {
-      if (this.job.id !== null) this.show(this.plane);
-    });
-    view.model.on("change:session", this.onSession);
-    view.onRemove(() => this.close());
-  }
-
-  /** Interrupts the run, and drops the value in the kernel. */
-  close(): void {
-    if (this.isClosed) return;
-    this.isClosed = true;
-    this.job.close();
-    this.view.model.off("change:session", this.onSession);
-    for (const id of this.ids) this.release(id);
-  }
-
-  private readonly onSession = (): void => {
-    const isStale = this.patchesKey !== null && this.patchesKey !== patchesKey(this.view.model.get("session"));
-    this.job.showOutdated(isStale, "press “Show again”");
-  };
-
-  private get plane(): string | null {
-    return this.slice.value.trim() || null;
-  }
-
-  private show(plane: string | null): void {
-    const { view, row } = this;
-    showFieldError(this.slice, this.sliceError, null);
-    this.job.begin();
-    this.inputs.replaceChildren("Inputs: ", element("code", describeInputs(view)));
-    const isPatched = this.isPatched.checked;
-    this.patchesKey = isPatched ? patchesKey(view.model.get("session")) : null;
-    const payload = { row, plane, axes: this.axes, is_patched: isPatched, inputs: inputsOf(view) };
-    this.job.follow(this.trackJob(view.kernel.ask("activation", payload)));
-  }
-
-  /** Stores the id of a job, even if its reply is not needed any more. */
-  private async trackJob(asked: Promise<JobReply<ActivationStatus>>): Promise<JobReply<ActivationStatus>> {
-    const answer = await asked;
-    const { id } = answer.result;
-    if (this.isClosed) this.release(id);
-    else this.ids.add(id);
-    return answer;
-  }
-
+  const button = buttonElement({ onclick: () => show() }, () => (hasEnded ? "Show again" : "Show activation"));
+  const isPatched = checkbox("With the chosen patches", true, () => job.id !== null && show());
+  const inputs = element("p.gp-note");
+  const slice = element("input.gp-field.gp-mono", {
+    id: `gp-activation-slice-${sliceFields++}`,
+    type: "text",
+    spellcheck: "false",
+    onchange: () => {
+      axes = null;
+      show();
+    },
+  });
+  const sliceError = element("p.gp-small-error.gp-error", { id: `${slice.id}-error`, role: "alert", hidden: true });
+  const dimensions = element("div.gp-line.gp-tight");
+  const label = element("label.gp-muted", { for: slice.id }, "Activation slice");
+  const sliceRow = element(
+    "div.gp-line.gp-activation-slice",
+    { hidden: () => shape.length < 2 },
+    element("div.gp-labeled", label, slice, sliceError),
+    dimensions,
+  );
   /** Closes a job in the kernel, unless the kernel is lost. */
-  private release(id: number): void {
-    this.ids.delete(id);
-    this.view.kernel.ask("activation_close", { id }).catch(() => undefined);
-  }
-
-  private fill({ result: { view: shown }, buffers }: JobReply<ActivationStatus>): void {
+  const release = (id: number) => {
+    ids.delete(id);
+    kernel.ask("activation_close", { id }).catch(() => undefined);
+  };
+  /** Stores the id of a job, even if its reply is not needed any more. */
+  const track = async (asked: Promise<JobReply<ActivationStatus>>): Promise<JobReply<ActivationStatus>> => {
+    const answer = await asked;
+    if (isClosed) release(answer.result.id);
+    else ids.add(answer.result.id);
+    return answer;
+  };
+  const job = makeJobView<ActivationStatus>(view, element("div.gp-stack.gp-activation-result"), {
+    name: "Progress of the activation",
+    button,
+    again: "Show again",
+    status: (id) => track(kernel.ask("activation_status", { id })),
+    interrupt: (id) => track(kernel.ask("activation_interrupt", { id })),
+    onEnd: (reply) => {
+      hasEnded = true;
+      refresh(button);
+      for (const id of reply === null ? [] : ids) if (id !== reply?.result.id) release(id);
+    },
+    onDone: (reply) => fill(reply),
+    onError: (reason) => {
+      if (!(reason instanceof RequestFailed && reason.error.field === "plane")) return false;
+      showFieldError(slice, sliceError, reason.message);
+      return true;
+    },
+  });
+  const show = () => {
+    const withPatches = isPatched.querySelector("input")?.checked === true;
+    showFieldError(slice, sliceError, null);
+    job.begin();
+    replaceChildren(inputs, "Inputs: ", element("code", describeInputs(view)));
+    shownKey = withPatches ? patchesKey(model.get("session")) : null;
+    const payload = { row, plane: slice.value.trim() || null, axes, is_patched: withPatches, inputs: inputsOf(view) };
+    job.follow(track(kernel.ask("activation", payload)));
+  };
+  const onSession = () => {
+    const isStale = shownKey !== null && shownKey !== patchesKey(model.get("session"));
+    job.showOutdated(isStale, "press “Show again”");
+  };
+  const fill = ({ result: { view: shown }, buffers }: JobReply<ActivationStatus>) => {
     if (shown === null) return;
     const { statistics, plot, path } = shown;
-    this.shape = statistics.shape;
-    const slice = plot.type === "none" ? null : plot.slice;
-    if (slice !== null && !this.slice.matches(":focus")) this.slice.value = slice;
-    this.sliceRow.hidden = this.shape.length < 2;
-    this.fillDimensions(slice);
-    this.job.result.replaceChildren(...makeValue(shown, buffers, `Activation of ${path}`));
-    this.onSession();
-  }
-
+    shape = statistics.shape;
+    const own = plot.type === "none" ? null : plot.slice;
+    if (own !== null && !slice.matches(":focus")) slice.value = own;
+    refresh(sliceRow);
+    fillDimensions(own);
+    job.result.replaceChildren(...makeValue(shown, buffers, `Activation of ${path}`));
+    onSession();
+  };
   /** A choice of what each dimension is, and a slider for those of which one index is shown. */
-  private fillDimensions(slice: string | null): void {
-    const roles = slice === null ? null : rolesOf(slice, this.shape, this.axes);
-    const shown = roles?.map(({ role }) => role).join() ?? "";
-    if (shown !== this.dimensions.dataset.roles) {
-      const name = this.dimensions.querySelector(":focus")?.getAttribute("aria-label");
-      const used = (roles ?? []).filter(({ size }) => size > 1);
-      replaceChildren(this.dimensions, ...used.map((one) => this.dimension(one)));
-      for (const field of this.dimensions.querySelectorAll<HTMLElement>("select, input"))
-        if (field.getAttribute("aria-label") === name) field.focus();
-    }
-    this.dimensions.dataset.roles = shown;
-    for (const { dimension, index } of roles ?? []) this.showIndex(dimension, index);
-  }
-
-  private showIndex(dimension: number, index: number): void {
-    const slider = this.dimensions.querySelector<HTMLInputElement>(`input[name="${dimension}"]`);
+  const fillDimensions = (own: string | null) => {
+    const roles = (own === null ? null : rolesOf(own, shape, axes)) ?? [];
+    const key = roles.map(({ role }) => role).join();
+    if (key !== dimensions.dataset.roles)
+      replaceChildren(dimensions, ...roles.filter(({ size }) => size > 1).map(dimensionChoice));
+    dimensions.dataset.roles = key;
+    for (const { dimension, index } of roles) showIndex(dimension, index);
+  };
+  const showIndex = (dimension: number, index: number) => {
+    const slider = dimensions.querySelector<HTMLInputElement>(`input[name="${dimension}"]`);
     if (slider === null) return;
     slider.value = String(index);
     if (slider.nextSibling) slider.nextSibling.textContent = String(index);
-  }
-
-  private dimension({ dimension, role, size }: Dimension): HTMLElement {
-    const choice = element("select.gp-field", { "aria-label": `Dimension ${dimension}` });
+  };
+  const dimensionChoice = ({ dimension, role, size }: Dimension) => {
+    const onchange = () => choose(dimension, choice.value as Role);
+    const choice = element("select.gp-field", { "aria-label": `Dimension ${dimension}`, onchange });
     setOptions(choice, Object.entries(ROLES), role);
-    choice.addEventListener("change", () => this.choose(dimension, choice.value as Role));
     const slider = element("input", {
       type: "range",
       name: dimension,
       max: size - 1,
       "aria-label": `Index of dimension ${dimension}`,
-      oninput: () => this.step(dimension, Number(slider.value)),
+      oninput: () => {
+        const moved = withIndex(slice.value, shape, dimension, Number(slider.value));
+        if (moved === null) return;
+        slice.value = moved;
+        showIndex(dimension, Number(slider.value));
+        show();
+      },
     });
     const text = element("span.gp-muted", `dim ${dimension} (${size})`);
-    const at = role === "index" && [slider, element("span.gp-number.gp-slider-index")];
-    return element("span.gp-pair.gp-dimension", text, choice, ...(at || []));
-  }
-
-  private step(dimension: number, index: number): void {
-    const moved = withIndex(this.slice.value, this.shape, dimension, index);
-    if (moved === null) return;
-    this.slice.value = moved;
-    this.showIndex(dimension, index);
-    this.show(moved);
-  }
-
+    const at = role === "index" ? [slider, element("span.gp-number.gp-slider-index")] : [];
+    return element("span.gp-pair.gp-dimension", text, choice, ...at);
+  };
   /** Gives a dimension a role; the one that had it, of rows and columns, gets the other's. */
-  private choose(dimension: number, role: Role): void {
-    const roles = rolesOf(this.slice.value, this.shape, this.axes);
+  const choose = (dimension: number, role: Role) => {
+    const roles = rolesOf(slice.value, shape, axes);
     const own = roles?.[dimension];
-    const parts = expandSlice(this.slice.value, this.shape.length);
+    const parts = expandSlice(slice.value, shape.length);
     if (!roles || !own || !parts) return;
     const isAxis = (one: Role) => one === "rows" || one === "columns";
     const free = roles.filter((one) => one !== own && one.size > 1);
@@ -196,14 +146,36 @@ export class ActivationSection implements Part {
         : undefined;
     if (other) other.role = own.role;
     if (other || !isAxis(own.role)) own.role = role;
-    this.axes = [roles.findIndex((one) => one.role === "rows"), roles.findIndex((one) => one.role === "columns")];
-    this.slice.value = parts
-      .map((part, at) =>
-        roles[at]?.role === "index" ? (part.includes(":") ? "0" : part) : part.includes(":") ? part : ":",
-      )
+    axes = [roles.findIndex((one) => one.role === "rows"), roles.findIndex((one) => one.role === "columns")];
+    const isWhole = (part: string) => part.includes(":");
+    slice.value = parts
+      .map((part, at) => (isWhole(part) === (roles[at]?.role !== "index") ? part : isWhole(part) ? "0" : ":"))
       .join(", ");
-    this.show(this.slice.value);
-  }
+    show();
+  };
+  /** Interrupts the run, and drops the value in the kernel. */
+  const close = () => {
+    if (isClosed) return;
+    isClosed = true;
+    job.close();
+    model.off("change:session", onSession);
+    for (const id of ids) release(id);
+  };
+  model.on("change:session", onSession);
+  view.onRemove(close);
+  const section = element(
+    "section.gp-stack.gp-activation",
+    { "aria-label": "Activation" },
+    element("h3.gp-heading.gp-muted", "Activation"),
+    element("div.gp-line", button, isPatched),
+    inputs,
+    job.progress,
+    job.message,
+    sliceRow,
+    job.outdated,
+    job.result,
+  );
+  return { element: section, close };
 }
 
 /** What a dimension is in the picture. */

@@ -2,194 +2,157 @@
 import { asRequestError } from "../kernel/kernel";
 import type { Details, Kind, Link, Source } from "../kernel/protocol";
 import { buttonElement, copyText, element, icon } from "../page/dom";
-import { Dialog } from "../page/floating";
+import { makeDialog } from "../page/floating";
 import { visible, visibleLines } from "../page/text";
 import { shapeText } from "../patches/edits";
 import { patchedRow, whyUnpatchable } from "../tree/skeleton";
-import type { Part, View } from "../view";
-import { ActivationSection } from "./activation_view";
+import type { View } from "../view";
+import { makeActivation } from "./activation_view";
 
 /** The term for the torch function or class of a row. */
 const FACT_NAMES: Partial<Record<Kind, string>> = { graph: "module", unused: "module", op: "operation" };
 /** With more links, the rest are behind a button. */
 const MAX_LINKS = 12;
 
-export class NodePopup implements Part {
-  readonly element: HTMLElement;
-  private readonly dialog: Dialog;
-  private row = -1;
-  private anchor: Element | null = null;
-  private activation: ActivationSection | null = null;
+export type NodePopup = ReturnType<typeof makeNodePopup>;
 
-  constructor(private readonly view: View) {
-    this.dialog = new Dialog(view, {
-      class: "gp-popup",
-      height: 460,
-      closesOnOutsideClick: true,
-      onEscape: () => this.close(),
-      onClose: () => this.activation?.close(),
-    });
-    this.element = this.dialog.element;
-  }
+export function makeNodePopup(view: View) {
+  const { kernel, model, notices, skeleton } = view;
+  let row = -1;
+  let anchor: Element | null = null;
+  let activation: ReturnType<typeof makeActivation> | null = null;
+  const close = () => {
+    row = -1;
+    dialog.close();
+  };
+  const dialog = makeDialog(view, {
+    class: "gp-popup",
+    height: 460,
+    closesOnOutsideClick: true,
+    onEscape: close,
+    onClose: () => activation?.close(),
+  });
+  const nameOf = (path: string) => path || model.get("about").module;
 
-  show(row: number, anchor: Element): void {
-    this.activation?.close();
-    this.row = row;
-    this.anchor = anchor;
-    const path = this.view.skeleton.path(row);
-    this.fill(path, this.waiting());
-    this.dialog.open(anchor, path || this.nameOfModel());
-    this.element.focus({ preventScroll: true });
-    void this.load(row, path);
-  }
-
-  close(): void {
-    this.row = -1;
-    this.dialog.close();
-  }
-
-  private async load(row: number, path: string): Promise<void> {
-    const stop = this.view.kernel.onChange(() => {
-      if (this.row === row) this.fill(path, this.waiting());
-    });
+  const show = (shown: number, beside: Element) => {
+    activation?.close();
+    [row, anchor] = [shown, beside];
+    const path = skeleton.path(row);
+    fill(path, waiting());
+    dialog.open(beside, nameOf(path));
+    dialog.element.focus({ preventScroll: true });
+    void load(row, path);
+  };
+  const load = async (shown: number, path: string) => {
+    const isShown = () => row === shown && dialog.isOpen;
+    const stop = kernel.onChange(() => row === shown && fill(path, waiting()));
     try {
-      const { result } = await this.view.kernel.ask("details", { row });
+      const { result } = await kernel.ask("details", { row: shown });
       stop();
-      if (this.row === row && this.dialog.isOpen) this.fill(path, this.body(result));
+      if (isShown()) fill(path, body(result));
     } catch (reason) {
       stop();
-      if (this.row === row && this.dialog.isOpen)
-        this.fill(path, this.failure(row, path, asRequestError(reason).message));
+      if (isShown()) fill(path, failure(path, asRequestError(reason).message));
     }
-  }
-
-  private fill(path: string, body: HTMLElement): void {
-    this.dialog.fill(visible(path || this.nameOfModel()), body, ...(path ? [this.copyButton(path)] : []));
-  }
-
-  private nameOfModel(): string {
-    return this.view.model.get("about").module;
-  }
-
-  private copyButton(path: string): HTMLElement {
+  };
+  const fill = (path: string, content: HTMLElement) =>
+    dialog.fill(visible(nameOf(path)), content, ...(path ? [copyButton(path)] : []));
+  const copyButton = (path: string) => {
     const label = element("span", "Copy");
     const copy = async () => {
-      const isCopied = await copyText(path, this.element);
-      if (isCopied) this.view.notices.announce("path copied");
-      else this.view.notices.error(`The browser does not allow copying. The path is: ${path}`);
+      const isCopied = await copyText(path, dialog.element);
+      if (isCopied) notices.announce("path copied");
+      else notices.error(`The browser does not allow copying. The path is: ${path}`);
       label.textContent = isCopied ? "Copied" : "Copy";
     };
     return buttonElement({ onclick: copy }, icon("copy"), label);
-  }
-
-  private waiting(): HTMLElement {
-    const isBusy = this.view.kernel.state === "busy";
-    return element(
+  };
+  const waiting = () =>
+    element(
       "div.gp-floating-body.gp-waiting.gp-muted",
       { role: "status" },
       element("span.gp-spinner", { "aria-hidden": true }),
-      isBusy ? "The kernel is busy: the answer follows when it is idle." : "Asking the kernel …",
+      kernel.state === "busy" ? "The kernel is busy: the answer follows when it is idle." : "Asking the kernel …",
     );
-  }
-
-  private failure(row: number, path: string, message: string): HTMLElement {
+  const failure = (path: string, message: string) => {
     const again = () => {
-      this.fill(path, this.waiting());
-      void this.load(row, path);
+      fill(path, waiting());
+      void load(row, path);
     };
     const saved = { class: "gp-muted gp-message", role: "status" };
     return element(
       "div.gp-floating-body",
-      element("p", this.view.kernel.isSaved ? saved : { class: "gp-error gp-message", role: "alert" }, message),
-      this.facts(row, null),
-      this.view.kernel.state === "lost" ? null : element("div", buttonElement({ onclick: again }, "Ask again")),
+      element("p", kernel.isSaved ? saved : { class: "gp-error gp-message", role: "alert" }, message),
+      facts(null),
+      kernel.state !== "lost" && element("div", buttonElement({ onclick: again }, "Ask again")),
     );
-  }
-
-  private body(details: Details): HTMLElement {
-    const { row } = details;
-    const valueRow = patchedRow(this.view.skeleton, row);
-    this.activation = valueRow === null ? null : new ActivationSection(this.view, valueRow);
+  };
+  const body = (details: Details) => {
+    const { inputs, notes, source, users } = details;
+    const valueRow = patchedRow(skeleton, row);
+    activation = valueRow === null ? null : makeActivation(view, valueRow);
     return element(
       "div.gp-floating-body",
       { tabindex: -1 },
-      this.facts(row, details),
-      details.notes.length > 0
-        ? element("ul.gp-notes", ...details.notes.map((note) => element("li", visibleLines(note))))
-        : null,
-      this.patching(row),
-      this.activation?.element,
+      facts(details),
+      notes.length > 0 && element("ul.gp-notes", ...notes.map((note) => element("li", visibleLines(note)))),
+      patching(),
+      activation?.element,
       ...codeSection(details),
-      ...this.links("Inputs", details.inputs),
-      ...this.links("Used by", details.users),
-      ...sourceSection(details.source),
+      ...links("Inputs", inputs),
+      ...links("Used by", users),
+      ...sourceSection(source),
     );
-  }
-
-  private facts(row: number, details: Details | null): HTMLElement {
-    const { skeleton } = this.view;
+  };
+  const facts = (details: Details | null) => {
     const [kind, op] = [skeleton.kindOf(row), skeleton.opOf(row)];
-    const facts: [string, string | null][] = [
+    const all: [string, string | null | undefined][] = [
       [FACT_NAMES[kind] ?? "kind", op || kind],
-      ["shape", details?.shape ? shapeText(details.shape) : null],
-      ["dtype", details?.dtype ?? null],
-      ["device", details?.device ?? null],
+      ["shape", details?.shape && shapeText(details.shape)],
+      ["dtype", details?.dtype],
+      ["device", details?.device],
+      ["value", details?.shape ? null : skeleton.labelOf(row)],
     ];
-    if (!details?.shape && skeleton.labelOf(row)) facts.push(["value", skeleton.labelOf(row)]);
-    return element(
-      "dl.gp-line.gp-facts",
-      ...facts.map(([name, fact]) =>
-        fact === null ? null : element("div", element("dt", name), element("dd.gp-mono", visible(fact))),
-      ),
+    const pairs = all.map(
+      ([name, fact]) => fact && element("div", element("dt", name), element("dd.gp-mono", visible(fact))),
     );
-  }
-
-  private patching(row: number): HTMLElement {
-    const { skeleton } = this.view;
+    return element("dl.gp-line.gp-facts", ...pairs);
+  };
+  const patching = () => {
     const unpatchable = whyUnpatchable(skeleton, row);
-    const edit = (target: number) => (event: MouseEvent) => {
-      const anchor = this.anchor?.isConnected ? this.anchor : (event.currentTarget as Element);
-      this.view.editPatch({ row: target }, anchor);
-      this.close();
-    };
     const instead = unpatchable === null ? patchedRow(skeleton, row) : unpatchable.instead;
     const name = instead === null || instead === row ? "" : shortened(skeleton.path(instead), skeleton.path(row));
+    const edit = (event: MouseEvent) => {
+      view.editPatch({ row: instead ?? row }, anchor?.isConnected ? anchor : (event.currentTarget as Element));
+      close();
+    };
     return element(
       "div.gp-line.gp-popup-actions",
       unpatchable && element("p.gp-muted", unpatchable.why),
-      instead === null
-        ? null
-        : buttonElement({ class: "gp-button gp-primary", onclick: edit(instead) }, `Patch ${visible(name)}`.trim()),
+      instead !== null &&
+        buttonElement({ class: "gp-button gp-primary", onclick: edit }, `Patch ${visible(name)}`.trim()),
     );
-  }
-
-  private links(title: string, links: Link[]): HTMLElement[] {
-    if (links.length === 0) return [];
-    const list = element(
-      "ul.gp-list.gp-line.gp-tight.gp-links",
-      ...links.slice(0, MAX_LINKS).map((link) => this.link(link)),
-    );
-    if (links.length > MAX_LINKS) {
-      const more = buttonElement({ class: "gp-node-link" }, `${links.length - MAX_LINKS} more`);
-      const item = element("li", more);
-      more.addEventListener("click", () => {
-        const rest = links.slice(MAX_LINKS).map((link) => this.link(link));
-        item.replaceWith(...rest);
-        rest[0]?.querySelector("button")?.focus();
-      });
-      list.append(item);
-    }
-    return [element("section", heading(title), list)];
-  }
-
-  private link({ row, text }: Link): HTMLElement {
+  };
+  const links = (title: string, all: Link[]): HTMLElement[] => {
+    if (all.length === 0) return [];
+    const rest = all.slice(MAX_LINKS).map(link);
+    const onclick = () => {
+      more.replaceWith(...rest);
+      rest[0]?.querySelector("button")?.focus();
+    };
+    const more: HTMLElement = element("li", buttonElement({ class: "gp-node-link", onclick }, `${rest.length} more`));
+    const items = [...all.slice(0, MAX_LINKS).map(link), rest.length > 0 && more];
+    return [element("section", heading(title), element("ul.gp-list.gp-line.gp-tight.gp-links", ...items))];
+  };
+  const link = ({ row: other, text }: Link) => {
     const go = () => {
-      this.view.reveal(row);
-      this.close();
-      this.view.focusTree();
+      view.reveal(other);
+      close();
+      view.focusTree();
     };
     return element("li", buttonElement({ class: "gp-node-link", onclick: go }, visible(text)));
-  }
+  };
+  return { element: dialog.element, show, close };
 }
 
 /** A path relative to `above`. */

@@ -1,12 +1,13 @@
 /** A dialog beside its anchor, which can be moved and resized. */
-import type { Part, View } from "../view";
-import { element, focusedElement, iconButton } from "./dom";
-import { clamp } from "./grid";
+import type { View } from "../view";
+import { consume, element, focusedElement, iconButton } from "./dom";
+import { clamp, followPointer } from "./grid";
 
 const MARGIN = 8;
 const GAP = 4;
 /** With less space than this, in pixels, a dialog moves to the other side of its anchor. */
 const MIN_HEIGHT = 220;
+const MAX_HEIGHT = 640;
 
 interface DialogOptions {
   class: string;
@@ -20,202 +21,163 @@ interface DialogOptions {
   onClose?(): void;
 }
 
-export class Dialog implements Part {
-  /** `role=dialog`; the caller adds the content. */
-  readonly element: HTMLElement;
-  isOpen = false;
-  private anchor: Element | null = null;
-  /** The anchor's last position in the view, for when its row is out of sight. */
-  private anchorBox = { top: 0, bottom: 0, left: 0 };
-  /** Where the user has moved it, as what the pointer adds to its place; `null`: it is beside its anchor. */
-  private moved: { left: number; top: number } | null = null;
-  private side: "below" | "above" = "below";
-  private opener: Element | null = null;
-  private listening = new AbortController();
-
-  constructor(
-    private readonly view: View,
-    private readonly options: DialogOptions,
-  ) {
-    this.element = element("div", {
-      class: `gp-floating ${options.class}`,
-      role: "dialog",
-      tabindex: -1,
-      popover: "manual",
-      onkeydown: (event: KeyboardEvent) => this.onKey(event),
-    });
-    view.onRemove(() => this.stopListening());
-  }
-
-  /** Shows it beside `anchor`, with `name` as its accessible name. */
-  open(anchor: Element, name: string): void {
-    this.element.setAttribute("aria-label", name);
-    this.anchor = anchor;
-    this.moved = null;
-    Object.assign(this.element.style, { width: "", height: "" });
-    this.measure();
-    this.chooseSide();
-    if (!this.isOpen) {
-      this.opener = focusedElement(this.view.root);
-      this.isOpen = true;
-      this.element.showPopover();
-      this.listen();
-    }
-    this.position();
-  }
-
-  /** Replaces the content, and keeps the focus inside. `buttons`: those beside the one that closes it. */
-  fill(title: string, body: HTMLElement, ...buttons: HTMLElement[]): void {
-    const hadFocus = this.element.contains(focusedElement(this.element));
-    const close = iconButton("close", "Close", { title: "Close (Esc)", onclick: () => this.options.onEscape() });
-    const heading = element("div.gp-floating-title.gp-mono", title);
-    const drag = { onpointerdown: (event: PointerEvent) => this.drag(event) };
-    this.element.replaceChildren(element("div.gp-floating-header", drag, heading, ...buttons, close), body);
-    if (hadFocus) this.element.focus({ preventScroll: true });
-  }
-
-  /** Closes it, and restores the focus if it is inside. */
-  close(): void {
-    if (!this.isOpen) return;
-    const hadFocus = this.element.contains(focusedElement(this.view.root));
-    this.stopListening();
-    this.element.hidePopover();
-    if (hadFocus) this.restoreFocus();
-    this.opener = null;
-    this.options.onClose?.();
-    // Fields of a closed dialog must not be found by their labels.
-    this.element.replaceChildren();
-  }
-
-  private stopListening(): void {
-    this.isOpen = false;
-    this.listening.abort();
-  }
-
-  private restoreFocus(): void {
-    const { opener, view } = this;
-    const isOutsideOfTree = opener instanceof HTMLElement && opener.isConnected && !opener.closest("[role=tree]");
-    if (isOutsideOfTree && view.root.contains(opener) && opener.offsetParent !== null) opener.focus();
-    else view.focusTree();
-  }
-
-  private listen(): void {
-    this.listening = new AbortController();
-    const { signal } = this.listening;
-    const options = { capture: true, passive: true, signal };
-    if (this.options.closesOnOutsideClick) {
-      document.addEventListener("pointerdown", (event) => this.onPointerDown(event), options);
-    }
-    const position = () => this.position();
-    const onScroll = ({ target }: Event) => {
-      if (!(target instanceof Node && this.element.contains(target))) position();
-    };
-    window.addEventListener("resize", position, options);
-    window.addEventListener("scroll", onScroll, options);
-    const observer = new ResizeObserver(position);
-    observer.observe(this.element);
-    observer.observe(this.view.root);
-    signal.addEventListener("abort", () => observer.disconnect());
-  }
-
-  private onPointerDown(event: Event): void {
-    if (!event.composedPath().includes(this.element)) this.close();
-  }
-
-  private onKey(event: KeyboardEvent): void {
+export function makeDialog(view: View, options: DialogOptions) {
+  const { root } = view;
+  const page = document.documentElement;
+  let isOpen = false;
+  let anchor: Element | null = null;
+  /** The anchor's last place in the view, for when its row is out of sight. */
+  let anchorBox = { top: 0, bottom: 0, left: 0 };
+  /** Where the user has moved it; `null`: it is beside its anchor. */
+  let moved: { left: number; top: number } | null = null;
+  let side: "below" | "above" = "below";
+  let opener: Element | null = null;
+  let listening = new AbortController();
+  const onkeydown = (event: KeyboardEvent) => {
     if (event.key !== "Escape" || event.isComposing) return;
-    event.preventDefault();
-    event.stopPropagation();
-    this.options.onEscape();
-  }
+    consume(event);
+    options.onEscape();
+  };
+  const attributes = { role: "dialog", tabindex: -1, popover: "manual", onkeydown };
+  const dialog = element("div", { class: `gp-floating ${options.class}`, ...attributes });
+
+  /** Shows it beside an element, with `name` as its accessible name. */
+  const open = (beside: Element, name: string) => {
+    dialog.setAttribute("aria-label", name);
+    [anchor, moved] = [beside, null];
+    Object.assign(dialog.style, { width: "", height: "" });
+    measure();
+    const { above, below } = rooms();
+    side = below >= options.height || below >= above ? "below" : "above";
+    if (!isOpen) {
+      opener = focusedElement(root);
+      isOpen = true;
+      dialog.showPopover();
+      listen();
+    }
+    position();
+  };
+  /** Replaces the content, and keeps the focus inside. `buttons`: those beside the one that closes it. */
+  const fill = (title: string, body: HTMLElement, ...buttons: HTMLElement[]) => {
+    const hadFocus = dialog.contains(focusedElement(dialog));
+    const close = iconButton("close", "Close", { title: "Close (Esc)", onclick: () => options.onEscape() });
+    const heading = element("div.gp-floating-title.gp-mono", title);
+    dialog.replaceChildren(
+      element("div.gp-floating-header", { onpointerdown: drag }, heading, ...buttons, close),
+      body,
+    );
+    if (hadFocus) dialog.focus({ preventScroll: true });
+  };
+  /** Closes it, and restores the focus if it is inside. */
+  const close = () => {
+    if (!isOpen) return;
+    const hadFocus = dialog.contains(focusedElement(root));
+    stop();
+    dialog.hidePopover();
+    if (hadFocus) restoreFocus();
+    opener = null;
+    options.onClose?.();
+    // Fields of a closed dialog must not be found by their labels.
+    dialog.replaceChildren();
+  };
+  const stop = () => {
+    isOpen = false;
+    listening.abort();
+  };
+  const restoreFocus = () => {
+    const isSeen = opener instanceof HTMLElement && root.contains(opener) && opener.offsetParent !== null;
+    if (isSeen && !opener?.closest("[role=tree]")) (opener as HTMLElement).focus();
+    else view.focusTree();
+  };
+  const listen = () => {
+    listening = new AbortController();
+    const { signal } = listening;
+    const how = { capture: true, passive: true, signal };
+    const isInside = (event: Event) => event.composedPath().includes(dialog);
+    const closeOutside = (event: Event) => isInside(event) || close();
+    if (options.closesOnOutsideClick) document.addEventListener("pointerdown", closeOutside, how);
+    window.addEventListener("resize", position, how);
+    window.addEventListener("scroll", (event) => isInside(event) || position(), how);
+    const observer = new ResizeObserver(position);
+    for (const part of [dialog, root]) observer.observe(part);
+    signal.addEventListener("abort", () => observer.disconnect());
+  };
 
   /** Measures where the anchor is now: rows move when others open, and scroll. */
-  private measure(): void {
-    const { anchor, view } = this;
+  const measure = () => {
     const row = anchor?.closest("[role=treeitem]");
     // Scrolling replaces the elements of rows.
-    const found = anchor?.isConnected || !row?.id ? anchor : view.root.querySelector(`#${CSS.escape(row.id)}`);
+    const found = anchor?.isConnected || !row?.id ? anchor : root.querySelector(`#${CSS.escape(row.id)}`);
     if (!found?.isConnected) return;
-    const root = view.root.getBoundingClientRect();
+    const from = root.getBoundingClientRect();
     const box = found.getBoundingClientRect();
-    const tree =
-      found.closest("[role=tree]")?.getBoundingClientRect() ?? document.documentElement.getBoundingClientRect();
-    this.anchorBox = {
-      top: clamp(box.top, tree.top, tree.bottom) - root.top,
-      bottom: clamp(box.bottom, tree.top, tree.bottom) - root.top,
-      left: box.left - root.left,
+    const tree = (found.closest("[role=tree]") ?? page).getBoundingClientRect();
+    anchorBox = {
+      top: clamp(box.top, tree.top, tree.bottom) - from.top,
+      bottom: clamp(box.bottom, tree.top, tree.bottom) - from.top,
+      left: box.left - from.left,
     };
-  }
-
-  private chooseSide(): void {
-    const root = this.view.root.getBoundingClientRect();
-    const box = { top: root.top + this.anchorBox.top, bottom: root.top + this.anchorBox.bottom };
-    const below = document.documentElement.clientHeight - MARGIN - GAP - box.bottom;
-    const isBelow = below >= this.options.height || below >= box.top - GAP - MARGIN;
-    this.side = isBelow ? "below" : "above";
-  }
-
-  /** Moves it with the pointer. */
-  private drag(event: PointerEvent): void {
-    if (event.button !== 0 || (event.target as Element).closest("button")) return;
-    const { left, top } = this.element.getBoundingClientRect();
-    const header = event.currentTarget as Element;
-    const [x, y] = [event.clientX, event.clientY];
-    const move = (to: PointerEvent) => {
-      this.moved = { left: left + to.clientX - x, top: top + to.clientY - y };
-      this.position();
+  };
+  /** Where the anchor is in the window, and the room below and above it. */
+  const rooms = () => {
+    const { left, top } = root.getBoundingClientRect();
+    const [start, end] = [top + anchorBox.top, top + anchorBox.bottom].map((at) => clamp(at, 0, page.clientHeight));
+    const below = page.clientHeight - MARGIN - GAP - (end ?? 0);
+    return {
+      left: left + anchorBox.left,
+      top: start ?? 0,
+      bottom: end ?? 0,
+      below,
+      above: (start ?? 0) - GAP - MARGIN,
     };
-    header.setPointerCapture(event.pointerId);
-    header.addEventListener("pointermove", move as EventListener);
-    header.addEventListener("lostpointercapture", () =>
-      header.removeEventListener("pointermove", move as EventListener),
-    );
-  }
-
+  };
   /** Places it below or above its anchor, inside the viewport. */
-  private position(): void {
-    if (!this.isOpen || !this.element.isConnected) return;
-    const { style } = this.element;
-    const width = document.documentElement.clientWidth;
-    const height = document.documentElement.clientHeight;
-    style.maxWidth = `${width - 2 * MARGIN}px`;
+  const position = () => {
+    if (!isOpen || !dialog.isConnected) return;
+    const { style } = dialog;
+    const most = page.clientHeight - 2 * MARGIN;
+    style.maxWidth = `${page.clientWidth - 2 * MARGIN}px`;
     // The handle in its corner sets its size.
-    if (this.moved !== null || style.height !== "") {
-      style.maxHeight = `${height - 2 * MARGIN}px`;
-      this.place(this.moved ?? this.element.getBoundingClientRect());
-      return;
+    if (moved !== null || style.height !== "") {
+      style.maxHeight = `${most}px`;
+      return place(moved ?? dialog.getBoundingClientRect());
     }
-    this.measure();
-    const root = this.view.root.getBoundingClientRect();
-    const top = clamp(root.top + this.anchorBox.top, 0, height);
-    const bottom = clamp(root.top + this.anchorBox.bottom, 0, height);
+    measure();
     style.maxHeight = "";
-    const wanted = Math.min(this.element.scrollHeight + 2, height - 2 * MARGIN);
-    const below = height - MARGIN - bottom - GAP;
-    const above = top - GAP - MARGIN;
+    const wanted = Math.min(dialog.scrollHeight + 2, most);
+    const { left, top, bottom, ...room } = rooms();
     // It stays on its side unless that becomes too narrow: new content and scrolling do not make it jump.
-    const rooms = { below, above };
-    const isNarrow = rooms[this.side] < MIN_HEIGHT && rooms[this.side] < Math.max(below, above);
-    if (isNarrow) this.side = below >= above ? "below" : "above";
-    const isBelow = this.side === "below";
-    let room = isBelow ? below : above;
+    if (room[side] < MIN_HEIGHT) side = room.below >= room.above ? "below" : "above";
     // Without enough space on either side, it covers the anchor.
-    if (room < Math.min(wanted, MIN_HEIGHT)) room = Math.min(wanted, height - 2 * MARGIN);
-    const limit = Math.min(room, this.maxHeight(height));
-    style.maxHeight = `${Math.round(limit)}px`;
-    const y = isBelow ? bottom + GAP : top - GAP - this.element.getBoundingClientRect().height;
-    this.place({ left: root.left + this.anchorBox.left, top: y });
-  }
-
+    const height = room[side] < Math.min(wanted, MIN_HEIGHT) ? wanted : room[side];
+    style.maxHeight = `${Math.round(Math.min(height, Math.max(MIN_HEIGHT, Math.min(most, MAX_HEIGHT))))}px`;
+    place({ left, top: side === "below" ? bottom + GAP : top - GAP - dialog.getBoundingClientRect().height });
+  };
   /** Places it there, or as near as it is inside the viewport. */
-  private place({ left, top }: { left: number; top: number }): void {
-    const size = this.element.getBoundingClientRect();
-    const { clientWidth, clientHeight } = document.documentElement;
-    this.element.style.left = `${Math.round(clamp(left, MARGIN, Math.max(MARGIN, clientWidth - MARGIN - size.width)))}px`;
-    this.element.style.top = `${Math.round(clamp(top, MARGIN, Math.max(MARGIN, clientHeight - MARGIN - size.height)))}px`;
-  }
-
-  private maxHeight(height: number): number {
-    return Math.max(MIN_HEIGHT, Math.min(height - 2 * MARGIN, 640));
-  }
+  const place = ({ left, top }: { left: number; top: number }) => {
+    const { width, height } = dialog.getBoundingClientRect();
+    const inside = (at: number, room: number) => `${Math.round(clamp(at, MARGIN, Math.max(MARGIN, room - MARGIN)))}px`;
+    dialog.style.left = inside(left, page.clientWidth - width);
+    dialog.style.top = inside(top, page.clientHeight - height);
+  };
+  /** Moves it with the pointer. */
+  const drag = (event: PointerEvent) => {
+    if (event.button !== 0 || (event.target as Element).closest("button")) return;
+    const { left, top } = dialog.getBoundingClientRect();
+    followPointer(event, (x, y) => {
+      moved = { left: left + x, top: top + y };
+      position();
+    });
+  };
+  view.onRemove(stop);
+  return {
+    /** `role=dialog`; the caller adds the content. */
+    element: dialog,
+    get isOpen() {
+      return isOpen;
+    },
+    open,
+    fill,
+    close,
+  };
 }

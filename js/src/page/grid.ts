@@ -90,3 +90,19 @@ export function placeBox({ style }: HTMLElement, [row, column]: Cell, step: Size
   style.width = `${size.width}px`;
   style.height = `${size.height}px`;
 }
+
+/** Calls `move` with how far the pointer has gone since it was pressed, until it is released. */
+export function followPointer(event: PointerEvent, move: (x: number, y: number) => void, end?: () => void): void {
+  const target = event.currentTarget as Element;
+  const { clientX, clientY } = event;
+  const pressed = new AbortController();
+  const { signal } = pressed;
+  const onMove = (to: Event) => move((to as PointerEvent).clientX - clientX, (to as PointerEvent).clientY - clientY);
+  const onEnd = () => {
+    pressed.abort();
+    end?.();
+  };
+  target.setPointerCapture(event.pointerId);
+  target.addEventListener("pointermove", onMove, { signal });
+  for (const name of ["pointerup", "lostpointercapture"]) target.addEventListener(name, onEnd, { signal });
+}

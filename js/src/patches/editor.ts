@@ -2,10 +2,10 @@
 
 import { asRequestError } from "../kernel/kernel";
 import type { Checked, PatchFields, PatchKind, PatchState, RequestError } from "../kernel/protocol";
-import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
-import { Dialog } from "../page/floating";
+import { buttonElement, element, refresh, replaceChildren, setAttributes } from "../page/dom";
+import { makeDialog } from "../page/floating";
 import { patchedRow, whyUnpatchable } from "../tree/skeleton";
-import { listen, type Part, type PatchTarget, type View } from "../view";
+import { follow, type PatchTarget, type View } from "../view";
 import { areEqual, describe, describeAll, makeEdit, shapeText } from "./edits";
 
 /** The pause before the kernel is asked. */
@@ -38,250 +38,212 @@ export interface FieldError {
   message: string;
 }
 
-let editors = 0;
+export type PatchEditor = ReturnType<typeof makePatchEditor>;
 
-export class PatchEditor implements Part {
-  readonly element: HTMLElement;
-  private readonly dialog: Dialog;
-  private readonly form: PatchForm;
-  /** The value that a patch would be applied to: recorded shape, shape of the slice, warnings. */
-  private readonly preview = element("div.gp-outcome", { role: "status" });
-  private readonly failure = element("div.gp-form-failure", { role: "alert" });
-  private readonly reason = element("span.gp-caption.gp-reason");
-  private readonly apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Apply");
-  private path = "";
-  private row = -1;
+export function makePatchEditor(view: View) {
+  const { kernel, model, notices, skeleton } = view;
+  const form = makeForm(model.get("about").patch_kinds, () => onInput());
+  const dialog = makeDialog(view, {
+    class: "gp-editor",
+    height: 320,
+    closesOnOutsideClick: false,
+    onEscape: () => close(),
+  });
+  let path = "";
   /** The latest state of the patch that is edited; `null` for a new patch. */
-  private edited: PatchState | null = null;
+  let edited: PatchState | null = null;
   /** What the kernel said of the fields; `null` until it has answered. */
-  private said: Checked | FieldError | null = null;
-  private timer: ReturnType<typeof setTimeout> | undefined;
-  private isApplying = false;
+  let said: Checked | FieldError | null = null;
+  let failure = "";
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  let isApplying = false;
   /** Counts changes of the fields, to ignore replies about earlier ones. */
-  private turn = 0;
+  let turn = 0;
 
-  constructor(private readonly view: View) {
-    this.form = new PatchForm(++editors, () => this.onInput());
-    this.dialog = new Dialog(view, {
-      class: "gp-editor",
-      height: 320,
-      closesOnOutsideClick: false,
-      onEscape: () => this.close(),
-    });
-    this.element = this.dialog.element;
-    listen(view, "change:session", () => this.onSession());
-    this.form.write(view.model.get("about").patch_kinds, {});
-    view.onRemove(view.kernel.onChange(() => this.show()));
-    view.onRemove(() => this.reset());
-    this.reason.id = `gp-editor-${editors}-reason`;
-    setAttribute(this.apply, "aria-describedby", this.reason.id);
-  }
-
-  open(target: PatchTarget, anchor: Element): void {
-    this.reset();
-    const chosen = "number" in target ? this.patch(target.number) : null;
-    if ("number" in target && chosen === null) {
-      this.view.notices.error(`There is no patch #${target.number} any more.`);
-      return;
-    }
-    this.edited = chosen;
-    this.row = "row" in target ? (patchedRow(this.view.skeleton, target.row) ?? target.row) : (chosen?.row ?? -1);
-    const { component, positions = "" } = "row" in target ? target : {};
-    this.path = chosen?.path ?? component ?? this.view.skeleton.path(this.row);
-    const unpatchable = chosen === null ? whyUnpatchable(this.view.skeleton, this.row) : null;
-    if (unpatchable !== null) {
-      this.showUnpatchable(unpatchable.why, unpatchable.instead, anchor);
-      return;
-    }
-    this.form.lock(false);
-    replaceChildren(this.preview);
-    this.form.write(this.view.model.get("about").patch_kinds, chosen ?? { positions });
-    this.failure.textContent = "";
-    this.dialog.fill(this.title(), this.content());
-    this.dialog.open(anchor, this.title());
-    this.form.focus("kind");
-    void this.check();
-  }
-
+  const wrong = () => (said !== null && "message" in said ? said : null);
+  const title = () => (edited === null ? `Patch ${path}` : `Change patch #${edited.number}: ${path}`);
+  const patchOf = (number: number) => model.get("session").patches.find((patch) => patch.number === number) ?? null;
+  const reset = () => {
+    clearTimeout(timer);
+    turn += 1;
+    said = null;
+    isApplying = false;
+  };
   /** Closes the editor and drops the texts. */
-  close(): void {
-    this.reset();
-    this.dialog.close();
-  }
+  const close = () => {
+    reset();
+    dialog.close();
+  };
+  /** Returns why the patch cannot be applied now; `null` if it can. */
+  const disabledReason = (): string | null => {
+    if (isApplying) return kernel.state === "busy" ? "It is applied when the kernel is free." : "";
+    if (kernel.state === "lost") return kernel.lostReason ?? "The kernel has stopped.";
+    if (form.localError() !== null) return "Correct the marked field first.";
+    return form.missingValue() ?? (wrong() === null ? null : "Correct the error above first.");
+  };
 
-  private reset(): void {
-    clearTimeout(this.timer);
-    this.turn += 1;
-    this.said = null;
-    this.isApplying = false;
-  }
+  /** The value that a patch would be applied to: recorded shape, shape of the slice, warnings. */
+  const preview = element("div.gp-outcome", { role: "status" });
+  const failed = element("div.gp-form-failure", { role: "alert", hidden: () => failure === "" }, () => failure);
+  const reason = element("span.gp-caption.gp-reason", { id: `${form.id}-reason` }, () => {
+    const isWaiting = said === null && kernel.state === "busy";
+    const hint = isWaiting ? "The kernel is busy: the patch is checked, and applied, when it is free." : "";
+    return disabledReason() ?? hint;
+  });
+  const apply = element(
+    "button",
+    {
+      type: "submit",
+      class: "gp-button gp-primary",
+      "aria-describedby": reason.id,
+      "aria-disabled": () => (disabledReason() === null ? null : "true"),
+    },
+    () => (isApplying ? "Applying …" : "Apply"),
+  );
+  const show = () => {
+    // If the kernel is lost, the reason beside Apply is enough.
+    const error = form.localError() ?? (kernel.state === "lost" ? null : wrong());
+    if (!form.showError(error) && error !== null) failure = error.message;
+    // Faded until the next reply, instead of cleared, so that nothing jumps during typing.
+    preview.classList.toggle("gp-stale", said === null);
+    if (wrong() !== null) replaceChildren(preview);
+    else if (said !== null) showPreview(said as Checked);
+    for (const part of [failed, reason, apply]) refresh(part);
+  };
+  const showPreview = ({ shape, sliced, warning, name }: Checked) => {
+    // Whether the value is stored in a variable, not patched.
+    const what = form.kind().fields.includes("name") ? "kept" : "patched";
+    const warned = warning === null ? null : element("div.gp-warning", warning);
+    replaceChildren(preview, element("div.gp-shapes", ...shapes(shape, sliced, what)), warned);
+    form.suggestName(name);
+  };
 
-  private get wrong(): FieldError | null {
-    return this.said !== null && "message" in this.said ? this.said : null;
-  }
-
-  private title(): string {
-    return this.edited === null ? `Patch ${this.path}` : `Change patch #${this.edited.number}: ${this.path}`;
-  }
-
-  private patch(number: number): PatchState | null {
-    return this.view.model.get("session").patches.find((patch) => patch.number === number) ?? null;
-  }
-
-  private showUnpatchable(why: string, instead: number | null, anchor: Element): void {
+  const open = (target: PatchTarget, anchor: Element) => {
+    reset();
+    edited = "number" in target ? patchOf(target.number) : null;
+    if ("number" in target && edited === null) {
+      notices.error(`There is no patch #${target.number} any more.`);
+      return;
+    }
+    const row = "row" in target ? (patchedRow(skeleton, target.row) ?? target.row) : (edited?.row ?? -1);
+    const { component, positions = "" } = "row" in target ? target : {};
+    path = edited?.path ?? component ?? skeleton.path(row);
+    const unpatchable = edited === null ? whyUnpatchable(skeleton, row) : null;
+    if (unpatchable !== null) return showUnpatchable(unpatchable.why, unpatchable.instead, anchor);
+    form.lock(false);
+    replaceChildren(preview);
+    form.write(model.get("about").patch_kinds, edited ?? { positions });
+    failure = "";
+    dialog.fill(title(), content());
+    dialog.open(anchor, title());
+    form.focus("kind");
+    void check();
+  };
+  const showUnpatchable = (why: string, instead: number | null, anchor: Element) => {
     const go = () => {
-      this.close();
-      if (instead !== null) this.open({ row: instead }, anchor);
+      close();
+      if (instead !== null) open({ row: instead }, anchor);
     };
-    const other = instead === null ? "" : this.view.skeleton.path(instead);
+    const other = instead === null ? "" : skeleton.path(instead);
     const button = buttonElement({ class: "gp-button gp-primary", onclick: go }, `Patch ${other}`);
     const more = instead === null ? null : element("div", button);
-    this.dialog.fill(this.title(), element("div.gp-floating-body", element("p", why), more));
-    this.dialog.open(anchor, this.title());
-    (instead === null ? this.element : button).focus({ preventScroll: true });
-  }
-
-  private content(): HTMLElement {
-    const cancel = buttonElement({ onclick: () => this.close() }, "Cancel");
-    const submit = (event: Event) => {
+    dialog.fill(title(), element("div.gp-floating-body", element("p", why), more));
+    dialog.open(anchor, title());
+    (instead === null ? dialog.element : button).focus({ preventScroll: true });
+  };
+  const content = () => {
+    const onsubmit = (event: Event) => {
       event.preventDefault();
-      void this.submit();
+      void submit();
     };
     const onkeydown = (event: KeyboardEvent) => {
       // Browsers submit a form on Enter only in text fields.
       const target = event.target as HTMLInputElement;
       const isChoice = target instanceof HTMLSelectElement || target.type === "checkbox";
-      if (event.key === "Enter" && !event.isComposing && isChoice) submit(event);
+      if (event.key === "Enter" && !event.isComposing && isChoice) onsubmit(event);
     };
-    return element(
-      "form.gp-floating-body",
-      { novalidate: true, onsubmit: submit, onkeydown },
-      this.form.element,
-      this.preview,
-      this.failure,
-      element("div.gp-line.gp-tight.gp-form-actions", this.reason, cancel, this.apply),
-    );
-  }
-
-  private show(): void {
-    const { form, said, view, wrong } = this;
-    // If the kernel is lost, the reason beside Apply is enough.
-    const error = form.localError() ?? (view.kernel.state === "lost" ? null : wrong);
-    if (!form.showError(error) && error !== null) this.failure.textContent = error.message;
-    this.failure.hidden = this.failure.textContent === "";
-    // Faded until the next reply, instead of cleared, so that nothing jumps during typing.
-    this.preview.classList.toggle("gp-stale", said === null);
-    if (wrong !== null) replaceChildren(this.preview);
-    else if (said !== null) this.showPreview(said as Checked);
-    const reason = this.disabledReason();
-    const isWaiting = said === null && view.kernel.state === "busy";
-    const hint = isWaiting ? "The kernel is busy: the patch is checked, and applied, when it is free." : "";
-    this.reason.textContent = reason ?? hint;
-    setAttribute(this.apply, "aria-disabled", reason === null ? null : "true");
-    this.apply.textContent = this.isApplying ? "Applying …" : "Apply";
-  }
-
-  private showPreview({ shape, sliced, warning, name }: Checked): void {
-    // Whether the value is stored in a variable, not patched.
-    const what = this.form.kind.fields.includes("name") ? "kept" : "patched";
-    const warned = warning === null ? null : element("div.gp-warning", warning);
-    replaceChildren(this.preview, element("div.gp-shapes", ...shapes(shape, sliced, what)), warned);
-    this.form.suggestName(name);
-  }
-
-  /** Returns why the patch cannot be applied now; `null` if it can. */
-  private disabledReason(): string | null {
-    const { kernel } = this.view;
-    if (this.isApplying) return kernel.state === "busy" ? "It is applied when the kernel is free." : "";
-    if (kernel.state === "lost") return kernel.lostReason ?? "The kernel has stopped.";
-    if (this.form.localError() !== null) return "Correct the marked field first.";
-    return this.form.missingValue() ?? (this.wrong === null ? null : "Correct the error above first.");
-  }
+    const cancel = buttonElement({ onclick: close }, "Cancel");
+    const buttons = element("div.gp-line.gp-tight.gp-form-actions", reason, cancel, apply);
+    const attributes = { novalidate: true, onsubmit, onkeydown };
+    return element("form.gp-floating-body", attributes, form.element, preview, failed, buttons);
+  };
 
   /** Checks the fields after a pause without typing. */
-  private onInput(): void {
-    this.failure.textContent = "";
-    this.reset();
-    this.timer = setTimeout(() => void this.check(), DEBOUNCE_MS);
-    this.show();
-  }
-
-  private async check(): Promise<void> {
-    this.reset();
-    const { turn } = this;
-    this.show();
-    if (this.form.localError() !== null) return;
-    let said: Checked | RequestError;
-    try {
-      const payload = { patch: this.form.read(this.path), number: this.edited?.number ?? null };
-      said = (await this.view.kernel.ask("check", payload)).result;
-    } catch (reason) {
-      said = asRequestError(reason);
+  const onInput = () => {
+    failure = "";
+    reset();
+    timer = setTimeout(() => void check(), DEBOUNCE_MS);
+    show();
+  };
+  const check = async () => {
+    reset();
+    const current = turn;
+    show();
+    if (form.localError() !== null) return;
+    const payload = { patch: form.read(path), number: edited?.number ?? null };
+    const answer = await kernel.ask("check", payload).then(({ result }) => result, asRequestError);
+    if (current !== turn) return;
+    said = answer;
+    show();
+  };
+  const submit = async () => {
+    if (isApplying) return;
+    if (disabledReason() !== null) {
+      const field = form.localError()?.field ?? (form.missingValue() === null ? wrong()?.field : "value");
+      return form.focus(field ?? null);
     }
-    if (turn !== this.turn) return;
-    this.said = said;
-    this.show();
-  }
-
-  private async submit(): Promise<void> {
-    if (this.isApplying) return;
-    if (this.disabledReason() !== null) {
-      const field = this.form.localError()?.field ?? (this.form.missingValue() === null ? this.wrong?.field : "value");
-      return this.form.focus(field ?? null);
-    }
-    this.reset();
-    const patch = this.form.read(this.path);
-    const number = this.edited?.number ?? null;
-    const { turn } = this;
-    this.isApplying = true;
-    this.failure.textContent = "";
-    this.apply.focus({ preventScroll: true });
-    this.form.lock(true);
-    this.show();
+    reset();
+    const patch = form.read(path);
+    const number = edited?.number ?? null;
+    const current = turn;
+    isApplying = true;
+    failure = "";
+    apply.focus({ preventScroll: true });
+    form.lock(true);
+    show();
     try {
-      await makeEdit(this.view, () =>
-        number === null ? { action: "add", patch } : { action: "change", number, patch },
-      );
-    } catch (reason) {
-      if (turn === this.turn) this.onRefused(asRequestError(reason));
-      else this.view.notices.error(asRequestError(reason).message);
+      await makeEdit(view, () => (number === null ? { action: "add", patch } : { action: "change", number, patch }));
+    } catch (error) {
+      if (current === turn) onRefused(asRequestError(error));
+      else notices.error(asRequestError(error).message);
       return;
     }
-    this.view.notices.announce(`${number === null ? "added" : `changed #${number} to`} ${describe(patch)}`);
-    if (turn === this.turn) this.close();
-  }
-
-  private onRefused(error: RequestError): void {
-    this.reset();
-    this.form.lock(false);
+    notices.announce(`${number === null ? "added" : `changed #${number} to`} ${describe(patch)}`);
+    if (current === turn) close();
+  };
+  const onRefused = (error: RequestError) => {
+    reset();
+    form.lock(false);
     if (error.field === "version") {
-      const now = describeAll(this.view.model.get("session").patches);
-      this.failure.textContent = `The patches were changed meanwhile. ${now} Apply again to add yours.`;
-      void this.check();
+      const now = describeAll(model.get("session").patches);
+      failure = `The patches were changed meanwhile. ${now} Apply again to add yours.`;
+      void check();
       return;
     }
-    this.said = error;
-    this.show();
-    this.form.focus(error.field);
-  }
-
+    said = error;
+    show();
+    form.focus(error.field);
+  };
   /** The patches have changed elsewhere: the texts stay, and a message describes the change. */
-  private onSession(): void {
-    if (!this.dialog.isOpen || this.edited === null || this.isApplying) return;
-    const now = this.patch(this.edited.number);
-    const before = this.edited;
-    this.edited = now;
-    if (now === null) {
-      this.failure.textContent = `Patch #${before.number} was removed meanwhile: Apply adds it as a new one.`;
-      void this.check();
+  const onSession = () => {
+    if (!dialog.isOpen || edited === null || isApplying) return;
+    const before = edited;
+    edited = patchOf(before.number);
+    if (edited === null) {
+      failure = `Patch #${before.number} was removed meanwhile: Apply adds it as a new one.`;
+      void check();
       return;
     }
-    if (!areEqual(now, before)) {
-      const what = `Patch #${now.number} was changed meanwhile, to: ${describe(now)}.`;
-      this.failure.textContent = `${what} Apply replaces that with the fields here.`;
+    if (!areEqual(edited, before)) {
+      const what = `Patch #${edited.number} was changed meanwhile, to: ${describe(edited)}.`;
+      failure = `${what} Apply replaces that with the fields here.`;
     }
-    this.show();
-  }
+    show();
+  };
+  follow(view, ["session"], onSession);
+  follow(view, [kernel], show);
+  view.onRemove(reset);
+  return { element: dialog.element, open, close };
 }
 
 function shapes(shape: number[] | null, sliced: number[] | null, what: string): (string | HTMLElement)[] {
@@ -292,164 +254,136 @@ function shapes(shape: number[] | null, sliced: number[] | null, what: string): 
   return ["Recorded ", code(shape), " → ", code(sliced), ` ${what}`];
 }
 
-interface Field {
-  readonly row: HTMLElement;
-  readonly input: HTMLInputElement | HTMLSelectElement;
-  readonly error: HTMLElement;
-}
+let forms = 0;
 
 /** The fields, with their errors and hints. A field that the kind does not have is hidden, and keeps its text. */
-class PatchForm {
-  readonly element: HTMLElement;
-  private readonly fields: Record<string, Field> = {};
-  private readonly more: HTMLDetailsElement;
-  private readonly id: string;
-  private kinds: readonly PatchKind[] = [];
-  private readonly kindHint = element("div.gp-hint.gp-muted");
+function makeForm(allKinds: readonly PatchKind[], onInput: () => void) {
+  const id = `gp-form-${++forms}`;
+  let kinds = allKinds;
+  let error: FieldError | null = null;
+  let isLocked = false;
+  /** The variable that the kernel chooses if none is typed. */
+  let suggested: string | null = null;
+  const inputs = {} as Record<FieldName, HTMLInputElement | HTMLSelectElement>;
 
-  constructor(number: number, onInput: () => void) {
-    this.id = `gp-form-${number}`;
-    const rows = (names: readonly FieldName[]) => names.map((name) => this.add(name, onInput));
-    const first = rows(["kind", "slice", "value", "name"]);
-    this.more = element("details.gp-more", element("summary", "More"), ...rows(MORE));
-    this.element = element("div.gp-stack.gp-form", ...first, this.more);
-  }
-
-  private add(name: FieldName, onInput: () => void): HTMLElement {
-    const id = `${this.id}-${name}`;
+  const kind = (): PatchKind => {
+    const found = kinds.find(({ name }) => name === inputs.kind.value);
+    if (found === undefined) throw new Error(`the kernel has sent no kind of patch ${inputs.kind.value}`);
+    return found;
+  };
+  const has = (field: string) => field === "kind" || kind().fields.includes(field);
+  const errorOf = (name: FieldName) => (error?.field === name && has(name) ? error.message : "");
+  const placeholders: Partial<Record<FieldName, () => string | null>> = {
+    slice: () => "the whole value, or a part: :, -1, 3:5",
+    value: () => kind().value && `e.g. ${kind().value?.example}`,
+    name: () => suggested,
+  };
+  const makeRow = (name: FieldName): HTMLElement => {
+    const own = `${id}-${name}`;
     const isFlag = FLAGS.includes(name);
-    const text = { type: "text", class: "gp-field gp-code-field gp-mono", spellcheck: "false", autocomplete: "off" };
-    const input =
-      name === "kind"
-        ? element("select", { id, class: "gp-field" })
-        : element("input", {
-            id,
-            ...(isFlag ? { type: "checkbox" } : { ...text, autocapitalize: "off", autocorrect: "off" }),
-            placeholder: name === "slice" ? "the whole value, or a part: :, -1, 3:5" : null,
-          });
-    const error = element("div.gp-field-error", { id: `${id}-error`, hidden: true });
-    const hint = name === "kind" ? this.kindHint : HINTS[name] && element("div.gp-hint.gp-muted", HINTS[name]);
-    if (hint) hint.id = `${id}-hint`;
-    const row = element(
-      "div",
-      { class: `gp-form-row gp-form-${name}` },
-      element("label.gp-muted", { for: id }, LABELS[name]),
-      name === "slice" ? element("div.gp-brackets.gp-muted.gp-mono", "[", input, "]") : input,
-      hint,
-      error,
-    );
-    input.addEventListener(name === "kind" || isFlag ? "change" : "input", () => {
-      if (name === "kind") this.showFields();
+    const isText = name !== "kind" && !isFlag;
+    const hint = name === "kind" ? () => kind().summary : (HINTS[name] ?? null);
+    const change = () => {
+      refresh(root);
       onInput();
-    });
-    this.fields[name] = { row, input, error };
-    return row;
-  }
-
-  /** Fills the fields, for a new patch of the first kind unless the kind is given. */
-  write(kinds: readonly PatchKind[], patch: Partial<PatchFields>): void {
-    this.kinds = kinds;
-    replaceChildren(this.input("kind"), ...kinds.map(({ name }) => element("option", { value: name }, name)));
-    const given: Partial<Record<string, unknown>> = { kind: kinds[0]?.name, ...patch };
-    for (const name of Object.keys(LABELS) as FieldName[]) {
-      const input = this.input(name);
-      if (FLAGS.includes(name)) (input as HTMLInputElement).checked = given[name] === true;
-      else input.value = String(given[name] ?? "");
-    }
-    this.more.open = MORE.some((name) => (given[name] ?? "") !== "" && given[name] !== false);
-    this.suggestName(null);
-    this.showFields();
-    this.showError(null);
-  }
-
-  /** Returns the patch for the kernel: only the fields of its kind, with `null` for empty texts. */
-  read(path: string): PatchFields {
-    const text = (name: FieldName) => (this.has(name) && this.input(name).value.trim()) || null;
-    const flag = (name: FieldName) => (this.input(name) as HTMLInputElement).checked;
-    const dimension = this.input("position_dim").value.trim();
-    return {
-      path,
-      kind: this.kind.name,
-      slice: text("slice"),
-      value: text("value"),
-      name: text("name"),
-      steps: text("steps"),
-      positions: text("positions"),
-      position_dim: dimension === "" ? null : Number(dimension),
-      any_shape: flag("any_shape"),
-      allow_empty: flag("allow_empty"),
     };
-  }
+    const attributes = {
+      id: own,
+      "aria-invalid": () => (errorOf(name) === "" ? null : "true"),
+      "aria-describedby": () =>
+        [errorOf(name) && `${own}-error`, hint && `${own}-hint`].filter(Boolean).join(" ") || null,
+      [isText ? "readonly" : "disabled"]: () => isLocked,
+      [isText ? "oninput" : "onchange"]: change,
+    };
+    const text = { type: "text", class: "gp-field gp-code-field gp-mono", placeholder: placeholders[name] };
+    const plain = { spellcheck: "false", autocomplete: "off", autocapitalize: "off", autocorrect: "off" };
+    const input =
+      name === "kind" ? inputs.kind : element("input", isFlag ? { type: "checkbox" } : { ...text, ...plain });
+    setAttributes(input, attributes);
+    inputs[name] = input;
+    return element(
+      "div",
+      { class: `gp-form-row gp-form-${name}`, hidden: () => !has(name) },
+      element("label.gp-muted", { for: own }, LABELS[name]),
+      name === "slice" ? element("div.gp-brackets.gp-muted.gp-mono", "[", input, "]") : input,
+      hint && element("div.gp-hint.gp-muted", { id: `${own}-hint` }, hint),
+      element("div.gp-field-error", { id: `${own}-error`, hidden: () => errorOf(name) === "" }, () => errorOf(name)),
+    );
+  };
+  inputs.kind = element("select.gp-field");
+  const setKinds = () =>
+    replaceChildren(inputs.kind, ...kinds.map(({ name }) => element("option", { value: name }, name)));
+  setKinds();
+  const first = (["kind", "slice", "value", "name"] as const).map(makeRow);
+  const more = element("details.gp-more", element("summary", "More"), ...MORE.map(makeRow));
+  const root = element("div.gp-stack.gp-form", ...first, more);
 
-  get kind(): PatchKind {
-    const kind = this.kinds.find(({ name }) => name === this.input("kind").value);
-    if (kind === undefined) throw new Error(`the kernel has sent no kind of patch ${this.input("kind").value}`);
-    return kind;
-  }
-
-  private has(field: string): boolean {
-    return field === "kind" || this.kind.fields.includes(field);
-  }
-
-  /** An error that needs no kernel; `null` if there is none. */
-  localError(): FieldError | null {
-    if (/^\s*([+-]?\d+)?\s*$/.test(this.input("position_dim").value)) return null;
-    return { field: "position_dim", message: "a whole number: 1, or -2 counted from the end" };
-  }
-
-  /** A prompt for the value if it is missing; `null` if it is not. */
-  missingValue(): string | null {
-    const { value } = this.kind;
-    if (value === null || this.input("value").value.trim() !== "") return null;
-    return `Type ${value.noun}: a variable or a Python expression.`;
-  }
-
-  /** Makes the fields read-only while an edit is sent. */
-  lock(isLocked: boolean): void {
-    for (const { input } of Object.values(this.fields)) {
-      if (input instanceof HTMLInputElement && input.type === "text") input.readOnly = isLocked;
-      else input.disabled = isLocked;
-    }
-  }
-
-  focus(field: string | null): void {
-    if (field === null || !(field in this.fields)) return;
-    if (MORE.includes(field as FieldName)) this.more.open = true;
-    this.input(field).focus({ preventScroll: field === "kind" });
-  }
-
-  /** Shows the variable that the kernel chooses if none is typed. */
-  suggestName(name: string | null): void {
-    setAttribute(this.input("name"), "placeholder", name);
-  }
-
-  /** Shows an error below its field; returns whether the form has that field. */
-  showError(error: FieldError | null): boolean {
-    let isShown = false;
-    for (const [name, field] of Object.entries(this.fields)) {
-      const isHere = error?.field === name && this.has(name);
-      isShown ||= isHere;
-      field.error.textContent = isHere ? error.message : "";
-      field.error.hidden = !isHere;
-      setAttribute(field.input, "aria-invalid", isHere ? "true" : null);
-      const hint = name in HINTS || name === "kind" ? `${this.id}-${name}-hint` : "";
-      const described = [isHere ? field.error.id : "", hint].filter(Boolean).join(" ");
-      setAttribute(field.input, "aria-describedby", described || null);
-      if (isHere && MORE.includes(name as FieldName)) this.more.open = true;
-    }
-    return isShown;
-  }
-
-  private input(name: string): Field["input"] {
-    const field = this.fields[name];
-    if (field === undefined) throw new Error(`no field ${name}`);
-    return field.input;
-  }
-
-  private showFields(): void {
-    for (const [name, { row }] of Object.entries(this.fields)) row.hidden = !this.has(name);
-    const { summary, value } = this.kind;
-    this.kindHint.textContent = summary;
-    setAttribute(this.input("value"), "placeholder", value === null ? null : `e.g. ${value.example}`);
-  }
+  return {
+    id,
+    element: root,
+    kind,
+    /** Fills the fields, for a new patch of the first kind unless the kind is given. */
+    write(all: readonly PatchKind[], patch: Partial<PatchFields>): void {
+      kinds = all;
+      setKinds();
+      const given: Partial<Record<string, unknown>> = { kind: kinds[0]?.name, ...patch };
+      for (const name of Object.keys(LABELS) as FieldName[]) {
+        if (FLAGS.includes(name)) (inputs[name] as HTMLInputElement).checked = given[name] === true;
+        else inputs[name].value = String(given[name] ?? "");
+      }
+      more.open = MORE.some((name) => (given[name] ?? "") !== "" && given[name] !== false);
+      suggested = error = null;
+      refresh(root);
+    },
+    /** Returns the patch for the kernel: only the fields of its kind, with `null` for empty texts. */
+    read(path: string): PatchFields {
+      const text = (name: FieldName) => (has(name) && inputs[name].value.trim()) || null;
+      const flag = (name: FieldName) => (inputs[name] as HTMLInputElement).checked;
+      const dimension = inputs.position_dim.value.trim();
+      return {
+        path,
+        kind: kind().name,
+        slice: text("slice"),
+        value: text("value"),
+        name: text("name"),
+        steps: text("steps"),
+        positions: text("positions"),
+        position_dim: dimension === "" ? null : Number(dimension),
+        any_shape: flag("any_shape"),
+        allow_empty: flag("allow_empty"),
+      };
+    },
+    /** An error that needs no kernel; `null` if there is none. */
+    localError(): FieldError | null {
+      if (/^\s*([+-]?\d+)?\s*$/.test(inputs.position_dim.value)) return null;
+      return { field: "position_dim", message: "a whole number: 1, or -2 counted from the end" };
+    },
+    /** A prompt for the value if it is missing; `null` if it is not. */
+    missingValue(): string | null {
+      const { value } = kind();
+      if (value === null || inputs.value.value.trim() !== "") return null;
+      return `Type ${value.noun}: a variable or a Python expression.`;
+    },
+    /** Makes the fields read-only while an edit is sent. */
+    lock(now: boolean): void {
+      isLocked = now;
+      refresh(root);
+    },
+    focus(field: string | null): void {
+      if (field === null || !(field in inputs)) return;
+      if (MORE.includes(field as FieldName)) more.open = true;
+      inputs[field as FieldName].focus({ preventScroll: field === "kind" });
+    },
+    suggestName(name: string | null): void {
+      suggested = name;
+      refresh(root);
+    },
+    /** Shows an error below its field; returns whether the form has that field. */
+    showError(now: FieldError | null): boolean {
+      error = now;
+      refresh(root);
+      if (MORE.some((name) => errorOf(name) !== "")) more.open = true;
+      return Object.keys(LABELS).some((name) => errorOf(name as FieldName) !== "");
+    },
+  };
 }

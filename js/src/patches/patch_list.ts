@@ -9,6 +9,7 @@ import {
   focusedElement,
   type ICONS,
   icon,
+  iconButton,
   oncePerClick,
   refresh,
   replaceChildren,
@@ -27,235 +28,158 @@ const TO_COPY = "The browser does not allow copying: copy the selected text by h
 type Side = "before" | "after";
 type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove";
 
-export class PatchList implements Part {
-  readonly element: HTMLElement;
-  private readonly list = element("ol.gp-list.gp-patches");
-  private readonly undo: HTMLElement;
-  private readonly copy: HTMLButtonElement;
-  private readonly carried = makeOffer("Undo", () => this.edit(() => ({ action: "undo" }), "undone"));
-  private readonly box = element("div.gp-stack.gp-code-box", { hidden: true });
-  private dragged: number | null = null;
+export function makePatchList(view: View): Part {
+  const { kernel, model, notices, root } = view;
+  const session = () => model.get("session");
+  let dragged: number | null = null;
 
-  constructor(private readonly view: View) {
-    const group = (name: string, ...buttons: HTMLElement[]) =>
-      element("div.gp-line.gp-tight.gp-button-group", { role: "group", "aria-label": name }, ...buttons);
-    const { session } = this;
-    const change = (name: string, action: "undo" | "redo" | "clear", said: string, isOff: () => boolean) => {
-      const picture = action === "clear" ? "remove" : action;
-      const press = () => this.edit(() => ({ action }), said);
-      return makeButton(name, picture, isOff, action === "clear" ? oncePerClick(press) : press);
-    };
-    this.undo = change("Undo", "undo", "undone", () => !session().can_undo);
-    const take = (name: string, picture: "copy" | "insert", use: (code: string) => Promise<void>) => {
-      const press = oncePerClick(() => this.exportCode(use));
-      return makeButton(name, picture, () => !session().patches.some(({ is_enabled }) => is_enabled), press);
-    };
-    this.copy = take("Copy as Python", "copy", (code) => this.copyCode(code));
-    const insert = take("Insert cell", "insert", (code) => this.insertCell(code, insert));
-    const isEmpty = () => session().patches.length === 0;
-    const header = element(
-      "div.gp-line",
-      element(
-        "h2.gp-panel-title",
-        "Patches",
-        element("span.gp-count.gp-muted", () => countText(session())),
-      ),
-      group(
-        "Changes of the patches",
-        this.undo,
-        change("Redo", "redo", "redone", () => !session().can_redo),
-        change("Clear", "clear", "all removed", isEmpty),
-      ),
-      group("Copy the patches as code", this.copy, insert),
-    );
-    const empty = element("p.gp-muted.gp-patches-empty", { hidden: () => !isEmpty() }, EMPTY);
-    const attributes = { class: "gp-stack gp-box gp-patch-list", role: "region", "aria-label": "Patches" };
-    this.element = element("section", attributes, header, this.carried.element, empty, this.list, this.box);
-    follow(view, ["session"], () => this.show());
-    this.watchDrags();
-    this.show();
-  }
-
-  private readonly session = () => this.view.model.get("session");
-
-  private show(): void {
-    const { patches, note, can_undo } = this.session();
-    this.endDrag();
-    refresh(this.element);
-    const hadFocus = this.list.contains(focusedElement(this.element));
-    replaceChildren(this.list, ...patches.map((patch, at) => this.item(patch, at, patches.length)));
-    this.list.hidden = patches.length === 0;
-    if (hadFocus && patches.length === 0) this.undo.focus();
-    this.carried.say(note, can_undo);
-  }
-
-  private edit(edit: () => Edit | null, said: string): void {
-    void tryEdit(this.view, edit, said).then((isMade) => {
+  const edit = (change: () => Edit | null, said: string) => {
+    void tryEdit(view, change, said).then((isMade) => {
       // Resets the checkbox of a refused edit.
-      if (!isMade) this.show();
+      if (!isMade) show();
     });
-  }
-
-  private act(action: Action, patch: PatchState, anchor: Element): void {
+  };
+  const act = (action: Action, patch: PatchState, anchor: Element) => {
     const { number, is_enabled } = patch;
     const what = `#${number} ${describe(patch)}`;
     if (action === "reveal") {
-      this.view.reveal(patch.row);
-      this.view.focusTree();
+      view.reveal(patch.row);
+      view.focusTree();
     } else if (action === "edit") {
-      this.view.editPatch({ number }, anchor);
+      view.editPatch({ number }, anchor);
     } else if (action === "remove") {
-      this.edit(() => ({ action: "remove", numbers: [number] }), `removed ${what}`);
+      edit(() => ({ action: "remove", numbers: [number] }), `removed ${what}`);
     } else if (action === "enable") {
       const said = `${what} ${is_enabled ? "is not applied" : "is applied"}`;
-      this.edit(() => ({ action: "enable", number, is_enabled: !is_enabled }), said);
-    } else {
-      this.move(number, (own) => own + (action === "up" ? -1 : 1), `moved #${number} ${action}`);
-    }
-  }
-
+      edit(() => ({ action: "enable", number, is_enabled: !is_enabled }), said);
+    } else move(number, (own) => own + (action === "up" ? -1 : 1), `moved #${number} ${action}`);
+  };
   /** `to`: returns the new position, from the old one and the order of the other patches. */
-  private move(number: number, to: (own: number, others: number[]) => number, said: string): void {
-    this.edit(() => {
-      const order = this.view.model.get("session").patches.map((patch) => patch.number);
+  const move = (number: number, to: (own: number, others: number[]) => number, said: string) =>
+    edit(() => {
+      const order = session().patches.map((patch) => patch.number);
       const own = order.indexOf(number);
       const others = order.filter((other) => other !== number);
       const position = to(own, others);
       const isMove = own >= 0 && position !== own && position >= 0 && position <= others.length;
       return isMove ? { action: "move", number, position } : null;
     }, said);
-  }
 
-  private watchDrags(): void {
-    const { list } = this;
-    list.addEventListener("dragstart", (event) => {
+  // -- Drags of patches to other places ----------------------------------------------------------------------------------
+
+  const clearDrop = () => {
+    for (const item of list.children) item.removeAttribute("data-drop");
+  };
+  const endDrag = () => {
+    dragged = null;
+    clearDrop();
+  };
+  /** Calls `act` with the patch under the pointer and its nearer side; the notebook does not get the event. */
+  const onDrag = (act: (item: HTMLElement, side: Side, dragged: number) => void) => (event: DragEvent) => {
+    const item = itemOf(event);
+    if (dragged === null || !item) return;
+    consume(event);
+    clearDrop();
+    const box = item.getBoundingClientRect();
+    act(item, event.clientY < box.top + box.height / 2 ? "before" : "after", dragged);
+  };
+  const drop = (item: HTMLElement, side: Side, moved: number) => {
+    const target = Number(item.dataset.number);
+    endDrag();
+    const to = (_: number, others: number[]) => others.indexOf(target) + Number(side === "after");
+    if (moved !== target) move(moved, to, `moved #${moved} ${side} #${target}`);
+  };
+  const list = element("ol.gp-list.gp-patches", {
+    ondragstart: (event: DragEvent) => {
       const item = itemOf(event);
       if (!item || !(event.target as Element).closest(".gp-grip")) return;
-      this.dragged = Number(item.dataset.number);
-      event.dataTransfer?.setData("text/plain", `#${this.dragged}`);
+      dragged = Number(item.dataset.number);
+      event.dataTransfer?.setData("text/plain", `#${dragged}`);
       event.dataTransfer?.setDragImage(item, 8, 8);
-    });
-    /** Calls `act` with the patch under the pointer and its nearer side; the notebook does not get the event. */
-    const on = (name: "dragover" | "drop", act: (item: HTMLElement, side: Side) => void) =>
-      list.addEventListener(name, (event) => {
-        const item = itemOf(event);
-        if (this.dragged === null || !item) return;
-        consume(event);
-        this.clearDrop();
-        const box = item.getBoundingClientRect();
-        act(item, event.clientY < box.top + box.height / 2 ? "before" : "after");
-      });
-    on("dragover", (item, side) => item.setAttribute("data-drop", side));
-    on("drop", (item, side) => this.drop(Number(item.dataset.number), side));
-    list.addEventListener("dragleave", () => this.clearDrop());
-    list.addEventListener("dragend", () => this.endDrag());
-  }
+    },
+    ondragover: onDrag((item, side) => item.setAttribute("data-drop", side)),
+    ondrop: onDrag(drop),
+    ondragleave: clearDrop,
+    ondragend: endDrag,
+  });
 
-  private drop(target: number, side: Side): void {
-    const { dragged } = this;
-    this.endDrag();
-    if (dragged === null || dragged === target) return;
-    const to = (_: number, others: number[]) => others.indexOf(target) + Number(side === "after");
-    this.move(dragged, to, `moved #${dragged} ${side} #${target}`);
-  }
+  // -- The patches as Python ---------------------------------------------------------------------------------------------
 
-  private clearDrop(): void {
-    for (const item of this.list.children) item.removeAttribute("data-drop");
-  }
-
-  private endDrag(): void {
-    this.dragged = null;
-    this.clearDrop();
-  }
-
-  private async exportCode(take: (code: string) => Promise<void>): Promise<void> {
-    this.box.hidden = true;
+  const exportCode = async (take: (code: string) => Promise<void>) => {
+    box.hidden = true;
     try {
-      const { result } = await this.view.kernel.ask("export", { inputs: inputsOf(this.view) });
+      const { result } = await kernel.ask("export", { inputs: inputsOf(view) });
       await take(result.code);
     } catch (reason) {
-      this.view.notices.error(asRequestError(reason).message);
+      notices.error(asRequestError(reason).message);
     }
-  }
-
-  private async copyCode(code: string): Promise<void> {
-    if (await copyText(code, this.element))
-      this.showDone(this.copy, "Copied", "the patches are in the clipboard, as Python");
-    else this.showCode(code, TO_COPY);
-  }
-
-  private async insertCell(code: string, button: HTMLButtonElement): Promise<void> {
-    const { model, root } = this.view;
+  };
+  const copyCode = async (code: string) => {
+    if (await copyText(code, main)) showDone(copy, "Copied", "the patches are in the clipboard, as Python");
+    else showCode(code, TO_COPY);
+  };
+  const insertCell = async (code: string) => {
     const place = findCellInserter(model.widget_manager, model.get("about").model_id, root);
     if (place !== null) {
       void focusCell(root, place.insert(code.trimEnd()));
-      return this.showDone(button, "Inserted", "a cell with the patches was inserted below");
+      return showDone(insert, "Inserted", "a cell with the patches was inserted below");
     }
-    const isCopied = await copyText(code, this.element);
-    this.showCode(code, `${NO_CELLS}. ${isCopied ? TO_PASTE : TO_COPY}`);
-  }
-
-  private showCode(code: string, words: string): void {
+    const isCopied = await copyText(code, main);
+    showCode(code, `${NO_CELLS}. ${isCopied ? TO_PASTE : TO_COPY}`);
+  };
+  const box = element("div.gp-stack.gp-code-box", { hidden: true });
+  const showCode = (code: string, words: string) => {
     const rows = Math.min(code.split("\n").length + 1, 14);
     const attributes = { class: "gp-field gp-code-field gp-mono", readonly: true, rows, "aria-label": "Python code" };
     const area = element("textarea", attributes);
     area.value = code;
-    const close = () => {
-      this.box.hidden = true;
-      this.copy.focus();
+    const onclick = () => {
+      box.hidden = true;
+      copy.focus();
     };
-    const button = buttonElement({ onclick: close }, "Close");
-    replaceChildren(this.box, element("p", { role: "status" }, words), area, element("div", button));
-    this.box.hidden = false;
+    const close = element("div", buttonElement({ onclick }, "Close"));
+    replaceChildren(box, element("p", { role: "status" }, words), area, close);
+    box.hidden = false;
     area.focus();
     area.select();
-    this.view.notices.announce(words);
-  }
-
+    notices.announce(words);
+  };
   /** Shows success on the button for a moment. */
-  private showDone(button: HTMLButtonElement, word: string, said: string): void {
-    this.view.notices.announce(said);
+  const showDone = (button: HTMLButtonElement, word: string, said: string) => {
+    notices.announce(said);
     const mark = element("span.gp-done", { "aria-hidden": true }, icon("check"), word);
     button.append(mark);
     const timer = setTimeout(() => mark.remove(), 1500);
-    this.view.onRemove(() => clearTimeout(timer));
-  }
+    view.onRemove(() => clearTimeout(timer));
+  };
 
-  /** Returns the item of a patch. */
-  private item(patch: PatchState, position: number, count: number): HTMLLIElement {
-    const what = `#${patch.number} ${patch.kind} ${targetText(patch)}`;
-    const button = (action: Action, name: string, picture: keyof typeof ICONS, isOff = false, keys = "") =>
-      buttonElement(
-        {
-          class: "gp-button gp-quiet",
-          "aria-label": `${name} ${what}`,
-          "aria-disabled": isOff ? "true" : null,
-          title: keys ? `${name} (${keys})` : name,
-          onclick: (event: MouseEvent) => {
-            if (!isOff) this.act(action, patch, event.currentTarget as Element);
-          },
-        },
-        icon(picture),
-      );
-    const box = element("input", {
-      type: "checkbox",
-      "aria-label": `Apply ${what}`,
-      title: "Apply it",
-      checked: patch.is_enabled,
-      onchange: () => this.act("enable", patch, box),
-    });
+  // -- The list ----------------------------------------------------------------------------------------------------------
+
+  const makeItem = (patch: PatchState, position: number, count: number) => {
+    const { number, kind, is_enabled } = patch;
+    const what = `#${number} ${kind} ${targetText(patch)}`;
+    const button = (action: Action, name: string, picture: keyof typeof ICONS, isOff = false, keys = "") => {
+      const onclick = (event: MouseEvent) => isOff || act(action, patch, event.currentTarget as Element);
+      const title = keys ? `${name} (${keys})` : name;
+      return iconButton(picture, `${name} ${what}`, { "aria-disabled": isOff ? "true" : null, title, onclick });
+    };
+    const onkeydown = (event: KeyboardEvent) => {
+      const moves: Record<string, Action> = { ArrowUp: "up", ArrowDown: "down" };
+      const action = event.altKey ? moves[event.key] : event.key === "Delete" ? "remove" : undefined;
+      if (action === undefined) return;
+      act(action, patch, event.currentTarget as Element);
+      consume(event);
+    };
+    const onchange = () => act("enable", patch, list);
+    const check = { type: "checkbox", "aria-label": `Apply ${what}`, title: "Apply it", checked: is_enabled, onchange };
     return element(
       "li",
-      {
-        class: patch.is_enabled ? "gp-patch" : "gp-patch gp-patch-off",
-        "data-number": patch.number,
-        onkeydown: (event: KeyboardEvent) => this.onKey(event, patch),
-      },
+      { class: is_enabled ? "gp-patch" : "gp-patch gp-patch-off", "data-number": number, onkeydown },
       element("span.gp-grip", { draggable: "true", title: "Drag to reorder (Alt+↑, Alt+↓)" }),
-      box,
-      element("span.gp-patch-number.gp-muted", `#${patch.number}`),
-      element("span", { class: `gp-kind gp-kind-${patch.kind}` }, patch.kind),
-      element("div.gp-patch-what", this.place(patch), ...facts(patch)),
+      element("input", check),
+      element("span.gp-patch-number.gp-muted", `#${number}`),
+      element("span", { class: `gp-kind gp-kind-${kind}` }, kind),
+      element("div.gp-patch-what", makePlace(patch), ...facts(patch)),
       element(
         "div.gp-patch-buttons",
         button("up", "Move up", "up", position === 0, "Alt+↑"),
@@ -264,23 +188,67 @@ export class PatchList implements Part {
         button("remove", "Remove", "remove", false, "Delete"),
       ),
     );
-  }
-
-  private place(patch: PatchState): HTMLElement {
+  };
+  const makePlace = (patch: PatchState) => {
     const path = element("span.gp-patch-path", visible(patch.path));
     const slice = patch.slice === null ? null : element("span.gp-patch-slice", `[${patch.slice}]`);
     if (patch.row < 0) return element("span.gp-patch-place.gp-mono", path, slice);
-    const onclick = () => this.act("reveal", patch, path);
+    const onclick = () => act("reveal", patch, path);
     return buttonElement({ class: "gp-node-link gp-patch-place", title: "Show it in the tree", onclick }, path, slice);
-  }
-
-  private onKey(event: KeyboardEvent, patch: PatchState): void {
-    const moves: Record<string, Action> = { ArrowUp: "up", ArrowDown: "down" };
-    const action = event.altKey ? moves[event.key] : event.key === "Delete" ? "remove" : undefined;
-    if (action === undefined) return;
-    this.act(action, patch, event.currentTarget as Element);
-    consume(event);
-  }
+  };
+  const isEmpty = () => session().patches.length === 0;
+  const change = (name: string, action: "undo" | "redo" | "clear", said: string, isOff: () => boolean) => {
+    const press = () => edit(() => ({ action }), said);
+    const isClear = action === "clear";
+    return makeButton(name, isClear ? "remove" : action, isOff, isClear ? oncePerClick(press) : press);
+  };
+  const take = (name: string, picture: "copy" | "insert", use: (code: string) => Promise<void>) => {
+    const isOff = () => session().patches.every(({ is_enabled }) => !is_enabled);
+    return makeButton(
+      name,
+      picture,
+      isOff,
+      oncePerClick(() => exportCode(use)),
+    );
+  };
+  const undo = change("Undo", "undo", "undone", () => !session().can_undo);
+  const redo = change("Redo", "redo", "redone", () => !session().can_redo);
+  const copy = take("Copy as Python", "copy", copyCode);
+  const insert = take("Insert cell", "insert", insertCell);
+  const group = (name: string, ...buttons: HTMLElement[]) =>
+    element("div.gp-line.gp-tight.gp-button-group", { role: "group", "aria-label": name }, ...buttons);
+  const carried = makeOffer("Undo", () => edit(() => ({ action: "undo" }), "undone"));
+  const main = element(
+    "section.gp-stack.gp-box.gp-patch-list",
+    { role: "region", "aria-label": "Patches" },
+    element(
+      "div.gp-line",
+      element(
+        "h2.gp-panel-title",
+        "Patches",
+        element("span.gp-count.gp-muted", () => countText(session())),
+      ),
+      group("Changes of the patches", undo, redo, change("Clear", "clear", "all removed", isEmpty)),
+      group("Copy the patches as code", copy, insert),
+    ),
+    carried.element,
+    element("p.gp-muted.gp-patches-empty", { hidden: () => !isEmpty() }, EMPTY),
+    list,
+    box,
+  );
+  const show = () => {
+    const { patches, note, can_undo } = session();
+    endDrag();
+    refresh(main);
+    const hadFocus = list.contains(focusedElement(list));
+    replaceChildren(list, ...patches.map((patch, at) => makeItem(patch, at, patches.length)));
+    list.hidden = isEmpty();
+    if (hadFocus && isEmpty()) undo.focus();
+    carried.say(note, can_undo);
+  };
+  follow(view, ["session"], show);
+  show();
+  return { element: main };
 }
 
 function itemOf(event: Event): HTMLElement | null {

@@ -1,9 +1,10 @@
 /** A heatmap on a canvas, with axes, a color scale, and a cell cursor that follows the mouse and the arrow keys. */
 
 import type { Heatmap } from "../kernel/protocol";
-import { buttonElement, element, icon, setAttribute } from "../page/dom";
+import { buttonElement, element, icon, refresh, replaceChildren, setAttribute } from "../page/dom";
 import { type Cell, clamp, placeBox, type Size, watchCells } from "../page/grid";
 import { formatCount, formatNumber, sentence, visibleToken } from "../page/text";
+import type { Part } from "../view";
 import {
   type ColorMap,
   cellSize,
@@ -189,299 +190,251 @@ function truncated(context: CanvasRenderingContext2D, text: string, room: number
   return `${letters.join("")}…`;
 }
 
-export class HeatmapFigure {
-  readonly element: HTMLElement = element("figure.gp-plot.gp-heatmap");
-  private readonly summary: Summary;
-  /** Of the values that decide the colors. */
-  private readonly colors: Summary;
-  private fittedCell: Size;
-  private filledWidth = 0;
-  private readonly frame: HeatmapFrame;
-  private readonly zoom: Zoom | null;
-  private readonly ratio = globalThis.devicePixelRatio || 1;
-  private readonly canvas: HTMLCanvasElement;
-  private readonly cursor = element("div.gp-heatmap-cursor", { hidden: true });
-  private readonly marks = element("div.gp-heatmap-marks");
-  private readonly readout = element("div.gp-caption.gp-readout");
-  private readonly legend = element("div.gp-line.gp-tight.gp-legend.gp-muted");
-  private isClipped: boolean;
-  private selected: readonly CellSelection[] = [];
-
-  constructor(
-    private readonly heatmap: HeatmapSource,
-    private readonly matrix: Matrix,
-    private readonly options: PlotOptions,
-  ) {
-    this.summary = summarize(this.matrix.values);
-    this.colors = options.colorsOf ? summarize(options.colorsOf) : this.summary;
-    this.isClipped = this.colors.clipped !== null;
-    const { result } = options;
-    this.fittedCell = this.fittingCell();
-    const label = describeHeatmap(heatmap, matrix, this.summary, options.title);
-    const more = result ? " Enter selects one." : "";
-    this.canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label + more });
-    const cells = element("div.gp-heatmap-cells", this.canvas, this.marks, this.cursor);
-    this.frame = new HeatmapFrame(cells, () => this.cursor.hidden && this.clearCursor());
-    this.zoom = result
-      ? makeZoom(
-          () => this.maxZoom(),
-          () => this.layOut(),
-        )
-      : null;
-    const legend = this.zoom
-      ? element("div.gp-line.gp-tight.gp-legend.gp-muted", this.legend, this.zoom.element)
-      : this.legend;
-    this.element.append(...this.titled(), this.readout, legend, ...this.notes());
-    this.clearCursor();
-    this.listen();
-    this.layOut();
-    if (this.isFilling) new ResizeObserver(() => this.fill()).observe(this.element);
-  }
-
-  private fill(): void {
-    // Labels that turn around may add or remove a scroll bar of the page: cells do not grow into its place.
-    const { clientWidth } = this.element;
-    if (clientWidth >= this.filledWidth && clientWidth < this.filledWidth + SCROLL_BAR) return;
-    this.filledWidth = clientWidth;
-    const { width, height } = this.fittingCell();
-    if (width === this.fittedCell.width && height === this.fittedCell.height) return;
-    this.fittedCell = { width, height };
-    this.layOut();
-  }
-
-  markSelected(chosen: readonly CellSelection[]): void {
-    this.selected = chosen;
-    const { rows, columns } = this.matrix;
-    const marks = chosen.map(([row, column]) => {
-      const mark = element("div.gp-heatmap-mark");
-      this.placeBox(mark, [row ?? 0, column ?? 0], row === null ? rows : 1, column === null ? columns : 1);
-      return mark;
-    });
-    this.marks.replaceChildren(...marks);
-  }
-
-  /** How far the cells are scrolled to the right, in pixels. */
-  get scrolledTo(): number {
-    return this.frame.scrolledTo;
-  }
-
-  set scrolledTo(left: number) {
-    this.frame.scrolledTo = left;
-  }
-
+export interface HeatmapFigure extends Part {
+  /** Draws the cells and the legend. */
+  draw(): void;
+  markSelected(chosen: readonly CellSelection[]): void;
   /** Moves the cursor to a cell that another figure points at; `null` hides it. */
-  preview(cell: Cell | null): void {
-    this.cursor.hidden = cell === null;
-    if (cell !== null) this.placeBox(this.cursor, cell);
-  }
+  preview(cell: Cell | null): void;
+  /** How far the cells are scrolled to the right, in pixels. */
+  scrolledTo: number;
+}
 
-  /** In whole device pixels. */
-  private get cell(): Size {
-    const factor = this.zoom?.factor ?? 1;
-    const most = LARGE_CELL * this.ratio;
-    const zoomed = (size: number) => Math.round(Math.min(size * factor, Math.max(size, most)));
-    return { width: zoomed(this.fittedCell.width), height: zoomed(this.fittedCell.height) };
-  }
+export function makeFigure(heatmap: HeatmapSource, matrix: Matrix, options: PlotOptions): HeatmapFigure {
+  const { full, reduced, slice } = heatmap;
+  const { rows, columns, values } = matrix;
+  const { isSmall, result, title } = options;
+  const summary = summarize(values);
+  /** Of the values that decide the colors. */
+  const colors = options.colorsOf ? summarize(options.colorsOf) : summary;
+  const ratio = globalThis.devicePixelRatio || 1;
+  let isClipped = colors.clipped !== null;
+  let filledWidth = 0;
+  let selected: readonly CellSelection[] = [];
+  const figure = element("figure.gp-plot.gp-heatmap");
+  const label = `${describeHeatmap(heatmap, matrix, summary, title)}${result ? " Enter selects one." : ""}`;
+  const canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label });
+  const cursor = element("div.gp-heatmap-cursor", { hidden: true });
+  const marks = element("div.gp-heatmap-marks");
+  const readout = element("div.gp-caption.gp-readout");
+  const legend = element("div.gp-line.gp-tight.gp-legend.gp-muted");
+  const [rowLabels, columnLabels] = result
+    ? [result.rowLabels, result.columnLabels]
+    : [tokenLabels(options.rowTokens, rows), tokenLabels(options.columnTokens, columns)];
+  const placeOf = (index: number): Cell => [Math.floor(index / columns), index % columns];
+  const isKept = (index: number) => result?.isKept?.(...placeOf(index)) ?? true;
 
-  private get cssCell(): Size {
-    const { width, height } = this.cell;
-    return { width: width / this.ratio, height: height / this.ratio };
-  }
+  // -- The size of the cells ---------------------------------------------------------------------------------------------
 
+  /** Whether the cells are as wide as the place of the figure allows. */
+  const isFilling = result !== undefined && result.box === undefined && result.cellText === undefined;
   /** The width that all texts need, if a canvas can be as large: scrolling is better than truncated text. */
-  private narrowestCell(cellText: NonNullable<ResultOptions["cellText"]>): number {
-    const { columns, values } = this.matrix;
-    const texts = Array.from(values, (_, index) => cellText(Math.floor(index / columns), index % columns));
+  const narrowestCell = (texts: readonly string[]) => {
     const wide = Math.min(Math.max(TEXT_CELL.narrow, Math.ceil(1.15 * widest(texts)) + 8), TEXT_CELL.wide);
-    return wide * columns * this.ratio <= MAX_CANVAS_SIDE ? wide : TEXT_CELL.narrow;
-  }
-
-  private fittingCell(): Size {
-    const { isSmall, result } = this.options;
-    const fitting = cellSize(this.matrix, result?.box ?? (result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX), this.ratio);
-    if (result?.cellText) {
-      const fitting = Math.min((result.cellsWidth ?? 0) / this.matrix.columns, TEXT_CELL.wide);
-      const wide = Math.max(fitting, this.narrowestCell(result.cellText));
-      return { width: Math.floor(wide * this.ratio), height: Math.ceil(TEXT_CELL.height * this.ratio) };
+    return wide * columns * ratio <= MAX_CANVAS_SIDE ? wide : TEXT_CELL.narrow;
+  };
+  const fittingCell = (): Size => {
+    const { cellText } = result ?? {};
+    if (cellText) {
+      const fitting = Math.min((result?.cellsWidth ?? 0) / columns, TEXT_CELL.wide);
+      const texts = Array.from(values, (_, index) => cellText(...placeOf(index)));
+      const wide = Math.max(fitting, narrowestCell(texts));
+      return { width: Math.floor(wide * ratio), height: Math.ceil(TEXT_CELL.height * ratio) };
     }
-    if (!this.isFilling) return fitting;
-    const { rows, columns } = this.matrix;
-    const labels = Math.min(widest(result?.rowLabels?.texts ?? []), ROW_LABELS) + LABEL_GAP;
-    const room = (this.element.clientWidth || RESULT_BOX.width) - labels;
+    if (!isFilling) return cellSize(matrix, result?.box ?? (isSmall ? SMALL_BOX : BOX), ratio);
+    const labels = Math.min(widest(rowLabels?.texts ?? []), ROW_LABELS) + LABEL_GAP;
+    const room = (figure.clientWidth || RESULT_BOX.width) - labels;
     const fit = (length: number, count: number, most: number) =>
-      Math.max(Math.ceil(this.ratio), Math.floor(Math.min(length / count, most) * this.ratio));
+      Math.max(Math.ceil(ratio), Math.floor(Math.min(length / count, most) * ratio));
     return {
       width: fit(room, columns, FILLING_CELL.width),
       height: fit(RESULT_BOX.height, rows, FILLING_CELL.height),
     };
-  }
-
-  /** Whether the cells are as wide as the place of the figure allows. */
-  private get isFilling(): boolean {
-    const { result } = this.options;
-    return result !== undefined && result.box === undefined && result.cellText === undefined;
-  }
-
-  private maxZoom(): number {
-    const { rows, columns } = this.matrix;
-    const { width, height } = this.fittedCell;
-    const large = (LARGE_CELL * this.ratio) / Math.min(width, height);
+  };
+  let fitted = fittingCell();
+  const maxZoom = () => {
+    const { width, height } = fitted;
+    const large = (LARGE_CELL * ratio) / Math.min(width, height);
     return Math.min(large, MAX_CANVAS_SIDE / (width * columns), MAX_CANVAS_SIDE / (height * rows));
-  }
-
-  /** The frame; for a result also the titles of its axes, which do not scroll. */
-  private titled(): HTMLElement[] {
-    const { result } = this.options;
-    if (result === undefined) return [this.frame.element];
-    const rows = element("div.gp-caption.gp-heatmap-row-title", result.rowTitle);
-    const columns = element("div.gp-caption.gp-heatmap-column-title", result.columnTitle);
-    return [rows, element("div.gp-heatmap-titled", this.frame.element, columns)];
-  }
-
-  private layOut(): void {
-    const { cssCell, matrix: plane } = this;
-    const { columnTokens, result, rowTokens } = this.options;
+  };
+  const zoom = result ? makeZoom(maxZoom, () => layOut()) : null;
+  /** In whole device pixels. */
+  const cellInPixels = (): Size => {
+    const most = LARGE_CELL * ratio;
+    const zoomed = (size: number) => Math.round(Math.min(size * (zoom?.factor ?? 1), Math.max(size, most)));
+    return { width: zoomed(fitted.width), height: zoomed(fitted.height) };
+  };
+  const cssCell = (): Size => {
+    const { width, height } = cellInPixels();
+    return { width: width / ratio, height: height / ratio };
+  };
+  const fill = () => {
+    // Labels that turn around may add or remove a scroll bar of the page: cells do not grow into its place.
+    const { clientWidth } = figure;
+    if (clientWidth >= filledWidth && clientWidth < filledWidth + SCROLL_BAR) return;
+    filledWidth = clientWidth;
+    const { width, height } = fittingCell();
+    if (width === fitted.width && height === fitted.height) return;
+    fitted = { width, height };
+    layOut();
+  };
+  const layOut = () => {
+    const cell = cssCell();
     const resize = () => {
-      this.canvas.style.width = `${plane.columns * cssCell.width}px`;
-      this.canvas.style.height = `${plane.rows * cssCell.height}px`;
+      canvas.style.width = `${columns * cell.width}px`;
+      canvas.style.height = `${rows * cell.height}px`;
     };
-    const rows = result ? result.rowLabels : tokenLabels(rowTokens, plane.rows);
-    const columns = result ? result.columnLabels : tokenLabels(columnTokens, plane.columns);
-    this.frame.layOut(cssCell, resize, rows, columns);
-    this.draw();
-    this.markSelected(this.selected);
-    const first = this.marks.firstElementChild;
-    if (first instanceof HTMLElement) this.frame.keepInSight(first);
-  }
+    frame.layOut(cell, resize, rowLabels, columnLabels);
+    draw();
+    markSelected(selected);
+    const first = marks.firstElementChild;
+    if (first instanceof HTMLElement) frame.keepInSight(first);
+  };
 
-  private notes(): HTMLElement[] {
-    const notes = this.heatmap.reduced === null ? [] : [sentence(this.heatmap.reduced)];
-    const { missing } = this.summary;
-    const why = this.options.result?.missing ?? "NaN, infinite, or the fill value of a mask";
-    if (missing > 0) notes.push(`${formatCount(missing, "value")} hatched: ${why}.`);
-    return notes.map((note) => element("p.gp-note", note));
-  }
+  // -- What is drawn -----------------------------------------------------------------------------------------------------
 
-  private isKept(index: number): boolean {
-    const { columns } = this.matrix;
-    return this.options.result?.isKept?.(Math.floor(index / columns), index % columns) ?? true;
-  }
-
-  /** Draws the cells and the legend. */
-  draw(): void {
-    const given = this.options.result?.scale;
-    const scale = given ?? (this.isClipped ? this.colors.clipped : null) ?? this.colors.full;
-    const mixed = this.options.result?.overlay;
-    const colorAt = (value: number, index: number) => mixed?.color(index) ?? colorOf(value, scale);
-    drawMatrix(this.canvas, this.matrix, colorAt, this.cell, (index) => this.isKept(index));
-    this.writeTexts(scale);
-    this.legend.replaceChildren(...this.legendParts(scale));
-  }
-
+  const draw = () => {
+    const scale = result?.scale ?? (isClipped ? colors.clipped : null) ?? colors.full;
+    const colorAt = (value: number, index: number) => result?.overlay?.color(index) ?? colorOf(value, scale);
+    drawMatrix(canvas, matrix, colorAt, cellInPixels(), isKept);
+    writeTexts(scale);
+    replaceChildren(legend, ...legendParts(scale));
+  };
   /** Writes the texts of the cells, truncated to their width. */
-  private writeTexts(scale: Scale): void {
-    const { cellText } = this.options.result ?? {};
-    const context = cellText && this.canvas.getContext("2d");
+  const writeTexts = (scale: Scale) => {
+    const { cellText } = result ?? {};
+    const context = cellText && canvas.getContext("2d");
     if (!context) return;
-    const { width, height } = this.cell;
-    const { columns, values } = this.matrix;
-    const font = getComputedStyle(this.canvas).getPropertyValue("--gp-mono") || "monospace";
-    context.font = `${FONT_SIZE * this.ratio}px ${font}`;
+    const { width, height } = cellInPixels();
+    const font = getComputedStyle(canvas).getPropertyValue("--gp-mono") || "monospace";
+    context.font = `${FONT_SIZE * ratio}px ${font}`;
     context.textBaseline = "middle";
     context.textAlign = "center";
-    const room = width - 6 * this.ratio;
     values.forEach((value, index) => {
-      const [row, column] = [Math.floor(index / columns), index % columns];
-      if (!this.isKept(index)) return;
+      const [row, column] = placeOf(index);
+      if (!isKept(index)) return;
       context.fillStyle = isLight(colorOf(value, scale) ?? MISSING) ? "#000" : "#fff";
-      context.fillText(truncated(context, cellText(row, column), room), (column + 0.5) * width, (row + 0.5) * height);
+      const text = truncated(context, cellText(row, column), width - 6 * ratio);
+      context.fillText(text, (column + 0.5) * width, (row + 0.5) * height);
     });
-  }
-
-  private legendParts(scale: Scale): HTMLElement[] {
-    const { clipped: cut, maximum, minimum, outliers: beyond } = this.colors; // of float32 numbers
+  };
+  const legendParts = (scale: Scale): HTMLElement[] => {
+    const { clipped, maximum, minimum, outliers } = colors; // of float32 numbers
     if (minimum === null) return [];
-    const { result } = this.options;
     if (result?.overlay) return [result.overlay.legend];
     const end = (value: number, isCut: boolean, sign: string) =>
       `${isCut ? `${sign} ` : ""}${result?.endText?.(value) ?? formatNumber(value, 3)}`;
     const low = end(scale.low, minimum < Math.fround(scale.low), "≤");
     const range = makeRange(scale.map, low, end(scale.high, (maximum ?? 0) > Math.fround(scale.high), "≥"));
     if (result !== undefined) return [element("span", result.name), range];
-    if (cut === null) return [range];
-    const text = this.isClipped ? `${formatCount(beyond, "value")} beyond the scale` : "Outliers included";
-    const toggle = buttonElement({ class: "gp-underlined", "aria-pressed": String(this.isClipped) }, text);
-    toggle.title = this.isClipped
+    if (clipped === null) return [range];
+    const onclick = () => {
+      isClipped = !isClipped;
+      draw();
+    };
+    const text = isClipped ? `${formatCount(outliers, "value")} beyond the scale` : "Outliers included";
+    const why = isClipped
       ? `Values go from ${formatNumber(minimum)} to ${formatNumber(maximum)}. Click for colors over all of them.`
       : "Click for colors over nearly all values, without the outliers.";
-    toggle.addEventListener("click", () => {
-      this.isClipped = !this.isClipped;
-      this.draw();
-      this.legend.querySelector("button")?.focus();
+    const attributes = { class: "gp-underlined", "aria-pressed": isClipped, title: why, onclick };
+    return [range, buttonElement(attributes, text)];
+  };
+  const notes = () => {
+    const texts = reduced === null ? [] : [sentence(reduced)];
+    const why = result?.missing ?? "NaN, infinite, or the fill value of a mask";
+    if (summary.missing > 0) texts.push(`${formatCount(summary.missing, "value")} hatched: ${why}.`);
+    return texts.map((text) => element("p.gp-note", text));
+  };
+
+  // -- The cursor --------------------------------------------------------------------------------------------------------
+
+  const place = (box: HTMLElement, cell: Cell, across = 1, down = 1) => {
+    const step = cssCell();
+    placeBox(box, cell, step, { width: across * step.width, height: down * step.height });
+  };
+  const markSelected = (chosen: readonly CellSelection[]) => {
+    selected = chosen;
+    const boxes = chosen.map(([row, column]) => {
+      const mark = element("div.gp-heatmap-mark");
+      place(mark, [row ?? 0, column ?? 0], column === null ? columns : 1, row === null ? rows : 1);
+      return mark;
     });
-    return [range, toggle];
-  }
-
-  private listen(): void {
-    const { rows, columns } = this.matrix;
-    const onSelect = this.options.result?.onSelect;
-    const at = (part: number, count: number) => clamp(Math.floor(part * count), 0, count - 1);
-    watchCells(this.canvas, {
-      rows: () => rows,
-      columns: () => columns,
-      cellAt: (x, y) => [at(y, rows), at(x, columns)],
-      show: (cell, isByKey) => {
-        setAttribute(this.readout, "aria-live", isByKey ? "polite" : null);
-        if (cell === null) return this.clearCursor();
-        this.moveTo(cell);
-        if (isByKey) this.frame.keepInSight(this.cursor);
-      },
-      ...(onSelect && { choose: (cell, isMore) => onSelect(...cell, isMore) }),
-    });
-  }
-
-  private placeBox(box: HTMLElement, cell: Cell, rows = 1, columns = 1): void {
-    const { width, height } = this.cssCell;
-    placeBox(box, cell, this.cssCell, { width: columns * width, height: rows * height });
-  }
-
-  private moveTo([row, column]: Cell): void {
-    const { rows, columns, values } = this.matrix;
+    marks.replaceChildren(...boxes);
+  };
+  const preview = (cell: Cell | null) => {
+    cursor.hidden = cell === null;
+    if (cell !== null) place(cursor, cell);
+  };
+  const describe = (row: number, column: number) => {
+    if (result !== undefined) return result.describe(row, column);
+    return [
+      describePosition("row", row, rows, full[0], options.rowTokens?.map(visibleToken) ?? null),
+      describePosition("column", column, columns, full[1], options.columnTokens?.map(visibleToken) ?? null),
+    ].join(", ");
+  };
+  const moveTo = ([row, column]: Cell) => {
     if (rows === 0 || columns === 0) return;
-    this.cursor.hidden = false;
-    this.placeBox(this.cursor, [row, column]);
-    const { full } = this.heatmap;
-    const { result } = this.options;
+    preview([row, column]);
     const value = result?.valueText?.(row, column) ?? formatNumber(values[row * columns + column] ?? Number.NaN, 5);
-    this.readout.replaceChildren(
-      element("span", `${this.describe(row, column)}: `),
+    readout.replaceChildren(
+      element("span", `${describe(row, column)}: `),
       element("strong.gp-number", value),
       rows === full[0] && columns === full[1] ? "" : " (several values)",
     );
     result?.onHover?.([row, column]);
-  }
-
-  private describe(row: number, column: number): string {
-    const { rowTokens = null, columnTokens = null, result } = this.options;
-    if (result !== undefined) return result.describe(row, column);
-    const { rows, columns } = this.matrix;
-    const [allRows, allColumns] = this.heatmap.full;
-    return [
-      describePosition("row", row, rows, allRows, rowTokens?.map(visibleToken) ?? null),
-      describePosition("column", column, columns, allColumns, columnTokens?.map(visibleToken) ?? null),
-    ].join(", ");
-  }
-
+  };
   /** The text shown while the pointer is not on a value. */
-  private clearCursor(): void {
-    this.cursor.hidden = true;
-    this.options.result?.onHover?.(null);
-    const { slice, full } = this.heatmap;
-    if (this.options.result) {
-      const more = this.frame.hasMore ? "; scroll to see the others" : "";
-      this.readout.replaceChildren(`${full[0]} × ${full[1]}: point at a cell, click to select it${more}`);
-    } else this.readout.replaceChildren(element("code", `[${slice}]`), ` ${full[0]} × ${full[1]}`);
-  }
+  const clearCursor = () => {
+    preview(null);
+    result?.onHover?.(null);
+    const size = `${full[0]} × ${full[1]}`;
+    const more = frame.hasMore() ? "; scroll to see the others" : "";
+    if (result) replaceChildren(readout, `${size}: point at a cell, click to select it${more}`);
+    else replaceChildren(readout, element("code", `[${slice}]`), ` ${size}`);
+  };
+  const at = (part: number, count: number) => clamp(Math.floor(part * count), 0, count - 1);
+  const onSelect = result?.onSelect;
+  watchCells(canvas, {
+    rows: () => rows,
+    columns: () => columns,
+    cellAt: (x, y) => [at(y, rows), at(x, columns)],
+    show: (cell, isByKey) => {
+      setAttribute(readout, "aria-live", isByKey ? "polite" : null);
+      if (cell === null) return clearCursor();
+      moveTo(cell);
+      if (isByKey) frame.keepInSight(cursor);
+    },
+    ...(onSelect && { choose: (cell, isMore) => onSelect(...cell, isMore) }),
+  });
+
+  const cells = element("div.gp-heatmap-cells", canvas, marks, cursor);
+  const frame = makeFrame(cells, () => cursor.hidden && clearCursor());
+  const titled = result && [
+    // The titles of the axes do not scroll.
+    element("div.gp-caption.gp-heatmap-row-title", result.rowTitle),
+    element(
+      "div.gp-heatmap-titled",
+      frame.element,
+      element("div.gp-caption.gp-heatmap-column-title", result.columnTitle),
+    ),
+  ];
+  const bar = zoom ? element("div.gp-line.gp-tight.gp-legend.gp-muted", legend, zoom.element) : legend;
+  figure.append(...(titled ?? [frame.element]), readout, bar, ...notes());
+  clearCursor();
+  layOut();
+  if (isFilling) new ResizeObserver(fill).observe(figure);
+  return {
+    element: figure,
+    draw,
+    markSelected,
+    preview,
+    get scrolledTo() {
+      return frame.frame.scrollLeft;
+    },
+    set scrolledTo(left) {
+      frame.frame.scrollLeft = Math.min(left, frame.frame.scrollWidth);
+    },
+  };
 }
 
 /** A color map with what is at its ends. */
@@ -492,7 +445,7 @@ export function makeRange(map: ColorMap, low: string, high: string): HTMLElement
 }
 
 export function makeHeatmap(heatmap: Heatmap, buffers: readonly DataView[], options: PlotOptions): HTMLElement {
-  return new HeatmapFigure(heatmap, readMatrix(heatmap, buffers), options).element;
+  return makeFigure(heatmap, readMatrix(heatmap, buffers), options).element;
 }
 
 // -- The frame in which the cells of a heatmap scroll, with labels, and arrows at edges with more cells ------------------
@@ -529,108 +482,78 @@ function makeAxis(name: string, { texts, describe: whole }: AxisLabels, size: nu
   return made;
 }
 
-export class HeatmapFrame {
-  readonly element: HTMLElement;
-  private readonly frame = element("div.gp-heatmap-frame");
-  private readonly edges = SIDES.map((side) =>
+/** `onMore`: called when `hasMore` changes. */
+function makeFrame(cells: HTMLElement, onMore: () => void) {
+  const frame = element("div.gp-heatmap-frame", { onscroll: () => showEdges() });
+  const edges = SIDES.map((side) =>
     element("span.gp-heatmap-edge", { "data-side": side, "aria-hidden": "true", hidden: true }, icon("chevron")),
   );
-  private columns: HTMLElement | null = null;
-
-  /** `onMore`: called when `hasMore` changes. */
-  constructor(
-    private readonly cells: HTMLElement,
-    private readonly onMore: () => void,
-  ) {
-    this.element = element("div.gp-heatmap-scroll", this.frame, ...this.edges);
-    this.frame.addEventListener("scroll", () => this.showEdges(), { passive: true });
-    const observer = new ResizeObserver(() => this.showEdges());
-    observer.observe(this.frame);
-    observer.observe(cells);
-  }
-
-  get scrolledTo(): number {
-    return this.frame.scrollLeft;
-  }
-
-  set scrolledTo(left: number) {
-    this.frame.scrollLeft = Math.min(left, this.frame.scrollWidth);
-  }
-
+  const main = element("div.gp-heatmap-scroll", frame, ...edges);
+  let columnAxis: HTMLElement | null = null;
   /** Whether some of the cells are out of sight. */
-  get hasMore(): boolean {
-    return this.edges.some((edge) => !edge.hidden);
-  }
-
-  /** Shows labels if cells of this size have space for them; keeps the cell in the middle in place. */
-  layOut(cell: Size, resize: () => void, rows: AxisLabels | null, columns: AxisLabels | null): void {
-    const { frame, cells } = this;
-    const place = this.middle();
-    resize();
-    const fits = columns !== null && widest(columns.texts) <= cell.width - 2;
-    this.columns = columns && cell.width >= MIN_LABELED_SIZE ? makeAxis("columns", columns, cell.width) : null;
-    this.columns?.toggleAttribute("data-level", fits);
-    const labels = rows && cell.height >= MIN_LABELED_SIZE ? makeAxis("rows", rows, cell.height) : null;
-    const corner = labels && this.columns && element("div.gp-heatmap-corner", { "aria-hidden": "true" });
-    // The cells stay, which may have the focus.
-    for (const child of [...frame.children]) if (child !== cells) child.remove();
-    if (cells.parentElement === null) frame.append(cells);
-    if (labels) cells.before(labels);
-    cells.after(...[corner, this.columns].filter((one) => one !== null));
-    const { left, below } = this.margins();
-    frame.scrollLeft = place.x * cells.offsetWidth - (frame.clientWidth - left) / 2;
-    frame.scrollTop = place.y * cells.offsetHeight - (frame.clientHeight - below) / 2;
-    this.showEdges();
-  }
-
-  /** Scrolls a box into view, within the frame only. */
-  keepInSight(box: HTMLElement): void {
-    const cell = box.getBoundingClientRect();
-    const frame = this.frame.getBoundingClientRect();
-    const { left, below } = this.margins();
-    const [right, bottom] = [frame.left + this.frame.clientWidth, frame.top + this.frame.clientHeight];
-    const over = (first: number, last: number) => Math.max(last, 0) + Math.min(first, 0);
-    this.frame.scrollLeft += over(cell.left - frame.left - left, cell.right - right);
-    this.frame.scrollTop += over(cell.top - frame.top, cell.bottom - bottom + below);
-  }
-
+  const hasMore = () => edges.some((edge) => !edge.hidden);
+  /** The space of the labels in the frame. */
+  const margins = () => ({ left: cells.offsetLeft - frame.offsetLeft, below: columnAxis?.offsetHeight ?? 0 });
   /** The middle of the visible cells, as a fraction of all cells. */
-  private middle(): { x: number; y: number } {
-    const { frame, cells } = this;
-    const { left, below } = this.margins();
+  const middle = () => {
+    const { left, below } = margins();
     const part = (before: number, seen: number, all: number) =>
       all > 0 ? (before + Math.min(seen, all) / 2) / all : 0;
     return {
       x: part(frame.scrollLeft, frame.clientWidth - left, cells.offsetWidth),
       y: part(frame.scrollTop, frame.clientHeight - below, cells.offsetHeight),
     };
-  }
-
-  /** The space of the labels in the frame. */
-  private margins(): { left: number; below: number } {
-    return { left: this.cells.offsetLeft - this.frame.offsetLeft, below: this.columns?.offsetHeight ?? 0 };
-  }
-
-  private showEdges(): void {
-    const { frame } = this;
-    const { left, below } = this.margins();
+  };
+  /** Shows labels if cells of this size have space for them; keeps the cell in the middle in place. */
+  const layOut = (cell: Size, resize: () => void, rows: AxisLabels | null, columns: AxisLabels | null) => {
+    const place = middle();
+    resize();
+    const fits = columns !== null && widest(columns.texts) <= cell.width - 2;
+    columnAxis = columns && cell.width >= MIN_LABELED_SIZE ? makeAxis("columns", columns, cell.width) : null;
+    columnAxis?.toggleAttribute("data-level", fits);
+    const labels = rows && cell.height >= MIN_LABELED_SIZE ? makeAxis("rows", rows, cell.height) : null;
+    const corner = labels && columnAxis && element("div.gp-heatmap-corner", { "aria-hidden": "true" });
+    // The cells stay, which may have the focus.
+    for (const child of [...frame.children]) if (child !== cells) child.remove();
+    if (cells.parentElement === null) frame.append(cells);
+    if (labels) cells.before(labels);
+    cells.after(...[corner, columnAxis].filter((one) => one !== null));
+    const { left, below } = margins();
+    frame.scrollLeft = place.x * cells.offsetWidth - (frame.clientWidth - left) / 2;
+    frame.scrollTop = place.y * cells.offsetHeight - (frame.clientHeight - below) / 2;
+    showEdges();
+  };
+  /** Scrolls a box into view, within the frame only. */
+  const keepInSight = (box: HTMLElement) => {
+    const cell = box.getBoundingClientRect();
+    const seen = frame.getBoundingClientRect();
+    const { left, below } = margins();
+    const [right, bottom] = [seen.left + frame.clientWidth, seen.top + frame.clientHeight];
+    const over = (first: number, last: number) => Math.max(last, 0) + Math.min(first, 0);
+    frame.scrollLeft += over(cell.left - seen.left - left, cell.right - right);
+    frame.scrollTop += over(cell.top - seen.top, cell.bottom - bottom + below);
+  };
+  const showEdges = () => {
+    const { left, below } = margins();
     const [width, height] = [frame.offsetWidth - frame.clientWidth, frame.offsetHeight - frame.clientHeight];
-    const margins = { left, right: width, top: 0, bottom: below + height };
-    for (const [side, size] of Object.entries(margins)) this.element.style.setProperty(`--gp-${side}`, `${size}px`);
-    this.element.parentElement?.style.setProperty("--gp-labels", `${left}px`);
+    const sizes = { left, right: width, top: 0, bottom: below + height };
+    for (const [side, size] of Object.entries(sizes)) main.style.setProperty(`--gp-${side}`, `${size}px`);
+    main.parentElement?.style.setProperty("--gp-labels", `${left}px`);
     const beyond = {
       left: frame.scrollLeft,
       right: frame.scrollWidth - frame.clientWidth - frame.scrollLeft,
       top: frame.scrollTop,
       bottom: frame.scrollHeight - frame.clientHeight - frame.scrollTop,
     };
-    const had = this.hasMore;
-    for (const [index, side] of SIDES.entries()) {
-      const edge = this.edges[index];
-      if (edge) edge.hidden = beyond[side] < 4; // the margin does not belong to the cells
-    }
-    if (had !== this.hasMore) this.onMore();
-  }
+    const had = hasMore();
+    edges.forEach((edge, at) => {
+      edge.hidden = beyond[SIDES[at] ?? "left"] < 4; // the margin does not belong to the cells
+    });
+    if (had !== hasMore()) onMore();
+  };
+  const observer = new ResizeObserver(showEdges);
+  for (const part of [frame, cells]) observer.observe(part);
+  return { element: main, frame, hasMore, layOut, keepInSight };
 }
 
 const STEP = 1.5;
@@ -645,29 +568,21 @@ export interface Zoom {
 export function makeZoom(most: () => number, onChange: () => void): Zoom {
   let steps = 0;
   const largest = () => Math.max(0, Math.floor(Math.log(Math.max(most(), 1)) / Math.log(STEP)));
-  const button = (by: number, text: string, label: string) =>
-    buttonElement({ class: "gp-button gp-step", "aria-label": label, onclick: () => change(by) }, text);
-  const smaller = button(-1, "−", "Smaller cells");
-  const larger = button(1, "+", "Larger cells");
-  const show = () => {
-    setAttribute(smaller, "aria-disabled", steps === 0);
-    setAttribute(larger, "aria-disabled", steps === largest());
+  const button = (by: number, text: string, label: string) => {
+    const isOff = () => steps + by < 0 || steps + by > largest();
+    const onclick = () => {
+      if (isOff()) return;
+      steps += by;
+      refresh(buttons);
+      onChange();
+    };
+    return buttonElement({ class: "gp-button gp-step", "aria-label": label, "aria-disabled": isOff, onclick }, text);
   };
-  const change = (by: number) => {
-    const wanted = Math.min(Math.max(steps + by, 0), largest());
-    if (wanted === steps) return;
-    steps = wanted;
-    show();
-    onChange();
-  };
-  show();
+  const attributes = { role: "group", "aria-label": "Size of cells", hidden: largest() === 0 };
+  const [smaller, larger] = [button(-1, "−", "Smaller cells"), button(1, "+", "Larger cells")];
+  const buttons = element("span.gp-pair.gp-zoom", attributes, smaller, larger);
   return {
-    element: element(
-      "span.gp-pair.gp-zoom",
-      { role: "group", "aria-label": "Size of cells", hidden: largest() === 0 },
-      smaller,
-      larger,
-    ),
+    element: buttons,
     get factor() {
       return STEP ** steps;
     },

@@ -7,7 +7,7 @@ import { formatNumber, isolated } from "../page/text";
 import { type Linked, listen, type Model, saveChanges } from "../view";
 import { type MakeView, makeActions, makePatchStrip } from "../views/linked_view";
 import { isOfOneStack, makeFilterNote } from "../views/selection";
-import { type AxisLabels, type CellSelection, HeatmapFigure, type ResultOptions } from "./heatmap";
+import { type AxisLabels, type CellSelection, makeFigure, type ResultOptions } from "./heatmap";
 import { type Matrix, readMatrix } from "./matrix";
 
 /** `position 5 (␣the)`, `path transformer.h_3.mlp.output`. */
@@ -84,7 +84,7 @@ export function makeResultHeatmap(
     onSelect: choose,
     ...(linked && { isKept: linked.isKept }),
   };
-  const figure = new HeatmapFigure(result, matrix, { title: title ?? result.name, result: options });
+  const figure = makeFigure(result, matrix, { title: title ?? result.name, result: options });
   const follow = () => {
     const [row, column] = linked?.places().find((place) => !place.includes(null)) ?? [null, null];
     const cell: HeatmapTraits["cell"] = row === null || column === null ? null : [row, column];

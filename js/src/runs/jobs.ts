@@ -2,7 +2,7 @@
 import type { JobStatus, RunState, SessionState } from "../kernel/protocol";
 import { buttonElement, element, refresh } from "../page/dom";
 import { formatSeconds } from "../page/text";
-import { follow, listen, type Part, RequestFailed, type View } from "../view";
+import { follow, type Part, RequestFailed, type View } from "../view";
 
 const FIRST_DELAY = 30;
 const LONGEST_DELAY = 300;
@@ -67,149 +67,120 @@ interface JobActions<J extends JobStatus> {
 }
 
 /** A job: its progress, with a button that interrupts it, its errors, and the element of its result. */
-export class JobView<J extends JobStatus> {
-  readonly progress: HTMLElement;
-  readonly message: HTMLElement;
-  readonly outdated: HTMLElement;
-  /** The current job; `null` before the first one, and until the kernel replies. */
-  id: number | null = null;
-  isRunning = false;
+export function makeJobView<J extends JobStatus>(view: View, result: HTMLElement, actions: JobActions<J>) {
+  const { kernel, model } = view;
   /** What the kernel last said of the running job; `null`: nothing yet. */
-  private status: J | null = null;
-  private isInterrupting = false;
-  private error = "";
+  let status: J | null = null;
+  let isInterrupting = false;
+  let error = "";
   /** The patches when an error was shown. */
-  private patchesKey = "";
-  private repair: string | null = null;
-  private readonly stop: HTMLButtonElement;
-  private readonly poller: Poller<J>;
+  let errorKey = "";
+  let repair: string | null = null;
 
-  constructor(
-    private readonly view: View,
-    readonly result: HTMLElement,
-    private readonly actions: JobActions<J>,
-  ) {
-    const waits = () => this.status?.waits_for ?? null;
-    const hidden = () => this.status === null;
-    const attributes = { hidden, "aria-disabled": () => this.isInterrupting || null, onclick: () => this.interrupt() };
-    this.stop = buttonElement(attributes, () => (this.isInterrupting ? "Interrupting …" : "Interrupt"));
-    this.progress = element(
-      "div.gp-line.gp-tight.gp-progress",
-      { hidden: () => !this.isRunning },
-      element("progress.gp-progress-bar", { max: 1, value: () => this.status?.fraction, "aria-label": actions.name }),
-      element("span.gp-progress-text.gp-cut.gp-muted", () => this.isRunning && this.text()),
-      this.stop,
-      element("span.gp-waits.gp-muted", { role: "status", hidden: () => waits() === null }, () => {
-        return waits() && `The interrupt waits for ${waits()}`;
-      }),
-    );
-    const failed = { role: "alert", hidden: () => this.error === "" };
-    this.message = element("p.gp-message.gp-error", failed, () => this.error);
-    this.outdated = element("p.gp-message.gp-outdated", { hidden: () => this.repair === null }, () => {
-      return this.repair && `The chosen patches have changed since: ${this.repair}.`;
-    });
-    this.poller = new Poller<J>((id) => actions.status(id), {
-      onStatus: (reply) => this.onStatus(reply),
-      onError: (reason) => this.onError(reason),
-    });
-    view.onRemove(() => this.close());
-    follow(view, [view.kernel], () => this.show());
-    // An error goes with its cause.
-    listen(view, "change:session", () => {
-      if (this.patchesKey !== patchesKey(view.model.get("session"))) this.error = "";
-      this.show();
-    });
-  }
-
-  /** Shows a job; `asked`: the request that starts it, or asks for it. */
-  follow(asked: Promise<JobReply<J>>): void {
-    void this.poller.follow(asked);
-  }
-
-  /** Shows that a job starts: the kernel has not replied yet. */
-  begin(): void {
-    this.isRunning = true;
-    this.status = null;
-    this.error = "";
-    this.repair = null;
-    this.result.classList.add("gp-dimmed");
-    this.show();
-  }
-
-  close(): void {
-    this.poller.stop();
-    this.end();
-  }
-
-  showOutdated(isOutdated: boolean, repair: string): void {
-    this.repair = isOutdated ? repair : null;
-    this.show();
-  }
-
-  private show(): void {
-    for (const part of [this.progress, this.message, this.outdated]) refresh(part);
-  }
-
-  private showError(message: string): void {
-    this.patchesKey = patchesKey(this.view.model.get("session"));
-    this.error = message + (this.result.childElementCount > 0 ? "\nBelow is the result of the run before." : "");
-    this.show();
-  }
-
-  private text(): string {
-    const { fraction, seconds } = this.status ?? {};
-    if (seconds !== undefined) {
-      return `${typeof fraction === "number" ? `${Math.floor(100 * fraction)}% · ` : ""}${formatSeconds(seconds)}`;
-    }
-    return this.view.kernel.state === "busy"
-      ? "The kernel is busy: this starts when it is idle."
-      : "Asking the kernel …";
-  }
-
-  private end(): void {
-    if (this.stop.matches(":focus")) this.actions.button.focus();
-    this.isRunning = this.isInterrupting = false;
-    this.status = null;
-    this.show();
-  }
-
+  const text = () => {
+    if (status === null)
+      return kernel.state === "busy" ? "The kernel is busy: this starts when it is idle." : "Asking the kernel …";
+    const { fraction, seconds } = status;
+    return `${fraction === null ? "" : `${Math.floor(100 * fraction)}% · `}${formatSeconds(seconds)}`;
+  };
   /** The kernel interrupts a run between two modules, which can take a moment. */
-  private interrupt(): void {
-    if (this.id === null) return;
-    this.isInterrupting = true;
-    this.show();
-    this.follow(this.actions.interrupt(this.id));
-  }
-
-  private onStatus(reply: JobReply<J>): void {
-    const { id, state, seconds, error } = reply.result;
-    this.id = id;
+  const interrupt = () => {
+    if (job.id === null) return;
+    isInterrupting = true;
+    show();
+    job.follow(actions.interrupt(job.id));
+  };
+  const waits = () => (status?.waits_for ? `The interrupt waits for ${status.waits_for}` : "");
+  const outdatedText = () => repair && `The chosen patches have changed since: ${repair}.`;
+  const onStatus = (reply: JobReply<J>) => {
+    const { id, state, seconds, error: why } = reply.result;
+    job.id = id;
     if (state === "running") {
-      if (!this.isRunning) this.begin();
-      this.status = reply.result;
-      this.show();
+      if (!job.isRunning) job.begin();
+      status = reply.result;
+      show();
       return;
     }
-    this.end();
-    this.actions.onEnd?.(reply);
+    end();
+    actions.onEnd?.(reply);
     if (state === "done") {
-      this.result.classList.remove("gp-dimmed");
-      this.actions.onDone(reply);
+      result.classList.remove("gp-dimmed");
+      actions.onDone(reply);
     } else if (state === "interrupted") {
-      this.showError(`Interrupted after ${formatSeconds(seconds)}. Press “${this.actions.again}” to start again.`);
-    } else this.showError(`${error ?? "The run failed."}\nChange the inputs or the patches, and try again.`);
-  }
-
-  private onError(reason: Error): void {
-    const wasRunning = this.isRunning;
-    this.end();
-    this.actions.onEnd?.(null);
-    if (this.actions.onError(reason, wasRunning)) this.result.classList.remove("gp-dimmed");
+      showError(`Interrupted after ${formatSeconds(seconds)}. Press “${actions.again}” to start again.`);
+    } else showError(`${why ?? "The run failed."}\nChange the inputs or the patches, and try again.`);
+  };
+  const onError = (reason: Error) => {
+    const wasRunning = job.isRunning;
+    end();
+    actions.onEnd?.(null);
+    if (actions.onError(reason, wasRunning)) result.classList.remove("gp-dimmed");
     else {
       const isInputs = reason instanceof RequestFailed && reason.error.field === "inputs";
-      this.showError(isInputs ? `The inputs, as typed under “Run”: ${reason.message}` : reason.message);
+      showError(isInputs ? `The inputs, as typed under “Run”: ${reason.message}` : reason.message);
     }
-  }
+  };
+  const poller = new Poller<J>(actions.status, { onStatus, onError });
+  const end = () => {
+    if (stop.matches(":focus")) actions.button.focus();
+    job.isRunning = isInterrupting = false;
+    status = null;
+    show();
+  };
+  const showError = (message: string) => {
+    errorKey = patchesKey(model.get("session"));
+    error = message + (result.childElementCount > 0 ? "\nBelow is the result of the run before." : "");
+    show();
+  };
+  const job = {
+    result,
+    /** The current job; `null` before the first one, and until the kernel replies. */
+    id: null as number | null,
+    isRunning: false,
+    /** Shows a job; `asked`: the request that starts it, or asks for it. */
+    follow: (asked: Promise<JobReply<J>>) => void poller.follow(asked),
+    /** Shows that a job starts: the kernel has not replied yet. */
+    begin: () => {
+      job.isRunning = true;
+      status = repair = null;
+      error = "";
+      result.classList.add("gp-dimmed");
+      show();
+    },
+    close: () => {
+      poller.stop();
+      end();
+    },
+    showOutdated: (isOutdated: boolean, how: string) => {
+      repair = isOutdated ? how : null;
+      show();
+    },
+  };
+  const stop = buttonElement(
+    { hidden: () => status === null, "aria-disabled": () => isInterrupting || null, onclick: interrupt },
+    () => (isInterrupting ? "Interrupting …" : "Interrupt"),
+  );
+  const progress = element(
+    "div.gp-line.gp-tight.gp-progress",
+    { hidden: () => !job.isRunning },
+    element("progress.gp-progress-bar", { max: 1, value: () => status?.fraction, "aria-label": actions.name }),
+    element("span.gp-progress-text.gp-cut.gp-muted", () => job.isRunning && text()),
+    stop,
+    element("span.gp-waits.gp-muted", { role: "status", hidden: () => waits() === "" }, waits),
+  );
+  const message = element("p.gp-message.gp-error", { role: "alert", hidden: () => error === "" }, () => error);
+  const outdated = element("p.gp-message.gp-outdated", { hidden: () => repair === null }, outdatedText);
+  const show = () => {
+    for (const part of [progress, message, outdated]) refresh(part);
+  };
+  view.onRemove(job.close);
+  follow(view, [kernel], show);
+  // An error goes with its cause.
+  follow(view, ["session"], () => {
+    if (errorKey !== patchesKey(model.get("session"))) error = "";
+    show();
+  });
+  return Object.assign(job, { progress, message, outdated });
 }
 
 /** The status of a job in one line, for what shows its result elsewhere. */

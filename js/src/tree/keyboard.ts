@@ -38,46 +38,31 @@ export interface TreeActions {
   copy(text: string): Promise<boolean>;
 }
 
-export class TreeKeys {
-  private typed = "";
-  private typedAt = 0;
+/** Returns what handles the keys of the tree. */
+export function makeTreeKeys(
+  view: View,
+  tree: TreeState,
+  drawn: Pick<TreeView, "show" | "elementOf">,
+  actions: TreeActions,
+): (event: KeyboardEvent) => void {
+  const { announce } = view.notices;
+  let typed = "";
+  let typedAt = 0;
 
-  constructor(
-    private readonly view: View,
-    private readonly tree: TreeState,
-    private readonly drawn: Pick<TreeView, "show" | "elementOf">,
-    private readonly actions: TreeActions,
-  ) {}
-
-  handle(event: KeyboardEvent): void {
-    if (event.defaultPrevented || event.isComposing) return;
-    const isDone = hasCommandKey(event)
-      ? this.onCommandKey(event)
-      : !event.altKey && (this.onMoveKey(event) || this.onActionKey(event));
-    if (isDone) event.preventDefault();
-  }
-
-  private onCommandKey(event: KeyboardEvent): boolean {
-    switch (event.key.toLowerCase()) {
-      case "c":
-        void this.copyPath();
-        return true;
-      case "z":
-        this.edit({ action: event.shiftKey ? "redo" : "undo" });
-        return true;
-      case "y":
-        this.edit({ action: "redo" });
-        return true;
-      case "home":
-      case "end":
-        return this.onMoveKey(event);
-      default:
-        return false;
-    }
-  }
-
-  private onMoveKey(event: KeyboardEvent): boolean {
-    const { tree } = this;
+  const edit = (change: Edit) => {
+    const { can_undo, can_redo } = view.model.get("session");
+    if (change.action === "undo" && !can_undo) announce("There is nothing to undo.");
+    else if (change.action === "redo" && !can_redo) announce("There is nothing to redo.");
+    else actions.edit(change);
+  };
+  const onCommandKey = (event: KeyboardEvent): boolean => {
+    const key = event.key.toLowerCase();
+    if (key === "c") void copyPath();
+    else if (key === "z" || key === "y") edit({ action: key === "y" || event.shiftKey ? "redo" : "undo" });
+    else return (key === "home" || key === "end") && onMoveKey(event);
+    return true;
+  };
+  const onMoveKey = (event: KeyboardEvent): boolean => {
     const { lines, activeLine } = tree;
     const page = Math.max(1, Math.floor((event.currentTarget as HTMLElement).clientHeight / ROW) - 1);
     const steps: Record<string, number> = {
@@ -89,117 +74,89 @@ export class TreeKeys {
       PageUp: activeLine - page,
     };
     const line = steps[event.key];
+    const [id = 0, parent = -1, state] = [lines.ids[activeLine], lines.parents[activeLine], lines.states[activeLine]];
     if (line !== undefined) tree.selectLine(line);
-    else if (event.key === "ArrowRight") this.expandOrEnter();
-    else if (event.key === "ArrowLeft") this.collapseOrLeave();
-    else return false;
-    this.typed = "";
-    this.drawn.show(tree.active);
+    else if (event.key === "ArrowRight") {
+      if (state === CLOSED) tree.setOpen(id, true);
+      else if (state === OPEN) tree.selectLine(activeLine + 1);
+    } else if (event.key === "ArrowLeft") {
+      if (state === OPEN) tree.setOpen(id, false);
+      else if (parent >= 0) tree.selectLine(parent);
+    } else return false;
+    typed = "";
+    drawn.show(tree.active);
     return true;
-  }
-
-  private expandOrEnter(): void {
-    const { lines, activeLine } = this.tree;
-    if (lines.states[activeLine] === CLOSED) this.tree.setOpen(lines.ids[activeLine] ?? 0, true);
-    else if (lines.states[activeLine] === OPEN) this.tree.selectLine(activeLine + 1);
-  }
-
-  private collapseOrLeave(): void {
-    const { lines, activeLine } = this.tree;
-    if (lines.states[activeLine] === OPEN) this.tree.setOpen(lines.ids[activeLine] ?? 0, false);
-    else if ((lines.parents[activeLine] ?? -1) >= 0) this.tree.selectLine(lines.parents[activeLine] ?? 0);
-  }
-
-  private onActionKey(event: KeyboardEvent): boolean {
-    const { view, tree } = this;
+  };
+  const onActionKey = (event: KeyboardEvent): boolean => {
     const id = tree.lines.ids[tree.activeLine] ?? 0;
-    switch (event.key) {
-      case "Enter":
-        if (id < 0) tree.setOpen(id, tree.lines.states[tree.activeLine] === CLOSED);
-        else view.showDetails(id, this.drawn.elementOf(id));
-        return true;
-      case " ":
-        this.selectRow(id);
-        return true;
-      case "+":
-        this.patch(id);
-        return true;
-      case "*":
-        this.openSiblings();
-        return true;
-      case "Delete":
-      case "Backspace":
-        this.removePatches(id);
-        return true;
-      default:
-        return this.onLetter(event);
-    }
-  }
-
-  private selectRow(id: number): void {
-    this.tree.select(id);
-    this.drawn.show(id);
-    const name = this.drawn.elementOf(id).getAttribute("aria-label") ?? "";
-    this.view.notices.announce(id > 0 ? `${this.view.skeleton.path(id)} selected; ${name}` : `${name} selected`);
-  }
-
-  private patch(id: number): void {
-    if (id >= 0) this.view.editPatch({ row: id }, this.drawn.elementOf(id));
-    else this.view.notices.announce("This row represents several rows: expand it, and patch one of them.");
-  }
-
-  private openSiblings(): void {
-    const { lines, activeLine } = this.tree;
+    const act: Record<string, () => void> = {
+      Enter: () =>
+        id < 0
+          ? tree.setOpen(id, tree.lines.states[tree.activeLine] === CLOSED)
+          : view.showDetails(id, drawn.elementOf(id)),
+      " ": () => selectRow(id),
+      "+": () =>
+        id >= 0
+          ? view.editPatch({ row: id }, drawn.elementOf(id))
+          : announce("This row represents several rows: expand it, and patch one of them."),
+      "*": openSiblings,
+      Delete: () => removePatches(id),
+      Backspace: () => removePatches(id),
+    };
+    const found = act[event.key];
+    found?.();
+    return found !== undefined || onLetter(event);
+  };
+  const selectRow = (id: number) => {
+    tree.select(id);
+    drawn.show(id);
+    const name = drawn.elementOf(id).getAttribute("aria-label") ?? "";
+    announce(id > 0 ? `${view.skeleton.path(id)} selected; ${name}` : `${name} selected`);
+  };
+  const openSiblings = () => {
+    const { lines, activeLine } = tree;
     const parent = lines.parents[activeLine] ?? -1;
     const closed = [...lines.ids].filter((_, line) => lines.parents[line] === parent && lines.states[line] === CLOSED);
-    if (closed.length) this.tree.setAllOpen(closed, true);
-    this.drawn.show(this.tree.active);
-  }
-
-  private removePatches(id: number): void {
-    const row = patchedRow(this.view.skeleton, id) ?? id;
-    const numbers = this.tree.patched.at(row).map((patch) => patch.number);
-    if (numbers.length) this.edit({ action: "remove", numbers });
-    else this.view.notices.announce("There is no patch on this row.");
-  }
-
-  private async copyPath(): Promise<void> {
-    const row = this.tree.activeRow;
-    const path = this.view.skeleton.path(row);
-    if (!path) this.view.notices.announce("The whole model has an empty path.");
-    else if (await this.actions.copy(path)) this.view.notices.announce(`Copied ${path}`);
-    else this.view.notices.error(`The browser does not allow copying. The path is ${path}`);
-  }
-
-  private edit(change: Edit): void {
-    const { can_undo, can_redo } = this.view.model.get("session");
-    if (change.action === "undo" && !can_undo) this.view.notices.announce("There is nothing to undo.");
-    else if (change.action === "redo" && !can_redo) this.view.notices.announce("There is nothing to redo.");
-    else this.actions.edit(change);
-  }
-
+    if (closed.length) tree.setAllOpen(closed, true);
+    drawn.show(tree.active);
+  };
+  const removePatches = (id: number) => {
+    const row = patchedRow(view.skeleton, id) ?? id;
+    const numbers = tree.patched.at(row).map((patch) => patch.number);
+    if (numbers.length) edit({ action: "remove", numbers });
+    else announce("There is no patch on this row.");
+  };
+  const copyPath = async () => {
+    const path = view.skeleton.path(tree.activeRow);
+    if (!path) announce("The whole model has an empty path.");
+    else if (await actions.copy(path)) announce(`Copied ${path}`);
+    else view.notices.error(`The browser does not allow copying. The path is ${path}`);
+  };
   /** Goes to the next row whose name starts with the typed letters; the same letter again goes to the next such row. */
-  private onLetter(event: KeyboardEvent): boolean {
+  const onLetter = (event: KeyboardEvent): boolean => {
     if (!isPrintable(event) || "/?".includes(event.key)) return false;
-    const isPaused = event.timeStamp - this.typedAt > TYPING_PAUSE_MS;
-    this.typed = isPaused || this.typed === event.key ? event.key : this.typed + event.key;
-    this.typedAt = event.timeStamp;
-    const { lines, activeLine } = this.tree;
-    const from = activeLine + (this.typed.length === 1 ? 1 : 0);
-    for (let step = 0; step < lines.length; step++) {
-      const line = (from + step) % lines.length;
-      if (!this.nameOf(lines.ids[line] ?? 0).startsWith(this.typed.toLowerCase())) continue;
-      this.tree.selectLine(line);
-      this.drawn.show(this.tree.active);
-      break;
-    }
+    const isPaused = event.timeStamp - typedAt > TYPING_PAUSE_MS;
+    typed = isPaused || typed === event.key ? event.key : typed + event.key;
+    typedAt = event.timeStamp;
+    const { lines, activeLine } = tree;
+    const from = activeLine + (typed.length === 1 ? 1 : 0);
+    const after = Array.from({ length: lines.length }, (_, step) => (from + step) % lines.length);
+    const line = after.find((one) => nameOf(lines.ids[one] ?? 0).startsWith(typed.toLowerCase()));
+    if (line !== undefined) tree.selectLine(line);
+    if (line !== undefined) drawn.show(tree.active);
     return true;
-  }
-
-  private nameOf(id: number): string {
-    const name = id === 0 ? this.view.model.get("about").name : this.tree.nameOf(id);
+  };
+  const nameOf = (id: number) => {
+    const name = id === 0 ? view.model.get("about").name : tree.nameOf(id);
     return name.toLowerCase().replace(/^"/, "");
-  }
+  };
+  return (event) => {
+    if (event.defaultPrevented || event.isComposing) return;
+    const isDone = hasCommandKey(event)
+      ? onCommandKey(event)
+      : !event.altKey && (onMoveKey(event) || onActionKey(event));
+    if (isDone) event.preventDefault();
+  };
 }
 
 /** Handles the keys that work everywhere in the tree's widget. */

@@ -1,7 +1,16 @@
 /** The toolbar above the tree: the search field with its result, toggles, and the legend of the scores. */
-import { buttonElement, element, icon, iconButton, replaceChildren, setAttribute } from "../page/dom";
+import {
+  type Attributes,
+  buttonElement,
+  element,
+  icon,
+  iconButton,
+  refresh,
+  setAttribute,
+  setOptions,
+} from "../page/dom";
 import { formatCount, formatNumber } from "../page/text";
-import type { Part, View } from "../view";
+import { follow, type Part, type View } from "../view";
 import { makeColumnMenu } from "./columns";
 import { KEYS } from "./keyboard";
 import { type ScoreFilter, type Scores, scoreText } from "./scores";
@@ -12,168 +21,144 @@ const ANNOUNCE_AFTER_MS = 600;
 
 let count = 0;
 
-export class Toolbar implements Part {
-  readonly element: HTMLElement;
-  private readonly field: HTMLInputElement;
-  private readonly count = element("span.gp-found-count.gp-muted");
-  private readonly error = element("p.gp-error.gp-query-error", { id: `gp-query-error-${++count}`, hidden: true });
-  private readonly hint = element("p.gp-muted.gp-query-error", { hidden: true });
-  private readonly steps: HTMLButtonElement[];
-  private readonly sizes: HTMLButtonElement;
-  private readonly folding: HTMLButtonElement;
-  private readonly components: HTMLButtonElement;
-  private readonly graph: HTMLButtonElement;
-  private readonly keys = keysHelp();
-  private announceTimer: ReturnType<typeof setTimeout> | undefined;
-  private rowWhenTyped: number | null = null;
+export type Toolbar = ReturnType<typeof makeToolbar>;
 
-  constructor(
-    private readonly view: View,
-    private readonly tree: TreeState,
-  ) {
-    this.field = this.searchField();
-    this.steps = [
-      iconButton("up", "Previous match", { title: "Previous match (Shift+F3)", onclick: () => this.goToMatch(-1) }),
-      iconButton("down", "Next match", { title: "Next match (F3)", onclick: () => this.goToMatch(1) }),
-    ];
-    this.sizes = toggle("Sizes", "Show what only carries sizes, constants and flags", () =>
-      tree.setShowsSizes(!tree.showsSizes),
-    );
-    this.folding = toggle("Fold repeats", "Fold equal layers into one row, and masks, indices and positions", () =>
-      tree.change({ isFolded: !tree.isFolded }),
-    );
-    this.components = toggle("Components", "Show layers and their components in place of modules and nodes", () =>
-      tree.setByComponent(!tree.isByComponent),
-    );
-    this.graph = toggle("Graph", "Draw the dataflow of the selected module", () =>
-      tree.setShowsGraph(!tree.showsGraph),
-    );
-    this.element = element(
-      "div.gp-stack.gp-toolbar",
-      this.bar(),
-      this.error,
-      this.hint,
-      new Legend(view, tree).element,
-    );
-    view.onRemove(tree.onChange((change) => change === "lines" && this.show()));
-    view.onRemove(() => clearTimeout(this.announceTimer));
-    this.show();
-  }
+export function makeToolbar(view: View, tree: TreeState) {
+  const { model, notices, skeleton } = view;
+  const { found } = tree;
+  let announceTimer: ReturnType<typeof setTimeout> | undefined;
+  let rowWhenTyped: number | null = null;
 
-  focus(): void {
-    this.field.focus();
-    this.field.select();
-  }
-
-  goToMatch(step: 1 | -1): void {
-    const number = this.tree.goToMatch(step);
+  const countText = () => {
+    const all = formatCount(model.get("about").nodes || found.index.size, "node");
+    return found.matches === null ? all : `${formatNumber(found.matches.length)} of ${all}`;
+  };
+  const goToMatch = (step: 1 | -1) => {
+    const number = tree.goToMatch(step);
     if (number === null) return;
-    const path = this.view.skeleton.path(this.tree.activeRow);
-    this.view.notices.announce(`Match ${formatNumber(number)} of ${this.countText()}: ${path}`);
-  }
-
-  /** Ends the search; the selected row stays visible. */
-  clearSearch(): void {
-    const { active } = this.tree;
-    this.tree.search("");
-    if (active > 0) this.view.reveal(active);
-  }
-
-  showKeys(): void {
-    this.keys.open = !this.keys.open;
-    if (this.keys.open) this.keys.querySelector("summary")?.focus();
-  }
-
-  private bar(): HTMLElement {
-    const { tree } = this;
-    return element(
-      "div.gp-line.gp-tight.gp-tools",
-      element("span.gp-search", { role: "search" }, icon("search"), this.field, this.count, ...this.steps),
-      this.graph,
-      this.components,
-      this.sizes,
-      this.folding,
-      makeColumnMenu(this.view, tree).element,
-      iconButton("expand", "Expand all", {
-        title: "Expand all below the selected row",
-        onclick: () => tree.expandBelow(tree.activeRow),
-      }),
-      iconButton("collapse", "Collapse all", { onclick: () => tree.collapseAll() }),
-      this.keys,
+    notices.announce(`Match ${formatNumber(number)} of ${countText()}: ${skeleton.path(tree.activeRow)}`);
+  };
+  const search = () => {
+    tree.search(field.value);
+    rowWhenTyped = tree.activeRow;
+    clearTimeout(announceTimer);
+    announceTimer = setTimeout(
+      () => field.value.trim() && notices.announce(found.error ?? countText()),
+      ANNOUNCE_AFTER_MS,
     );
-  }
-
-  private searchField(): HTMLInputElement {
-    return element("input", {
-      // Not type=search: some browsers draw its cross in black on a dark page.
-      type: "text",
-      role: "searchbox",
-      class: "gp-field",
-      "aria-label": "Search nodes",
-      "aria-describedby": this.error.id,
-      placeholder: "Search: attn op:mul shape:64 is:patched",
-      title: HELP,
-      autocomplete: "off",
-      spellcheck: "false",
-      oninput: () => this.search(),
-      onkeydown: (event: KeyboardEvent) => this.onKey(event),
-    });
-  }
-
-  private search(): void {
-    this.tree.search(this.field.value);
-    this.rowWhenTyped = this.tree.activeRow;
-    clearTimeout(this.announceTimer);
-    this.announceTimer = setTimeout(() => {
-      if (this.field.value.trim()) this.view.notices.announce(this.tree.found.error ?? this.countText());
-    }, ANNOUNCE_AFTER_MS);
-  }
-
+  };
   /** Focuses the tree, at a match unless the user has selected a row since typing the query. */
-  private toTree(): void {
-    const { matches } = this.tree.found;
-    const { activeRow } = this.tree;
-    if (matches?.length && activeRow === this.rowWhenTyped && !matches.includes(activeRow)) this.goToMatch(1);
-    this.view.focusTree();
-  }
-
+  const toTree = () => {
+    const { activeRow } = tree;
+    if (found.matches?.length && activeRow === rowWhenTyped && !found.matches.includes(activeRow)) goToMatch(1);
+    view.focusTree();
+  };
   /** Enter goes through the matches; Esc and the arrow lead to the tree, where another Esc ends the search. */
-  private onKey(event: KeyboardEvent): void {
+  const onkeydown = (event: KeyboardEvent) => {
     if (event.isComposing) return;
-    if (event.key === "Enter") this.goToMatch(event.shiftKey ? -1 : 1);
-    else if (event.key === "ArrowDown" || event.key === "Escape") this.toTree();
+    if (event.key === "Enter") goToMatch(event.shiftKey ? -1 : 1);
+    else if (event.key === "ArrowDown" || event.key === "Escape") toTree();
     else return;
     event.preventDefault();
-  }
-
-  private show(): void {
-    const { tree, field } = this;
+  };
+  const errorId = `gp-query-error-${++count}`;
+  const field = element("input.gp-field", {
+    // Not type=search: some browsers draw its cross in black on a dark page.
+    type: "text",
+    role: "searchbox",
+    "aria-label": "Search nodes",
+    "aria-describedby": errorId,
+    "aria-invalid": () => found.error !== null,
+    placeholder: "Search: attn op:mul shape:64 is:patched",
+    title: HELP,
+    autocomplete: "off",
+    spellcheck: "false",
+    oninput: search,
+    onkeydown,
+  });
+  const noMatch = () => !found.matches?.length;
+  const step = (by: 1 | -1, name: string, keys: string) => {
+    const attributes = { title: `${name} (${keys})`, disabled: noMatch, onclick: () => goToMatch(by) };
+    return iconButton(by < 0 ? "up" : "down", name, attributes);
+  };
+  const steps = [step(-1, "Previous match", "Shift+F3"), step(1, "Next match", "F3")];
+  const toggle = (label: string, title: string, attributes: Attributes) =>
+    buttonElement({ title, ...attributes }, label);
+  const keys = keysHelp();
+  const bar = element(
+    "div.gp-line.gp-tight.gp-tools",
+    element(
+      "span.gp-search",
+      { role: "search" },
+      icon("search"),
+      field,
+      element("span.gp-found-count.gp-muted", countText),
+      ...steps,
+    ),
+    toggle("Graph", "Draw the dataflow of the selected module", {
+      "aria-pressed": () => tree.showsGraph,
+      onclick: () => tree.setShowsGraph(!tree.showsGraph),
+    }),
+    toggle("Components", "Show layers and their components in place of modules and nodes", {
+      "aria-pressed": () => tree.isByComponent,
+      hidden: () => tree.components.size === 0,
+      onclick: () => tree.setByComponent(!tree.isByComponent),
+    }),
+    toggle("Sizes", "Show what only carries sizes, constants and flags", {
+      "aria-pressed": () => tree.showsSizes,
+      disabled: () => tree.isByComponent,
+      onclick: () => tree.setShowsSizes(!tree.showsSizes),
+    }),
+    toggle("Fold repeats", "Fold equal layers into one row, and masks, indices and positions", {
+      "aria-pressed": () => tree.isFolded,
+      disabled: () => !tree.canFold,
+      onclick: () => tree.change({ isFolded: !tree.isFolded }),
+    }),
+    makeColumnMenu(view, tree).element,
+    iconButton("expand", "Expand all", {
+      title: "Expand all below the selected row",
+      onclick: () => tree.expandBelow(tree.activeRow),
+    }),
+    iconButton("collapse", "Collapse all", { onclick: () => tree.collapseAll() }),
+    keys,
+  );
+  const error = element(
+    "p.gp-error.gp-query-error",
+    { id: errorId, hidden: () => found.error === null },
+    () => found.error,
+  );
+  const isHinted = () => found.matches?.length === 0 && found.error === null;
+  const hint = element("p.gp-muted.gp-query-error", { hidden: () => !isHinted() }, () => {
+    const more = `No matches except ${formatNumber(found.onlySizesCount)} that only carry sizes: add is:size.`;
+    return found.onlySizesCount ? more : "No matches. Try fewer or shorter terms.";
+  });
+  const parts = element("div.gp-stack.gp-toolbar", bar, error, hint, makeLegend(view, tree).element);
+  const show = () => {
     // Another view may have changed the query.
     if (field.value !== tree.query) field.value = tree.query;
-    setAttribute(field, "aria-invalid", tree.found.error !== null);
-    this.error.hidden = tree.found.error === null;
-    this.error.textContent = tree.found.error;
-    replaceChildren(this.count, this.countText());
-    this.hint.hidden = tree.found.matches?.length !== 0 || tree.found.error !== null;
-    this.hint.textContent = tree.found.onlySizesCount
-      ? `No matches except ${formatNumber(tree.found.onlySizesCount)} that only carry sizes: add is:size.`
-      : "No matches. Try fewer or shorter terms.";
-    for (const step of this.steps) step.disabled = !tree.found.matches?.length;
-    setAttribute(this.sizes, "aria-pressed", tree.showsSizes);
-    setAttribute(this.folding, "aria-pressed", tree.isFolded);
-    this.folding.disabled = !tree.canFold;
-    setAttribute(this.graph, "aria-pressed", tree.showsGraph);
-    setAttribute(this.components, "aria-pressed", tree.isByComponent);
-    this.components.hidden = tree.components.size === 0;
-    this.sizes.disabled = tree.isByComponent;
-  }
-
-  private countText(): string {
-    const { found } = this.tree;
-    const { matches } = found;
-    const all = formatCount(this.view.model.get("about").nodes || found.index.size, "node");
-    return matches === null ? all : `${formatNumber(matches.length)} of ${all}`;
-  }
+    refresh(parts);
+  };
+  follow(view, [tree.content], show);
+  view.onRemove(() => clearTimeout(announceTimer));
+  show();
+  return {
+    element: parts,
+    focus: () => {
+      field.focus();
+      field.select();
+    },
+    goToMatch,
+    /** Ends the search; the selected row stays visible. */
+    clearSearch: () => {
+      const { active } = tree;
+      tree.search("");
+      if (active > 0) view.reveal(active);
+    },
+    showKeys: () => {
+      keys.open = !keys.open;
+      if (keys.open) keys.querySelector("summary")?.focus();
+    },
+  };
 }
 
 const HELP = `All terms must hold.
@@ -200,112 +185,81 @@ function keysHelp(): HTMLDetailsElement {
   return details;
 }
 
-function toggle(label: string, title: string, onclick: () => void): HTMLButtonElement {
-  return buttonElement({ "aria-pressed": false, title, onclick }, label);
-}
-
 // -- The legend of the scores: their name, colors and range; sorts the tree by them, and filters it ----------------------
 
 const TOP_COUNTS = [10, 50, 200];
 
-export class Legend implements Part {
-  readonly element = element("div.gp-line.gp-tight.gp-scores", { role: "group", "aria-label": "Scores", hidden: true });
-  private shown: Scores | null = null;
-  private sort: HTMLButtonElement | null = null;
-  private filter: HTMLSelectElement | null = null;
-  private minimum: HTMLInputElement | null = null;
-
-  constructor(
-    view: View,
-    private readonly tree: TreeState,
-  ) {
-    view.onRemove(tree.onChange((change) => change === "lines" && this.show()));
-    this.show();
-  }
-
-  private show(): void {
-    const { tree } = this;
-    if (this.shown !== tree.scores) {
-      this.shown = tree.scores;
-      this.element.replaceChildren(...(tree.scores ? this.makeControls(tree.scores) : []));
-    }
-    this.element.hidden = tree.scores === null;
-    if (this.sort) setAttribute(this.sort, "aria-pressed", tree.isSorted);
-    if (this.filter && tree.filter === null && this.filter.value !== "least") this.filter.value = "all";
-  }
-
-  private makeControls(scores: Scores): HTMLElement[] {
-    const { tree } = this;
-    const { isByMagnitude: isBySize, maximum, minimum } = scores;
-    const middle = (isBySize ? Math.max(-minimum, maximum) : minimum + maximum) / 2;
-    this.sort = buttonElement(
-      { "aria-pressed": tree.isSorted, onclick: () => tree.change({ isSorted: !tree.isSorted }) },
-      isBySize ? "Sort by size of score" : "Sort by score",
-    );
-    this.minimum = element("input.gp-field.gp-minimum", {
-      inputmode: "decimal",
-      "aria-label": isBySize ? "Minimum size of a score" : "Minimum score",
-      hidden: true,
-      value: scoreText(middle),
-      oninput: () => this.applyFilter(),
-    });
-    this.filter = element(
-      "select.gp-field",
-      {
-        "aria-label": "Which scores",
-        title: "Rows with the same score have the same rank: most are names of one value",
-        onchange: () => this.applyFilter(),
-      },
-      element("option", { value: "all" }, `all ${formatNumber(scores.count)}`),
-      ...TOP_COUNTS.filter((count) => count < scores.rankCount).map((count) =>
-        element("option", { value: count }, `the ${count} ${isBySize ? "largest in size" : "highest"}`),
-      ),
-      element("option", { value: "least" }, isBySize ? "size at least …" : "at least …"),
-    );
-    const range = element(
-      "span.gp-pair.gp-range",
-      scoreText(scores.minimum),
-      this.scale(scores),
-      scoreText(scores.maximum),
-    );
-    return [
-      element("strong.gp-score-name.gp-cut", scores.name),
-      range,
-      this.sort,
-      this.filter,
-      this.minimum,
-      iconButton("close", "Hide scores", { onclick: () => tree.clearScores() }),
-    ];
-  }
-
-  private scale(scores: Scores): HTMLElement {
-    const scale = element("span.gp-scale", { "aria-hidden": true });
-    const color = (value: number) => {
-      const strength = scores.strength(value);
-      const share = Math.round(Math.abs(strength) * 100);
-      return `color-mix(in srgb, var(--gp-${strength < 0 ? "cold" : "hot"}) ${share}%, var(--gp-background))`;
-    };
-    const stops = scores.isDiverging ? [scores.minimum, 0, scores.maximum] : [scores.minimum, scores.maximum];
-    const span = scores.maximum - scores.minimum || 1;
-    const parts = stops.map((value) => `${color(value)} ${Math.round(((value - scores.minimum) / span) * 100)}%`);
-    scale.style.background = `linear-gradient(to right, ${parts.join(", ")})`;
-    return scale;
-  }
-
-  private applyFilter(): void {
-    const { filter, minimum, tree } = this;
-    if (!filter || !minimum) return;
-    minimum.hidden = filter.value !== "least";
-    const wanted = this.parseFilter(filter.value, minimum.value);
+function makeLegend(view: View, tree: TreeState): Part {
+  let shown: Scores | null = null;
+  const root = element("div.gp-line.gp-tight.gp-scores", {
+    role: "group",
+    "aria-label": "Scores",
+    hidden: () => tree.scores === null,
+  });
+  const filter = element("select.gp-field", {
+    "aria-label": "Which scores",
+    title: "Rows with the same score have the same rank: most are names of one value",
+    onchange: () => applyFilter(),
+  });
+  const isBySize = () => tree.scores?.isByMagnitude === true;
+  const minimum = element("input.gp-field.gp-minimum", {
+    inputmode: "decimal",
+    "aria-label": () => (isBySize() ? "Minimum size of a score" : "Minimum score"),
+    hidden: () => filter.value !== "least",
+    oninput: () => applyFilter(),
+  });
+  const applyFilter = () => {
+    const wanted = parseFilter(filter.value, minimum.value);
     setAttribute(minimum, "aria-invalid", wanted === undefined);
     if (wanted !== undefined) tree.change({ filter: wanted });
-  }
+    refresh(root);
+  };
+  const controls = (scores: Scores): HTMLElement[] => {
+    const { count, maximum, minimum: least, name, rankCount } = scores;
+    minimum.value = scoreText((isBySize() ? Math.max(-least, maximum) : least + maximum) / 2);
+    const word = isBySize() ? "largest in size" : "highest";
+    const counts = TOP_COUNTS.filter((top) => top < rankCount).map((top) => [top, `the ${top} ${word}`] as const);
+    const all = ["all", `all ${formatNumber(count)}`] as const;
+    setOptions(filter, [all, ...counts, ["least", isBySize() ? "size at least …" : "at least …"]], "all");
+    const onclick = () => tree.change({ isSorted: !tree.isSorted });
+    const sort = buttonElement(
+      { "aria-pressed": () => tree.isSorted, onclick },
+      isBySize() ? "Sort by size of score" : "Sort by score",
+    );
+    const close = iconButton("close", "Hide scores", { onclick: () => tree.clearScores() });
+    const range = element("span.gp-pair.gp-range", scoreText(least), scaleOf(scores), scoreText(maximum));
+    return [element("strong.gp-score-name.gp-cut", name), range, sort, filter, minimum, close];
+  };
+  const show = () => {
+    if (shown !== tree.scores) root.replaceChildren(...(tree.scores ? controls(tree.scores) : []));
+    shown = tree.scores;
+    if (tree.filter === null && filter.value !== "least") filter.value = "all";
+    refresh(root);
+  };
+  follow(view, [tree.content], show);
+  show();
+  return { element: root };
+}
 
-  /** `undefined`: the text is not a number. */
-  private parseFilter(choice: string, typed: string): ScoreFilter | null | undefined {
-    if (choice === "all") return null;
-    if (choice !== "least") return { count: Number(choice) };
-    const minimum = Number(typed.replaceAll(",", "").trim() || Number.NaN);
-    return Number.isNaN(minimum) ? undefined : { minimum };
-  }
+/** The colors of scores, from the lowest to the highest. */
+function scaleOf(scores: Scores): HTMLElement {
+  const { isDiverging, maximum, minimum } = scores;
+  const part = (value: number) => {
+    const strength = scores.strength(value);
+    const color = `var(--gp-${strength < 0 ? "cold" : "hot"}) ${Math.round(Math.abs(strength) * 100)}%`;
+    const place = Math.round((100 * (value - minimum)) / (maximum - minimum || 1));
+    return `color-mix(in srgb, ${color}, var(--gp-background)) ${place}%`;
+  };
+  const parts = (isDiverging ? [minimum, 0, maximum] : [minimum, maximum]).map(part);
+  const scale = element("span.gp-scale", { "aria-hidden": true });
+  scale.style.background = `linear-gradient(to right, ${parts.join(", ")})`;
+  return scale;
+}
+
+/** `undefined`: the text is not a number. */
+function parseFilter(choice: string, typed: string): ScoreFilter | null | undefined {
+  if (choice === "all") return null;
+  if (choice !== "least") return { count: Number(choice) };
+  const minimum = Number(typed.replaceAll(",", "").trim() || Number.NaN);
+  return Number.isNaN(minimum) ? undefined : { minimum };
 }

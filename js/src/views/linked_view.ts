@@ -106,18 +106,20 @@ export function makePatchStrip(view: Linked): Part {
 /** The minimum time between two requests: a burst of edits causes two runs. */
 const MIN_INTERVAL_MS = 80;
 
-/**
- * @param shownVersion The version of the patches that the numbers are for.
- * @param ask Requests numbers for the current patches; called again until they are computed.
- * @param numbers The element of the numbers, which are faint while they are out of date.
- */
+interface Numbers {
+  /** The version of the patches that the numbers are for. */
+  version(): number;
+  /** Requests numbers for the current patches; called again until they are computed. */
+  ask(): Promise<JobReply<JobStatus>>;
+}
+
+/** `shown`: the element of the numbers, which are faint if they cannot be computed. */
 export function makeUpdates<T extends LinkedTraits>(
   view: Linked<T>,
-  shownVersion: () => number,
-  ask: () => Promise<JobReply<JobStatus>>,
-  numbers: HTMLElement,
+  shown: HTMLElement,
+  { version, ask }: Numbers,
 ): JobLine {
-  const showState = (state: RunState) => numbers.classList.toggle("gp-dimmed", state === "failed");
+  const showState = (state: RunState) => shown.classList.toggle("gp-dimmed", state === "failed");
   const job = followJob(view, ask, showState, "Computing …");
   let timer: ReturnType<typeof setTimeout> | undefined;
   let last = Number.NEGATIVE_INFINITY;
@@ -127,7 +129,7 @@ export function makeUpdates<T extends LinkedTraits>(
   };
   const check = () => {
     clearTimeout(timer);
-    if (view.model.get("session").version === shownVersion()) return;
+    if (view.model.get("session").version === version()) return;
     if (view.kernel.state === "lost") return job.say("The patches have changed since these numbers were computed.");
     timer = setTimeout(askNow, Math.max(0, last + MIN_INTERVAL_MS - performance.now()));
   };

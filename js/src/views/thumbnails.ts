@@ -1,8 +1,9 @@
 /** Thumbnails of all heads on one canvas, a row for each layer: hovering previews a head, a click selects it. */
+import type { AttentionLayer } from "../kernel/protocol";
 import { element, replaceChildren, setAttribute } from "../page/dom";
 import { type Cell, clamp, placeBox, watchCells } from "../page/grid";
 import { type ColorMap, color, fade, positionOn, type Rgb, type Scale } from "../plots/matrix";
-import type { HeadIndex, Pattern, Patterns } from "./attention_data";
+import type { HeadIndex, Pattern } from "./attention_data";
 
 interface ThumbnailOptions {
   /** Called with the head under the pointer or the keyboard's cursor, and with `null` when there is none. */
@@ -36,122 +37,90 @@ function colorTable(map: ColorMap): Rgb[] {
   return known;
 }
 
-export class Thumbnails {
-  readonly element: HTMLElement;
-  private readonly canvas = element("canvas", { "aria-hidden": "true" });
-  private readonly marks = element("div.gp-head-marks");
-  private readonly patched = element("div.gp-patched-heads");
-  private readonly cursor = element("div.gp-head-cursor", { hidden: true });
-  private readonly labels = element("div.gp-layer-labels.gp-muted", { "aria-hidden": "true" });
-  private readonly numbers = element("div.gp-head-numbers.gp-muted", { "aria-hidden": "true" });
-  private readonly liveRegion = element("div.gp-visually-hidden", { "aria-live": "polite" });
-  private readonly field: HTMLElement;
-  private readonly ratio = globalThis.devicePixelRatio || 1;
-  private size = 40;
-  private current: Cell | null = null;
-  private patterns: Patterns | null = null;
-  private heads = 0;
-
-  constructor(private readonly options: ThumbnailOptions) {
-    this.field = element(
-      "div.gp-heads-field",
-      {
-        role: "group",
-        tabindex: 0,
-        "aria-label": "Heads: arrow keys go from head to head, Enter selects one, Shift and Enter add one",
-      },
-      this.canvas,
-      this.patched,
-      this.marks,
-      this.cursor,
-    );
-    this.element = element("div.gp-heads", this.numbers, this.labels, this.field, this.liveRegion);
-    watchCells(this.field, {
-      rows: () => this.patterns?.about.layers.length ?? 0,
-      columns: (layer) => this.patterns?.about.layers[layer]?.heads ?? 0,
-      cellAt: (x, y) => this.cellAt(x, y),
-      show: (cell, isByKey) => this.showCursor(cell, isByKey),
-      choose: (place, isMore) => options.choose(place, isMore),
-    });
-    this.labels.addEventListener("click", ({ target }) => {
-      const layer = [...this.labels.children].indexOf(target as Element);
-      if (layer >= 0) this.options.chooseLayer(layer);
-    });
-  }
-
+export function makeThumbnails(options: ThumbnailOptions) {
+  const ratio = globalThis.devicePixelRatio || 1;
+  let size = 40;
+  let current: Cell | null = null;
+  let layers: readonly AttentionLayer[] = [];
+  let across = 0;
+  const canvas = element("canvas", { "aria-hidden": "true" });
+  const marks = element("div.gp-head-marks");
+  const patched = element("div.gp-patched-heads");
+  const cursor = element("div.gp-head-cursor", { hidden: true });
+  const numbers = element("div.gp-head-numbers.gp-muted", { "aria-hidden": "true" });
+  const labels = element("div.gp-layer-labels.gp-muted", {
+    "aria-hidden": "true",
+    onclick: ({ target }: MouseEvent) => {
+      const layer = [...labels.children].indexOf(target as Element);
+      if (layer >= 0) options.chooseLayer(layer);
+    },
+  });
+  const liveRegion = element("div.gp-visually-hidden", { "aria-live": "polite" });
+  const name = "Heads: arrow keys go from head to head, Enter selects one, Shift and Enter add one";
+  const attributes = { role: "group", tabindex: 0, "aria-label": name };
+  const field = element("div.gp-heads-field", attributes, canvas, patched, marks, cursor);
+  const main = element("div.gp-heads", numbers, labels, field, liveRegion);
+  watchCells(field, {
+    rows: () => layers.length,
+    columns: (layer) => layers[layer]?.heads ?? 0,
+    cellAt: (x, y) => {
+      const [layer, head] = [Math.floor(y * layers.length), Math.floor(x * across)];
+      return head >= 0 && head < (layers[layer]?.heads ?? 0) ? [layer, head] : null;
+    },
+    show: (head, isByKey) => {
+      const isSame = String(head) === String(current);
+      current = head;
+      cursor.hidden = head === null;
+      if (head !== null) place(cursor, head);
+      if (head !== null && isByKey) liveRegion.textContent = options.describe(head);
+      if (!isSame) options.preview(head);
+    },
+    choose: options.choose,
+  });
+  const place = (box: HTMLElement, head: HeadIndex) => {
+    placeBox(box, head, { width: size + GAP, height: size + GAP }, { width: size, height: size });
+    return box;
+  };
   /** Draws all heads, for a width in CSS pixels. */
-  draw(shown: Pattern[][], patterns: Patterns, width: number, { scaleOf, patchesOf, isKept }: DrawOptions): void {
-    this.patterns = patterns;
-    const { layers } = patterns.about;
-    this.heads = Math.max(...layers.map(({ heads }) => heads));
-    const room = Math.floor((width - LABELS) / this.heads) - GAP;
-    this.size = Math.max(MIN_SIDE, Math.min(MAX_SIDE, room));
-    const step = this.size + GAP;
-    this.canvas.width = Math.round(this.heads * step * this.ratio);
-    this.canvas.height = Math.round(layers.length * step * this.ratio);
-    this.canvas.style.width = `${this.heads * step}px`;
-    this.canvas.style.height = `${layers.length * step}px`;
-    this.element.style.setProperty("--gp-step", `${step}px`);
-    replaceChildren(
-      this.labels,
-      ...layers.map(({ title }, layer) => {
-        const patches = patchesOf(layer, null);
-        return element("span", { title: `Layer ${title}: all heads` }, title, patches && element("mark", patches));
-      }),
+  const draw = (shown: Pattern[][], about: readonly AttentionLayer[], width: number, how: DrawOptions) => {
+    layers = about;
+    across = Math.max(...layers.map(({ heads }) => heads));
+    size = clamp(Math.floor((width - LABELS) / across) - GAP, MIN_SIDE, MAX_SIDE);
+    const step = size + GAP;
+    canvas.width = Math.round(across * step * ratio);
+    canvas.height = Math.round(layers.length * step * ratio);
+    canvas.style.width = `${across * step}px`;
+    canvas.style.height = `${layers.length * step}px`;
+    main.style.setProperty("--gp-step", `${step}px`);
+    const names = layers.map(({ title }, layer) => {
+      const patches = how.patchesOf(layer, null);
+      return element("span", { title: `Layer ${title}: all heads` }, title, patches && element("mark", patches));
+    });
+    replaceChildren(labels, ...names);
+    replaceChildren(numbers, ...Array.from({ length: across }, (_, head) => element("span", `${head}`)));
+    const context = canvas.getContext("2d");
+    const all = shown.flatMap((heads, layer) =>
+      heads.map((pattern, head) => [pattern, [layer, head] as Cell] as const),
     );
-    replaceChildren(this.numbers, ...Array.from({ length: this.heads }, (_, head) => element("span", `${head}`)));
-    const context = this.canvas.getContext("2d");
-    if (context === null) return;
-    const patched: HTMLElement[] = [];
-    const side = Math.round(this.size * this.ratio);
-    for (const [layer, heads] of shown.entries()) {
-      for (const [head, pattern] of heads.entries()) {
-        const image = toImage(pattern, side, scaleOf([layer, head]));
-        const patches = patchesOf(layer, head);
-        if (patches) {
-          const mark = element("mark", patches);
-          this.place(mark, [layer, head]);
-          patched.push(mark);
-        }
-        if (!isKept([layer, head])) fade(image);
-        context.putImageData(image, Math.round(head * step * this.ratio), Math.round(layer * step * this.ratio));
-      }
+    for (const [pattern, [layer, head]] of context === null ? [] : all) {
+      const image = toImage(pattern, Math.round(size * ratio), how.scaleOf([layer, head]));
+      if (!how.isKept([layer, head])) fade(image);
+      context?.putImageData(image, Math.round(head * step * ratio), Math.round(layer * step * ratio));
     }
-    replaceChildren(this.patched, ...patched);
-  }
-
-  mark(places: readonly HeadIndex[], colorOf: (at: number) => string, layers: ReadonlySet<number>): void {
-    const boxes = places.map((place, at) => {
-      const box = element("div.gp-head-mark");
-      this.place(box, place);
-      if (places.length > 1) box.style.outlineColor = colorOf(at);
+    const patches = all.map(([, head]) => [head, how.patchesOf(...head)] as const).filter(([, text]) => text !== "");
+    replaceChildren(patched, ...patches.map(([head, text]) => place(element("mark", text), head)));
+  };
+  const mark = (heads: readonly HeadIndex[], colorOf: (at: number) => string, marked: ReadonlySet<number>) => {
+    const boxes = heads.map((head, at) => {
+      const box = place(element("div.gp-head-mark"), head);
+      if (heads.length > 1) box.style.outlineColor = colorOf(at);
       return box;
     });
-    replaceChildren(this.marks, ...boxes);
-    for (const [layer, label] of [...this.labels.children].entries()) {
-      setAttribute(label, "data-selected", layers.has(layer));
-    }
-  }
-
-  private place(box: HTMLElement, place: HeadIndex): void {
-    const [step, size] = [this.size + GAP, this.size];
-    placeBox(box, place, { width: step, height: step }, { width: size, height: size });
-  }
-
-  private cellAt(x: number, y: number): Cell | null {
-    const layers = this.patterns?.about.layers ?? [];
-    const [layer, head] = [Math.floor(y * layers.length), Math.floor(x * this.heads)];
-    return head >= 0 && head < (layers[layer]?.heads ?? 0) ? [layer, head] : null;
-  }
-
-  private showCursor(place: Cell | null, isByKey: boolean): void {
-    const isSame = String(place) === String(this.current);
-    this.current = place;
-    this.cursor.hidden = place === null;
-    if (place !== null) this.place(this.cursor, place);
-    if (place !== null && isByKey) this.liveRegion.textContent = this.options.describe(place);
-    if (!isSame) this.options.preview(place);
-  }
+    replaceChildren(marks, ...boxes);
+    for (const [layer, label] of [...labels.children].entries())
+      setAttribute(label, "data-selected", marked.has(layer));
+  };
+  return { element: main, draw, mark };
 }
 
 /** Draws a pattern as a square of device pixels; with more cells than pixels, a pixel shows the largest of its block. */

@@ -1,7 +1,7 @@
 /** Two strips of tokens: what a token attends to, and which tokens attend to it. Hovering previews, a click pins. */
 import type { AttentionImage } from "../kernel/protocol";
 import { consume, element, replaceChildren, setAttribute } from "../page/dom";
-import { isChoice } from "../page/grid";
+import { clamp, isChoice } from "../page/grid";
 import { formatWithError, visibleToken } from "../page/text";
 import { largestMagnitude } from "../plots/matrix";
 import type { Pattern } from "./attention_data";
@@ -39,34 +39,26 @@ const MAX_BACKGROUND = 45;
 const MAX_OVERLAY = 85;
 const MAX_NAMED = 3;
 
-export class TokenStrips {
-  readonly element: HTMLElement;
-  private readonly strips: Strip[];
-  private readonly note = element(
-    "p.gp-note",
-    "Point at a token to see what it looks at, and what looks at it; click to pin it.",
-  );
-
-  constructor(options: StripOptions) {
-    const looksAt = new Strip("looks at", "key", options);
-    const lookedAt = new Strip("is looked at by", "query", options);
-    this.strips = [looksAt, lookedAt];
-    this.element = element("div.gp-stack.gp-strips", looksAt.element, lookedAt.element, this.note);
-  }
-
-  show({ pattern, queries, keys, query, key, run, patched, image }: StripContent): void {
-    const [looksAt, lookedAt] = this.strips;
-    const { rows, columns, values, isFull: isWhole } = pattern;
-    for (const strip of this.strips) [strip.error, strip.patched, strip.image] = [pattern.error, patched, image];
+export function makeTokenStrips(options: StripOptions) {
+  const looksAt = makeStrip("looks at", "key", options);
+  const lookedAt = makeStrip("is looked at by", "query", options);
+  const hint = "Point at a token to see what it looks at, and what looks at it; click to pin it.";
+  const note = element("p.gp-note", hint);
+  const show = ({ pattern, queries, keys, query, key, ...look }: StripContent) => {
+    const { error, rows, columns, values, isFull: isWhole } = pattern;
     const isUsable = isWhole && queries.length === rows && keys.length === columns;
     const row = isUsable && query !== null ? values.subarray(query * columns, (query + 1) * columns) : null;
     const column =
       isUsable && key !== null ? Float32Array.from({ length: rows }, (_, at) => values[at * columns + key] ?? 0) : null;
-    looksAt?.show(keys, row, query, query === null ? null : (queries[query] ?? null), run);
-    if (key === null && query === null && isUsable) lookedAt?.showReceived(keys, received(pattern), run);
-    else lookedAt?.show(queries, column, key, key === null ? null : (keys[key] ?? null), run);
-    this.note.hidden = query !== null || key !== null;
-  }
+    const of = (texts: readonly string[], position: number | null) =>
+      position === null ? null : (texts[position] ?? null);
+    looksAt.show({ ...look, error, texts: keys, weights: row, position: query, of: of(queries, query) });
+    const isAll = key === null && query === null && isUsable;
+    if (isAll) lookedAt.show({ ...look, error, texts: keys, weights: received(pattern), position: null, of: null });
+    else lookedAt.show({ ...look, error, texts: queries, weights: column, position: key, of: of(keys, key) });
+    note.hidden = query !== null || key !== null;
+  };
+  return { element: element("div.gp-stack.gp-strips", looksAt.element, lookedAt.element, note), show };
 }
 
 function received({ rows, columns, values }: Pattern): Float32Array {
@@ -77,125 +69,99 @@ function received({ rows, columns, values }: Pattern): Float32Array {
   return sums;
 }
 
-class Strip {
-  readonly element: HTMLElement;
-  private readonly title = element("div.gp-caption.gp-strip-title");
-  private readonly line: HTMLElement;
-  private texts: readonly string[] = [];
-  private position = 0;
-  error: Pattern["error"] = () => 0;
-  patched: ReadonlySet<number> = new Set();
-  image: TokenImage | null = null;
-  private shownImage: TokenImage | null = null;
-  private tokens: HTMLElement[] = [];
+interface Strip extends Pick<StripContent, "run" | "patched" | "image"> {
+  error: Pattern["error"];
+  texts: readonly string[];
+  /** Of each token; `null`: unknown. */
+  weights: Float32Array | null;
+  /** The token that the strip describes; without one, weights are how much attention each token receives. */
+  position: number | null;
+  of: string | null;
+}
 
-  constructor(
-    private readonly verb: string,
-    side: Side,
-    options: StripOptions,
-  ) {
-    this.line = element("div.gp-token-strip", {
-      role: "group",
-      tabindex: 0,
-      "aria-label": `Tokens, ${verb}: arrow keys go from token to token, Enter pins one`,
-    });
-    const numberOf = (event: Event) => {
-      const found = (event.target as Element).closest<HTMLElement>("[data-at]");
-      return found === null ? null : Number(found.dataset.at);
-    };
-    this.line.addEventListener("pointerover", (event) => {
-      const at = numberOf(event);
-      if (at !== null) options.preview(at, side);
-    });
-    this.line.addEventListener("pointerleave", () => options.preview(null, side));
-    this.line.addEventListener("blur", () => options.preview(null, side));
-    this.line.addEventListener("click", (event) => {
-      const at = numberOf(event);
-      if (at !== null) options.choose(at, side, event.shiftKey);
-    });
-    this.line.addEventListener("keydown", (event) => {
+function makeStrip(verb: string, side: Side, options: StripOptions) {
+  const title = element("div.gp-caption.gp-strip-title");
+  let texts: readonly string[] = [];
+  let shownImage: TokenImage | null = null;
+  let tokens: HTMLElement[] = [];
+  let position = 0;
+  const numberOf = (event: Event, act: (at: number) => void) => {
+    const found = (event.target as Element).closest<HTMLElement>("[data-at]");
+    if (found !== null) act(Number(found.dataset.at));
+  };
+  const leave = () => options.preview(null, side);
+  const line = element("div.gp-token-strip", {
+    role: "group",
+    tabindex: 0,
+    "aria-label": `Tokens, ${verb}: arrow keys go from token to token, Enter pins one`,
+    onpointerover: (event: Event) => numberOf(event, (at) => options.preview(at, side)),
+    onpointerleave: leave,
+    onblur: leave,
+    onclick: (event: MouseEvent) => numberOf(event, (at) => options.choose(at, side, event.shiftKey)),
+    onkeydown: (event: KeyboardEvent) => {
       const step = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
       if (step === undefined && !isChoice(event)) return;
       consume(event);
-      this.title.setAttribute("aria-live", "polite");
-      if (step === undefined) {
-        options.choose(this.position, side, event.shiftKey);
-        return;
-      }
-      this.position = Math.max(0, Math.min(this.texts.length - 1, this.position + step));
-      options.preview(this.position, side);
-    });
-    this.element = element("div.gp-strip", this.title, this.line);
-  }
-
-  /** `weights`: of each token; `null`: unknown, or there is no token. `of`: the token that the strip describes. */
-  show(
-    texts: readonly string[],
-    weights: Float32Array | null,
-    position: number | null,
-    of: string | null,
-    run: string,
-  ): void {
-    if (texts !== this.texts || this.image !== this.shownImage) this.fill(texts);
-    if (position !== null) this.position = position;
-    const most = largestMagnitude(weights ?? []);
-    for (const [at, token] of this.tokens.entries()) {
-      const weight = weights?.[at] ?? 0;
-      const strongest = token.classList.contains("gp-patch") ? MAX_OVERLAY : MAX_BACKGROUND;
-      const part = most > 0 ? Math.round((Math.abs(weight) / most) * strongest) : 0;
-      const own = weight < 0 ? "var(--gp-negative)" : "var(--gp-positive)";
-      token.style.backgroundColor = part > 0 ? `color-mix(in srgb, ${own} ${part}%, transparent)` : "";
-      setAttribute(token, "data-active", at === position);
-      setAttribute(token, "data-patched", this.patched.has(at));
-    }
-    replaceChildren(this.title, run, ...this.titleParts(weights, of, position));
-  }
-
+      title.setAttribute("aria-live", "polite");
+      if (step === undefined) return options.choose(position, side, event.shiftKey);
+      position = clamp(position + step, 0, texts.length - 1);
+      options.preview(position, side);
+    },
+  });
   /** Tokens in a line; those that are patches of a picture, over it. */
-  private fill(texts: readonly string[]): void {
-    const { image } = this;
-    [this.texts, this.shownImage] = [texts, image];
+  const fill = (image: TokenImage | null) => {
     const patches = new Set(image?.positions);
-    this.tokens = texts.map((text, at) => {
+    tokens = texts.map((text, at) => {
       const attributes = { "data-at": at, title: `${at}` };
       return patches.has(at)
         ? element("span.gp-patch", attributes)
         : element("span.gp-token", attributes, visibleToken(text));
     });
-    const picture = image && element("div.gp-image", ...image.positions.map((at) => this.tokens[at]));
-    if (picture) {
-      picture.style.backgroundImage = `url("${image?.picture}")`;
-      picture.style.gridTemplate = `repeat(${image?.grid[0]}, 1fr) / repeat(${image?.grid[1]}, 1fr)`;
-      picture.style.aspectRatio = `${image?.grid[1]} / ${image?.grid[0]}`;
+    const picture = image && element("div.gp-image", ...image.positions.map((at) => tokens[at]));
+    const [rows, columns] = image?.grid ?? [];
+    Object.assign(picture?.style ?? {}, {
+      backgroundImage: `url("${image?.picture}")`,
+      gridTemplate: `repeat(${rows}, 1fr) / repeat(${columns}, 1fr)`,
+      aspectRatio: `${columns} / ${rows}`,
+    });
+    replaceChildren(line, picture, ...tokens.filter((_, at) => !patches.has(at)));
+    setAttribute(line, "data-image", picture !== null);
+  };
+  const show = (strip: Strip) => {
+    const { weights, of, run } = strip;
+    if (strip.texts !== texts || strip.image !== shownImage) {
+      [texts, shownImage] = [strip.texts, strip.image];
+      fill(strip.image);
     }
-    replaceChildren(this.line, picture, ...this.tokens.filter((_, at) => !patches.has(at)));
-    setAttribute(this.line, "data-image", picture !== null);
-  }
+    position = strip.position ?? position;
+    const most = largestMagnitude(weights ?? []);
+    for (const [at, token] of tokens.entries()) {
+      const weight = weights?.[at] ?? 0;
+      const strongest = token.classList.contains("gp-patch") ? MAX_OVERLAY : MAX_BACKGROUND;
+      const part = most > 0 ? Math.round((Math.abs(weight) / most) * strongest) : 0;
+      const own = weight < 0 ? "var(--gp-negative)" : "var(--gp-positive)";
+      token.style.backgroundColor = part > 0 ? `color-mix(in srgb, ${own} ${part}%, transparent)` : "";
+      setAttribute(token, "data-active", at === strip.position);
+      setAttribute(token, "data-patched", strip.patched.has(at));
+    }
+    const named = weights && strongestOf(texts, weights, strip.error);
+    const all = strip.position === null && named !== null ? `received, mean over the queries: ${named}` : `… ${verb}`;
+    const parts =
+      of === null || named === null
+        ? [all]
+        : [element("strong", visibleToken(of)), ` (${strip.position}) ${verb}: ${named}`];
+    replaceChildren(title, run, ...parts);
+  };
+  return { element: element("div.gp-strip", title, line), show };
+}
 
-  /** Without a token: shows how much attention each token receives, as the mean over the queries. */
-  showReceived(texts: readonly string[], weights: Float32Array, run: string): void {
-    this.show(texts, weights, null, null, run);
-    replaceChildren(this.title, run, `received, mean over the queries: ${this.strongest(weights)}`);
-  }
-
-  private strongest(weights: Float32Array): string {
-    const order = [...weights.keys()].sort((one, other) => Math.abs(weights[other] ?? 0) - Math.abs(weights[one] ?? 0));
-    const named = order
-      .slice(0, MAX_NAMED)
-      .filter((at) => weights[at] !== 0)
-      .map(
-        (at) =>
-          `${visibleToken(this.texts[at] ?? "")} (${at}) ${formatWithError(weights[at] ?? 0, this.error(weights[at] ?? 0))}`,
-      );
-    return named.join(", ") || "0 everywhere";
-  }
-
-  private titleParts(
-    weights: Float32Array | null,
-    of: string | null,
-    position: number | null,
-  ): (HTMLElement | string)[] {
-    if (of === null || weights === null) return [`… ${this.verb}`];
-    return [element("strong", visibleToken(of)), ` (${position}) ${this.verb}: ${this.strongest(weights)}`];
-  }
+/** Names the tokens with the largest weights. */
+function strongestOf(texts: readonly string[], weights: Float32Array, error: Pattern["error"]): string {
+  const weightOf = (at: number) => weights[at] ?? 0;
+  const order = [...weights.keys()].sort((one, other) => Math.abs(weightOf(other)) - Math.abs(weightOf(one)));
+  const named = order
+    .slice(0, MAX_NAMED)
+    .filter((at) => weightOf(at) !== 0)
+    .map((at) => `${visibleToken(texts[at] ?? "")} (${at}) ${formatWithError(weightOf(at), error(weightOf(at)))}`);
+  return named.join(", ") || "0 everywhere";
 }

@@ -1,6 +1,6 @@
 import { afterEach, expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
-import { FlowPanel } from "../../src/flow/flow_panel";
+import { makeFlowPanel } from "../../src/flow/flow_panel";
 import { standaloneSvg } from "../../src/flow/flow_picture";
 import { TreeState } from "../../src/tree/tree_state";
 import "../../src/style.css";
@@ -42,7 +42,7 @@ async function shown(hasEdges = true) {
     rig.view.calls.push(["reveal", row]);
     state.reveal(row);
   };
-  const panel = new FlowPanel(rig.view, state);
+  const panel = makeFlowPanel(rig.view, state);
   rig.view.root.append(panel.element);
   const node = (name: string) =>
     [...panel.element.querySelectorAll<SVGGElement>(".gp-flow-node")].find(

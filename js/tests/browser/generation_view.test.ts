@@ -49,6 +49,7 @@ async function shown(changes: Partial<Generation> = {}, ...more: ArrayBuffer[]) 
 
 test("tokens show their score as color and text, and a click branches", async () => {
   const { el, tokens, sent } = await shown();
+  const now = (at: number) => el.querySelectorAll<HTMLButtonElement>(".gp-generated")[at] as HTMLButtonElement;
   expect(tokens.map((token) => token.getAttribute("aria-label"))).toEqual([
     "step 0: ␣sat, probability 60.7%",
     `step 1: ${HOSTILE.replaceAll(" ", "␣")}, probability 36.8%`,
@@ -57,9 +58,9 @@ test("tokens show their score as color and text, and a click branches", async ()
   expect(new Set(tokens.map((token) => token.style.background)).size).toBe(3);
   expect(el.querySelector(".gp-legend")?.textContent).toBe("0%100%");
   await userEvent.selectOptions(el.querySelector("select") as HTMLSelectElement, "entropy");
-  expect(tokens[2]?.getAttribute("aria-label")).toBe("step 2: ␣on, entropy (nats) 1");
+  expect(now(2).getAttribute("aria-label")).toBe("step 2: ␣on, entropy (nats) 1");
   expect(el.querySelector(".gp-legend")?.textContent).toBe("04.61"); // of 100 tokens that are as probable
-  await userEvent.click(tokens[0] as HTMLButtonElement);
+  await userEvent.click(now(0));
   const branch = el.querySelector<HTMLButtonElement>("[aria-label^='Branch with']") as HTMLButtonElement;
   expect(branch.getAttribute("aria-label")).toBe(`Branch with ${HOSTILE.replaceAll(" ", "␣")} at step 0`);
   await userEvent.click(branch);

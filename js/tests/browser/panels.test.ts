@@ -1,10 +1,10 @@
 import { afterEach, beforeEach, describe, expect, it } from "vitest";
 import { page, userEvent } from "vitest/browser";
-import { NodePopup } from "../../src/details/popup";
+import { makeNodePopup, type NodePopup } from "../../src/details/popup";
 import type { Checked, Details } from "../../src/kernel/protocol";
 import { makeNotices } from "../../src/page/notices";
-import { PatchEditor } from "../../src/patches/editor";
-import { PatchList } from "../../src/patches/patch_list";
+import { makePatchEditor, type PatchEditor } from "../../src/patches/editor";
+import { makePatchList } from "../../src/patches/patch_list";
 import type { Part } from "../../src/view";
 import { accessibilityViolations } from "../accessibility";
 import "../../src/style.css";
@@ -42,9 +42,9 @@ beforeEach(async () => {
   rig = new Rig();
   const notices = makeNotices(rig.view.kernel, (undo) => rig.view.onRemove(undo));
   Object.assign(rig.view, { notices });
-  popup = new NodePopup(rig.view);
-  editor = new PatchEditor(rig.view);
-  list = new PatchList(rig.view);
+  popup = makeNodePopup(rig.view);
+  editor = makePatchEditor(rig.view);
+  list = makePatchList(rig.view);
   tree = document.createElement("div");
   Object.assign(tree, { tabIndex: 0, role: "tree", ariaLabel: "Graph" });
   anchor = document.createElement("div");

@@ -1,10 +1,10 @@
 import { afterEach, describe, expect, it } from "vitest";
 import { page, userEvent } from "vitest/browser";
-import { ActivationSection } from "../../src/details/activation_view";
+import { makeActivation } from "../../src/details/activation_view";
 import type { Plot } from "../../src/kernel/protocol";
 import { color, MISSING } from "../../src/plots/matrix";
 import { makePlot } from "../../src/plots/plots";
-import { RunPanel } from "../../src/runs/run_panel";
+import { makeRunPanel } from "../../src/runs/run_panel";
 import { accessibilityViolations } from "../accessibility";
 import { cellColor } from "../canvas";
 import { FakeView } from "../fixtures";
@@ -236,7 +236,7 @@ async function full(): Promise<FakeView> {
     activation: () => activationStatus(1, { state: "done", view: seen }, [values]),
     activation_close: () => ({ result: {}, buffers: [] }),
   };
-  view.root.append(new RunPanel(view).element, new ActivationSection(view, 3).element);
+  view.root.append(makeRunPanel(view).element, makeActivation(view, 3).element);
   for (const name of ["Run", "Show activation"]) {
     [...view.root.querySelectorAll("button")].find((button) => button.textContent === name)?.click();
   }
@@ -268,7 +268,7 @@ it.each([1200, 640, 330])(
     const shown = report({ probes: [probe, other] });
     const done = { ...DONE, report: shown };
     view.kernel.script = { run: () => ({ result: done, buffers }) };
-    view.root.append(new RunPanel(view).element);
+    view.root.append(makeRunPanel(view).element);
     view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
     await expect.poll(() => view.root.querySelectorAll(".gp-probe canvas").length).toBe(6);
     const [card] = view.root.querySelectorAll(".gp-probe");
@@ -294,7 +294,7 @@ it("shows the output's numbers beside a long path that wraps", async () => {
   const shown = report({ changes: change === undefined ? [] : [{ ...change, path }, change] });
   const done = { ...DONE, report: shown };
   view.kernel.script = { run: () => ({ result: done, buffers: [] }) };
-  view.root.append(new RunPanel(view).element);
+  view.root.append(makeRunPanel(view).element);
   view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
   await expect.poll(() => view.root.querySelector(".gp-changes")).not.toBeNull();
   const scroll = view.root.querySelector(".gp-changes")?.parentElement as HTMLElement;
@@ -330,7 +330,7 @@ it.each(["light", "dark"])("has no accessibility violations (%s)", async (theme)
 it("has no accessibility violations when a first run fails", async () => {
   const view = open();
   view.kernel.script = { run: () => Promise.reject(new Error("The kernel has stopped.")) };
-  view.root.append(new RunPanel(view).element);
+  view.root.append(makeRunPanel(view).element);
   view.root.querySelector("button")?.click();
   await expect.poll(() => view.root.querySelector("[role=alert]:not([hidden])")?.textContent).toBeTruthy();
   expect(await accessibilityViolations(view.root)).toEqual([]);

@@ -3,9 +3,9 @@ import { page, userEvent } from "vitest/browser";
 import type { Columns } from "../../src/kernel/protocol";
 import { makeColumnHeads } from "../../src/tree/columns";
 import { Skeleton } from "../../src/tree/skeleton";
-import { Toolbar } from "../../src/tree/toolbar";
+import { makeToolbar } from "../../src/tree/toolbar";
 import { TreeState } from "../../src/tree/tree_state";
-import { TreeView } from "../../src/tree/tree_view";
+import { makeTreeView } from "../../src/tree/tree_view";
 import "../../src/style.css";
 import { accessibilityViolations } from "../accessibility";
 import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "../fixtures";
@@ -19,8 +19,8 @@ function shown(columns: Columns = transformer()) {
   const view = new FakeView(new FakeModel(traits()), new Skeleton(columns));
   views.push(view);
   const state = new TreeState(view);
-  const tree = new TreeView(view, state, { edit: () => undefined, copy: async () => true });
-  const toolbar = new Toolbar(view, state);
+  const tree = makeTreeView(view, state, { edit: () => undefined, copy: async () => true });
+  const toolbar = makeToolbar(view, state);
   view.root.append(toolbar.element, tree.element);
   tree.show(0);
   view.reveal = (row) => {

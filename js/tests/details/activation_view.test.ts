@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
-import { ActivationSection } from "../../src/details/activation_view";
+import { makeActivation } from "../../src/details/activation_view";
 import { setInputs } from "../../src/runs/jobs";
 import { RequestFailed } from "../../src/view";
 import { FakeView, patch } from "../fixtures";
@@ -7,12 +7,12 @@ import { activation, activationStatus, HISTOGRAM, heatmap, statistics } from "..
 import { choose } from "../panel_rig";
 
 let view: FakeView;
-let part: ActivationSection;
+let part: ReturnType<typeof makeActivation>;
 
 function open(script: FakeView["kernel"]["script"]): void {
   view = new FakeView();
   view.kernel.script = { activation_close: () => ({ result: {}, buffers: [] }), ...script };
-  part = new ActivationSection(view, 12);
+  part = makeActivation(view, 12);
   view.root.append(part.element);
 }
 

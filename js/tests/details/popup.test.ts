@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, describe, expect, it, onTestFinished } from "vitest";
-import { NodePopup } from "../../src/details/popup";
+import { makeNodePopup, type NodePopup } from "../../src/details/popup";
 import type { Details } from "../../src/kernel/protocol";
 import { FakeView } from "../fixtures";
 import { activationStatus } from "../job_fixtures";
@@ -23,7 +23,7 @@ function details(row: number, more: Partial<Details> = {}): Details {
 
 beforeEach(() => {
   rig = new Rig();
-  popup = new NodePopup(rig.view);
+  popup = makeNodePopup(rig.view);
   anchor = document.createElement("div");
   rig.view.root.append(anchor, popup.element);
 });
@@ -155,7 +155,7 @@ it("closes its sections when it shows another node and when it is closed", async
       return { result: {}, buffers: [] };
     },
   };
-  const popup = new NodePopup(view);
+  const popup = makeNodePopup(view);
   view.root.append(popup.element);
   const run = async (row: number, count: number) => {
     popup.show(row, view.root);

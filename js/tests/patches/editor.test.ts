@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { Checked, PatchKind } from "../../src/kernel/protocol";
-import { DEBOUNCE_MS, PatchEditor } from "../../src/patches/editor";
+import { DEBOUNCE_MS, makePatchEditor, type PatchEditor } from "../../src/patches/editor";
 import { ABOUT, patch } from "../fixtures";
 import { choose, HOSTILE, named, Rig, settled, type } from "../panel_rig";
 
@@ -25,7 +25,7 @@ async function wait(ms = DEBOUNCE_MS): Promise<void> {
 
 function start(changes = {}): void {
   rig = new Rig(changes);
-  editor = new PatchEditor(rig.view);
+  editor = makePatchEditor(rig.view);
   anchor = document.createElement("div");
   rig.view.root.append(anchor, editor.element);
 }

@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { PatchList } from "../../src/patches/patch_list";
+import { makePatchList } from "../../src/patches/patch_list";
 import type { Part } from "../../src/view";
 import { patch } from "../fixtures";
 import { HOSTILE, named, Rig, settled } from "../panel_rig";
@@ -30,7 +30,7 @@ const NAME_3 = "#3 zero transformer.h_2.output";
 
 beforeEach(() => {
   rig = new Rig();
-  list = new PatchList(rig.view);
+  list = makePatchList(rig.view);
   rig.view.root.append(list.element);
 });
 afterEach(() => {

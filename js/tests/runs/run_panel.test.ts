@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { RunStatus } from "../../src/kernel/protocol";
-import { RunPanel } from "../../src/runs/run_panel";
+import { makeRunPanel } from "../../src/runs/run_panel";
 import { RequestFailed } from "../../src/view";
 import { ABOUT, FakeModel, FakeView, patch, traits } from "../fixtures";
 import { activation, HISTOGRAM, heatmap, report, runStatus, UNCHANGED } from "../job_fixtures";
@@ -11,7 +11,7 @@ let panel: HTMLElement;
 function open(changes: Parameters<typeof traits>[0] = {}, script: FakeView["kernel"]["script"] = {}): void {
   view = new FakeView(new FakeModel(traits(changes)));
   view.kernel.script = script;
-  panel = new RunPanel(view).element;
+  panel = makeRunPanel(view).element;
   view.root.append(panel);
 }
 
@@ -94,7 +94,7 @@ describe("a run", () => {
     await settle();
     expect(view.kernel.last("run")).toEqual({ inputs: "ids2, labels=y" });
     // A view that is filled anew keeps them.
-    expect(new RunPanel(view).element.querySelector("input")?.value).toBe("ids2, labels=y");
+    expect(makeRunPanel(view).element.querySelector("input")?.value).toBe("ids2, labels=y");
   });
 
   it("shows an input error next to the field until the inputs are changed", async () => {

@@ -1,9 +1,9 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import type { Edit, PatchState } from "../../src/kernel/protocol";
 import { type TreeActions, watchKeys } from "../../src/tree/keyboard";
-import { Toolbar } from "../../src/tree/toolbar";
+import { makeToolbar, type Toolbar } from "../../src/tree/toolbar";
 import { TreeState } from "../../src/tree/tree_state";
-import { TreeView } from "../../src/tree/tree_view";
+import { makeTreeView } from "../../src/tree/tree_view";
 import { FakeView } from "../fixtures";
 
 class Widget {
@@ -24,9 +24,9 @@ class Widget {
         return this.canCopy;
       },
     };
-    const tree = new TreeView(this.view, this.state, actions);
+    const tree = makeTreeView(this.view, this.state, actions);
     this.tree = tree.element;
-    this.toolbar = new Toolbar(this.view, this.state);
+    this.toolbar = makeToolbar(this.view, this.state);
     this.view.focusTree = () => tree.focus();
     this.view.root.append(this.toolbar.element, this.tree);
     watchKeys(this.view, this.toolbar);
