@@ -25,7 +25,7 @@ import { follow, type Part, type View } from "../view";
 import { makeActions } from "../views/linked_view";
 import { itemOf } from "../views/selection";
 import { dataflowOf, FlowEdges, type FlowNode, makerOf } from "./dataflow";
-import { FlowPicture, standaloneSvg } from "./flow_picture";
+import { drawFlow, type FlowPicture, standaloneSvg } from "./flow_picture";
 
 /** In CSS pixels: the height of the window, and how small texts are at first. */
 const [MAX_HEIGHT, MIN_ZOOM] = [520, 0.85];
@@ -80,7 +80,7 @@ export function makeFlowPanel(view: View, state: TreeState): Part {
       isShown: (row) => state.isShown(row),
       isFolded: (row) => state.isFolded && !unfolded.has(row) && skeleton.has(row, FLAG.plumbing),
     });
-    picture = new FlowPicture(skeleton, flow, state, about);
+    picture = drawFlow(skeleton, flow, state, about);
     const { svg, size, drawn } = picture;
     const name = graph === 0 ? model.get("about").module : skeleton.path(graph);
     setAttributes(svg, {

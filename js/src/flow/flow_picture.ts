@@ -7,7 +7,7 @@ import { componentType } from "../tree/row_view";
 import type { Skeleton } from "../tree/skeleton";
 import type { TreeState } from "../tree/tree_state";
 import type { Dataflow, FlowNode } from "./dataflow";
-import { firstAbove, type Layout, layOut, type Passage, type Point } from "./layout";
+import { firstAbove, layOut, type Passage, type Point } from "./layout";
 
 // In pixels; characters of the fonts that hosts use for code are not wider than this share of their size.
 const [NAME_SIZE, SMALL_SIZE, LABEL_SIZE, CHARACTER] = [12, 11, 10, 0.61];
@@ -33,157 +33,38 @@ interface Port {
   text: string;
 }
 
-export class FlowPicture {
-  readonly svg: SVGSVGElement;
-  readonly size: Size;
-  readonly drawn: Drawn[];
-  private readonly edges: SVGPathElement[];
-  private readonly labels = new Map<string, SVGTextElement>();
-  private readonly tags: SVGElement[] = [];
-  private near: (Element | undefined)[] = [];
+export type FlowPicture = ReturnType<typeof drawFlow>;
 
-  /** @param about What screen readers say of a node besides its texts. */
-  constructor(
-    private readonly skeleton: Skeleton,
-    private readonly flow: Dataflow,
-    private readonly state: TreeState,
-    private readonly about: (node: FlowNode) => string,
-  ) {
-    const ports: Port[][] = flow.nodes.map(() => []);
-    for (const { from, value } of flow.edges) {
-      if (ports[from]?.every((port) => port.value !== value))
-        ports[from]?.push({ value, text: shapeOf(skeleton, value) });
-    }
-    const boxes = flow.nodes.map((node) => this.boxOf(node));
-    const wide = boxes.map(({ width, height }, node) => ({
-      width: Math.max(width, widthOfPorts(ports[node] ?? [])),
-      height,
-      isLast: skeleton.kindOf(flow.nodes[node]?.row ?? 0) === "output",
-    }));
-    const layout = layOut(wide, flow.edges);
-    const { width, height, centers } = layout;
-    this.size = { width, height };
-    this.drawn = flow.nodes.map((node, position) => {
-      const [box = { width: 0, height: 0 }, center = [0, 0]] = [boxes[position], centers[position]];
-      return { element: this.draw(node, box, center), node, box, center, into: [], out: [] };
-    });
-    for (const [edge, { from, to }] of flow.edges.entries()) {
-      this.drawn[from]?.out.push(edge);
-      this.drawn[to]?.into.push(edge);
-    }
-    this.drawLabels(ports);
-    this.edges = this.drawEdges(layout, ports);
-    this.svg = svgElement(
-      "svg.gp-flow-picture",
-      { role: "group", viewBox: `0 0 ${width} ${height}`, width, height },
-      svgElement("g", { "aria-hidden": true }, ...this.edges),
-      ...this.drawn.map(({ element }) => element),
-      svgElement("g", { "aria-hidden": true }, ...this.labels.values()),
-    );
-  }
-
-  /** The positions of the nodes that have an edge with a node. */
-  neighbors(position: number): number[] {
-    const { into = [], out = [] } = this.drawn[position] ?? {};
-    return [
-      ...into.map((edge) => this.flow.edges[edge]?.from ?? -1),
-      ...out.map((edge) => this.flow.edges[edge]?.to ?? -1),
-    ];
-  }
-
-  /** Makes the edges and neighbors of a node stand out; `null`: all are alike. */
-  highlight(position: number | null): void {
-    const { flow, drawn: nodes } = this;
-    const focus = position === null ? undefined : nodes[position];
-    for (const part of this.near) part?.classList.remove("gp-near");
-    this.near = [...(focus?.into ?? []), ...(focus?.out ?? [])].flatMap((edge) => {
-      const { from = -1, to = -1, value = -1 } = flow.edges[edge] ?? {};
-      return [this.edges[edge], this.labels.get(`${from} ${value}`), nodes[from]?.element, nodes[to]?.element];
-    });
-    for (const part of this.near) part?.classList.add("gp-near");
-  }
-
-  /** Shows what is selected, found, scored and patched. */
-  mark(selected: ReadonlySet<number>): void {
-    const { skeleton, state } = this;
-    const matches = state.found.matches;
-    for (const tag of this.tags.splice(0)) tag.remove();
-    for (const drawn of this.drawn) {
-      const { element, node } = drawn;
-      const end = node.folded.length > 0 ? node.row + 1 : (skeleton.end[node.row] ?? 0);
-      const rows = [...node.held, ...node.folded];
-      const spans = [[node.row, end] as const, ...rows.map((row) => [row, row + 1] as const)];
-      const found = spans.map(([from, to]) => firstAbove(matches ?? [], to - 1) - firstAbove(matches ?? [], from - 1));
-      const count = found.reduce((sum, one) => sum + one, 0);
-      const patches = [node.row, ...rows].flatMap((row) => state.patched.at(row));
-      const below = state.patched.countBelow(node.row);
-      toggleClasses(element, {
-        "gp-in-tree": [node.row, ...rows].some((row) => selected.has(row)),
-        "gp-patched-node": patches.length + below > 0,
-        "gp-found": count > 0,
-        "gp-faint": matches !== null && count === 0,
-      });
-      this.heat(drawn);
-      const texts = this.linesOf(node).map((line) => line.filter(Boolean).join(" "));
-      element.setAttribute("aria-label", [texts.join(" "), this.about(node)].filter(Boolean).join(", "));
-      const words = [...patches.map(({ kind }) => kind), below > 0 && formatCount(below, "patch", "patches")];
-      const isModule = skeleton.kindOf(node.row) === "graph";
-      if (isModule && count > 0) words.push(`${count} found`);
-      const text = words.filter(Boolean).join(", ");
-      if (text) this.addTag(drawn, text);
-    }
-  }
-
-  private heat({ element, node }: Drawn): void {
-    const { scores } = this.state;
-    const score = scores?.valueOf(node.row) ?? null;
-    const strength = score === null || !scores ? 0 : scores.strength(score);
-    element.style.setProperty("--gp-heat", `${Math.round(Math.abs(strength) * 100)}%`);
-    element.dataset.heat = score === null ? "" : strength < 0 ? "cold" : "hot";
-  }
-
-  /** Writes what patches a node on the right end of its upper border. */
-  private addTag({ element, box, center }: Drawn, text: string): void {
-    const [x, y] = [center[0] + box.width / 2 - 12, center[1] - box.height / 2];
-    const width = textWidth(text, LABEL_SIZE) + 10;
-    const tag = svgElement(
-      "g.gp-flow-patch",
-      { "aria-hidden": true },
-      svgElement("rect", { x, y: y - 8, width, height: 15, rx: 7 }),
-      svgElement("text", { x: x + width / 2, y: y + 3 }, text),
-    );
-    element.append(tag);
-    this.tags.push(tag);
-  }
+/** @param about What screen readers say of a node besides its texts. */
+export function drawFlow(skeleton: Skeleton, flow: Dataflow, state: TreeState, about: (node: FlowNode) => string) {
+  const { nodes, edges } = flow;
+  const tags: SVGElement[] = [];
+  let near: (Element | undefined)[] = [];
 
   /** The texts in a box: the name, what makes it and which component it is, and the parameters that only it reads. */
-  private linesOf({ row, held, folded }: FlowNode): Line[] {
-    const { skeleton } = this;
+  const linesOf = ({ row, held, folded }: FlowNode): Line[] => {
     if (folded.length > 0) return [["plumbing"], [formatCount(folded.length, "node")]];
     const name = shortened(visible(skeleton.nameOf(row)));
     const [kind, op] = [skeleton.kindOf(row), shortened(visible(skeleton.opOf(row)))];
     const isSaid = ["input", "output"].includes(kind) || name.replace(/_\d+$/, "") === op;
-    const [component] = this.state.components.get(row) ?? [];
+    const [component] = state.components.get(row) ?? [];
     const made: Line = isSaid ? [""] : [op];
     if (component !== undefined) made.push(componentType(component.name));
     const values = held.map((one): Line => [shortened(`${skeleton.nameOf(one)} ${shapeOf(skeleton, one)}`)]);
     return [[name], ...(made.join("") === "" ? [] : [made]), ...values];
-  }
-
-  private boxOf(node: FlowNode): Size {
-    const lines = this.linesOf(node);
+  };
+  const boxOf = (node: FlowNode): Size => {
+    const lines = linesOf(node);
     const widths = lines.map((line, at) => textWidth(line.join(" "), at === 0 ? NAME_SIZE : SMALL_SIZE));
     return { width: Math.ceil(Math.max(36, ...widths)) + 2 * PADDING, height: LINE * lines.length + PADDING };
-  }
-
-  private draw(node: FlowNode, { width, height }: Size, [x, y]: Point): SVGGElement {
-    const { skeleton } = this;
+  };
+  const draw = (node: FlowNode, { width, height }: Size, [x, y]: Point) => {
     const own = skeleton.kindOf(node.row);
     const isPlumbing = node.folded.length > 0 || (own === "op" && skeleton.has(node.row, FLAG.plumbing));
     const kind = isPlumbing ? "plumbing" : own;
     const top = y - height / 2;
     const isRound = kind === "input" || kind === "output";
-    const lines = this.linesOf(node);
+    const lines = linesOf(node);
     const first = lines.length - node.held.length; // the line of the first parameter
     const texts = lines.flatMap(([text, type], at) => [
       " ",
@@ -201,43 +82,127 @@ export class FlowPicture {
       svgElement("rect", { x: x - width / 2, y: top, width, height, rx: isRound ? Math.min(14, height / 2) : 5 }),
       ...texts,
     );
-  }
+  };
 
-  private portAt(node: number, value: number, ports: readonly Port[][]): Point {
+  const ports: Port[][] = nodes.map(() => []);
+  for (const { from, value } of edges) {
+    if (ports[from]?.every((port) => port.value !== value))
+      ports[from]?.push({ value, text: shapeOf(skeleton, value) });
+  }
+  const boxes = nodes.map((node) => ({ ...boxOf(node), isLast: skeleton.kindOf(node.row) === "output" }));
+  const wide = boxes.map((box, node) => ({ ...box, width: Math.max(box.width, widthOfPorts(ports[node] ?? [])) }));
+  const { width, height, centers, ways } = layOut(wide, edges);
+  const drawn = nodes.map((node, position): Drawn => {
+    const [box = { width: 0, height: 0 }, center = [0, 0]] = [boxes[position], centers[position]];
+    return { element: draw(node, box, center), node, box, center, into: [], out: [] };
+  });
+  for (const [edge, { from, to }] of edges.entries()) {
+    drawn[from]?.out.push(edge);
+    drawn[to]?.into.push(edge);
+  }
+  const portAt = (node: number, value: number): Point => {
     const own = ports[node] ?? [];
-    const { center = [0, 0], box = { height: 0 } } = this.drawn[node] ?? {};
+    const { center = [0, 0], box = { height: 0 } } = drawn[node] ?? {};
     const place = own.findIndex((port) => port.value === value);
-    const x = own.length < 2 ? 0 : (place - (own.length - 1) / 2) * spacing(own) - (own.length > 1 ? LABEL_GAP : 0);
+    const x = own.length < 2 ? 0 : (place - (own.length - 1) / 2) * spacing(own) - LABEL_GAP;
     return [center[0] + x, center[1] + box.height / 2];
-  }
-
-  private drawLabels(ports: readonly Port[][]): void {
-    for (const [node, own] of ports.entries()) {
-      for (const { value, text } of own) {
-        const [x, y] = this.portAt(node, value, ports);
-        const label = svgElement("text.gp-flow-shape", { x: x + 5, y: y + LABEL_SIZE + 3 }, text);
-        this.labels.set(`${node} ${value}`, label);
-      }
+  };
+  const labels = new Map<string, SVGTextElement>();
+  for (const [node, own] of ports.entries()) {
+    for (const { value, text } of own) {
+      const [x, y] = portAt(node, value);
+      labels.set(`${node} ${value}`, svgElement("text.gp-flow-shape", { x: x + 5, y: y + LABEL_SIZE + 3 }, text));
     }
   }
-
-  private drawEdges({ ways }: Layout, ports: readonly Port[][]): SVGPathElement[] {
-    const { edges } = this.flow;
-    const starts = edges.map(({ from, value }) => this.portAt(from, value, ports));
-    const entries: Point[] = edges.map(() => [0, 0]);
-    for (const { center, box, into: own } of this.drawn) {
-      const into = [...own];
-      const cameFrom = (edge: number) => ways[edge]?.at(-1)?.[0] ?? starts[edge]?.[0] ?? 0;
-      into.sort((one, other) => cameFrom(one) - cameFrom(other));
-      const step = Math.min(16, (box.width - 12) / Math.max(1, into.length));
-      for (const [place, edge] of into.entries()) {
-        entries[edge] = [center[0] + (place - (into.length - 1) / 2) * step, center[1] - box.height / 2];
-      }
+  const starts = edges.map(({ from, value }) => portAt(from, value));
+  const entries: Point[] = edges.map(() => [0, 0]);
+  const cameFrom = (edge: number) => ways[edge]?.at(-1)?.[0] ?? starts[edge]?.[0] ?? 0;
+  for (const { center, box, into: own } of drawn) {
+    const into = [...own].sort((one, other) => cameFrom(one) - cameFrom(other));
+    const step = Math.min(16, (box.width - 12) / Math.max(1, into.length));
+    for (const [place, edge] of into.entries()) {
+      entries[edge] = [center[0] + (place - (into.length - 1) / 2) * step, center[1] - box.height / 2];
     }
-    return edges.map((_, edge) =>
-      svgElement("path.gp-flow-edge", { d: pathOf(starts[edge] ?? [0, 0], ways[edge] ?? [], entries[edge] ?? [0, 0]) }),
+  }
+  const lines = edges.map((_, edge) => {
+    const d = pathOf(starts[edge] ?? [0, 0], ways[edge] ?? [], entries[edge] ?? [0, 0]);
+    return svgElement("path.gp-flow-edge", { d });
+  });
+  const svg = svgElement(
+    "svg.gp-flow-picture",
+    { role: "group", viewBox: `0 0 ${width} ${height}`, width, height },
+    svgElement("g", { "aria-hidden": true }, ...lines),
+    ...drawn.map(({ element }) => element),
+    svgElement("g", { "aria-hidden": true }, ...labels.values()),
+  );
+
+  /** The positions of the nodes that have an edge with a node. */
+  const neighbors = (position: number): number[] => {
+    const { into = [], out = [] } = drawn[position] ?? {};
+    return [...into.map((edge) => edges[edge]?.from ?? -1), ...out.map((edge) => edges[edge]?.to ?? -1)];
+  };
+  /** Makes the edges and neighbors of a node stand out; `null`: all are alike. */
+  const highlight = (position: number | null) => {
+    const { into = [], out = [] } = (position === null ? undefined : drawn[position]) ?? {};
+    for (const part of near) part?.classList.remove("gp-near");
+    near = [...into, ...out].flatMap((edge) => {
+      const { from = -1, to = -1, value = -1 } = edges[edge] ?? {};
+      return [lines[edge], labels.get(`${from} ${value}`), drawn[from]?.element, drawn[to]?.element];
+    });
+    for (const part of near) part?.classList.add("gp-near");
+  };
+  /** Shows what is selected, found, scored and patched. */
+  const mark = (selected: ReadonlySet<number>) => {
+    const { matches } = state.found;
+    for (const tag of tags.splice(0)) tag.remove();
+    for (const one of drawn) {
+      const { element, node } = one;
+      const end = node.folded.length > 0 ? node.row + 1 : (skeleton.end[node.row] ?? 0);
+      const rows = [...node.held, ...node.folded];
+      const spans = [[node.row, end] as const, ...rows.map((row) => [row, row + 1] as const)];
+      const found = spans.map(([from, to]) => firstAbove(matches ?? [], to - 1) - firstAbove(matches ?? [], from - 1));
+      const count = found.reduce((sum, each) => sum + each, 0);
+      const patches = [node.row, ...rows].flatMap((row) => state.patched.at(row));
+      const below = state.patched.countBelow(node.row);
+      toggleClasses(element, {
+        "gp-in-tree": [node.row, ...rows].some((row) => selected.has(row)),
+        "gp-patched-node": patches.length + below > 0,
+        "gp-found": count > 0,
+        "gp-faint": matches !== null && count === 0,
+      });
+      heat(one);
+      const texts = linesOf(node).map((line) => line.filter(Boolean).join(" "));
+      element.setAttribute("aria-label", [texts.join(" "), about(node)].filter(Boolean).join(", "));
+      const isModule = skeleton.kindOf(node.row) === "graph";
+      const words = [
+        ...patches.map(({ kind }) => kind),
+        below > 0 && formatCount(below, "patch", "patches"),
+        isModule && count > 0 && `${count} found`,
+      ];
+      const text = words.filter(Boolean).join(", ");
+      if (text) addTag(one, text);
+    }
+  };
+  const heat = ({ element, node }: Drawn) => {
+    const score = state.scores?.valueOf(node.row) ?? null;
+    const strength = score === null ? 0 : (state.scores?.strength(score) ?? 0);
+    element.style.setProperty("--gp-heat", `${Math.round(Math.abs(strength) * 100)}%`);
+    element.dataset.heat = score === null ? "" : strength < 0 ? "cold" : "hot";
+  };
+  /** Writes what patches a node on the right end of its upper border. */
+  const addTag = ({ element, box, center }: Drawn, text: string) => {
+    const [x, y] = [center[0] + box.width / 2 - 12, center[1] - box.height / 2];
+    const wide = textWidth(text, LABEL_SIZE) + 10;
+    const tag = svgElement(
+      "g.gp-flow-patch",
+      { "aria-hidden": true },
+      svgElement("rect", { x, y: y - 8, width: wide, height: 15, rx: 7 }),
+      svgElement("text", { x: x + wide / 2, y: y + 3 }, text),
     );
-  }
+    element.append(tag);
+    tags.push(tag);
+  };
+  return { svg, size: { width, height }, drawn, neighbors, highlight, mark };
 }
 
 function textWidth(text: string, size: number): number {
