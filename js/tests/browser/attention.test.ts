@@ -1,4 +1,5 @@
 import { expect, test, vi } from "vitest";
+import { userEvent } from "vitest/browser";
 import type { AttentionTraits, Item } from "../../src/kernel/protocol";
 import { color } from "../../src/plots/matrix";
 import { itemOf } from "../../src/views/selection";
@@ -247,7 +248,7 @@ test("key presses do not reach the notebook", async () => {
 });
 
 test("actions edit the patches; changed patches make the kernel run again", async () => {
-  const { button, click, model, query } = await shown();
+  const { button, click, model } = await shown();
   expect(button("Zero").disabled).toBe(true);
   click(0, 1);
   button("Zero").click();
@@ -258,9 +259,7 @@ test("actions edit the patches; changed patches make the kernel run again", asyn
     payload: { based_on: 0, edit: { action: "act", act: "zero", items, value: null, steps: null } },
   });
   button("Steer …").click();
-  const field = query<HTMLInputElement>(".gp-action-form input");
-  field.value = "2 * d";
-  query<HTMLFormElement>(".gp-action-form").requestSubmit();
+  await userEvent.keyboard("2 * d{Enter}"); // the field has the focus
   model.trigger("msg:custom", { id: (model.sent[0] as { id: number }).id, result: { version: 1 } }, []);
   await vi.waitFor(() => expect(model.sent.length).toBe(2));
   expect(model.sent[1]).toMatchObject({ payload: { based_on: 1, edit: { act: "steer", value: "2 * d" } } });
