@@ -47,7 +47,9 @@ WRITERS = [save, patches, record, result, page]
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 def test_full_disks_are_errors_with_the_file(write: Callable[[PatchableGraph, Path], None], tmp_path: Path) -> None:
-    pg, file = PatchableGraph(nn.Linear(100, 100), torch.ones(100, 100)), tmp_path / "file"
+    pg, file = PatchableGraph(nn.Linear(100, 100), torch.ones(100, 100)), tmp_path / "full" / "file"
+    file.parent.mkdir()
+    write(pg, tmp_path / "another")  # all is imported: Python writes byte code by halves, too
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
@@ -55,17 +57,9 @@ def test_full_disks_are_errors_with_the_file(write: Callable[[PatchableGraph, Pa
             write(pg, file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".tmp", ".safetensors")] == []
+    assert [path for path in file.parent.rglob("*") if path.is_file() and path.suffix in (".tmp", ".safetensors")] == []
     assert ".tmp" not in str(caught.value)
-    write(pg, tmp_path / "another")
-
-
-@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
-def test_folders_that_are_read_only_are_errors_with_the_file(write: Callable[[PatchableGraph, Path], None]) -> None:
-    pg, file = PatchableGraph(nn.Linear(100, 100), torch.ones(100, 100)), Path("/proc/self/file")  # also for root
-    with pytest.raises(OSError, match=str(file)) as caught:
-        write(pg, file)
-    assert ".tmp" not in str(caught.value)
+    write(pg, file.with_name("again"))
 
 
 @pytest.mark.parametrize("write", [save, patches], ids=lambda write: write.__name__)

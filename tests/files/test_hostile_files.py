@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import pickle
@@ -14,13 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch import nn
 
 from graphpatch_notebook import GraphError, PatchableGraph
-from tests.files.files import Mlp, read, rewritten, write, x
+from tests.files.files import Mlp, rewritten, x
 
 
 @pytest.fixture(scope="module")
@@ -184,24 +180,22 @@ def test_names_that_are_not_allowed(valid: Path, name: str, keys: Any) -> None:
 
 
 def test_other_versions(valid: Path) -> None:
-    with pytest.raises(GraphError, match="version 1 .*reads 5"):
+    with pytest.raises(GraphError, match="changed.safetensors"):
         PatchableGraph.load(rewritten(valid, set_at("schema", value=1)))
 
 
-@pytest.mark.parametrize("name", ["__class__", "__globals__", "register_hook", "_backward_hooks", "grad_fn", "numpy"])
-def test_attributes_that_graphs_may_not_read(valid: Path, name: str) -> None:
+ATTRIBUTES = ["__class__", "__globals__", "register_hook", "_backward_hooks", "grad_fn", "numpy"]
+METHODS = ["apply_", "register_hook", "numpy", "__reduce_ex__", "share_memory_", "format_map"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_method"), [*((name, False) for name in ATTRIBUTES), *((name, True) for name in METHODS)]
+)
+def test_attributes_that_graphs_may_not_read_or_call(valid: Path, name: str, is_method: bool) -> None:
     def change(document: Any) -> None:
-        function("builtins.getattr")(document)
-        document["frames"][0]["graph"][4]["args"] = [{"step": 0}, name]
-
-    with pytest.raises(GraphError, match=f"'{name}'"):
-        PatchableGraph.load(rewritten(valid, change))
-
-
-@pytest.mark.parametrize("name", ["apply_", "register_hook", "numpy", "__reduce_ex__", "share_memory_", "format_map"])
-def test_methods_that_graphs_may_not_call(valid: Path, name: str) -> None:
-    def change(document: Any) -> None:
-        document["frames"][0]["graph"][4] |= {"op": "call_method", "target": name}
+        step = document["frames"][0]["graph"][4]
+        read = {"target": {"name": "builtins.getattr"}, "args": [{"step": 0}, name]}
+        step |= {"op": "call_method", "target": name} if is_method else read
 
     with pytest.raises(GraphError, match=f"'{name}'"):
         PatchableGraph.load(rewritten(valid, change))
@@ -215,53 +209,6 @@ def test_allowing_a_name_is_the_only_way_to_other_code(valid: Path) -> None:
         assert "basename" in PatchableGraph.load(file, allow=names).graph._code
     with pytest.raises(TypeError, match="posixpath"):
         PatchableGraph.load(file, allow="posixpath")
-
-
-# -- any change at all -------------------------------------------------------------------------------------------------
-
-PLACES = st.lists(st.integers(0, 10**6), min_size=1, max_size=12)
-VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 40), st.sampled_from([2**31, 2**63, -(2**70), 1e300, 0.5, "", "x"]),
-    st.sampled_from(["__class__", "..", "a/b", "weight", "cpu", "float64", "meta", "torch.save", "\0", "size_0"]),
-    st.sampled_from([[], {}, [[]], {"step": 0}, {"tuple": []}, {"dict": [[[], 1]]}, {"slice": [1, 2, 3]}]),
-)  # fmt: skip
-
-
-def mutated(document: Any, places: list[int], value: Any, action: int) -> None:
-    """Changes something at a place that the numbers lead to."""
-    holder = document
-    for place in places:
-        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
-        if not keys:
-            return
-        key = keys[place % len(keys)]
-        child = holder[key]
-        if not isinstance(child, (dict, list)) or not child or place is places[-1]:
-            break
-        holder = child
-    if action == 0:
-        holder[key] = value
-    elif action == 1:
-        del holder[key]
-    elif isinstance(holder, list):
-        holder.insert(key, copy.deepcopy(holder[-1]))
-    else:
-        holder[f"{key}_"] = copy.deepcopy(holder[key])
-
-
-@settings(
-    max_examples=300, deadline=None, derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
-@given(places=PLACES, value=VALUES, action=st.integers(0, 2))
-def test_any_change_loads_or_is_refused(valid: Path, places: list[int], value: Any, action: int) -> None:
-    document, tensors = read(valid)
-    mutated(document, places, value, action)
-    try:
-        loaded = PatchableGraph.load(write(valid.with_name("mutated.safetensors"), document, tensors))
-    except GraphError:
-        return
-    assert isinstance(loaded._module, nn.Module)
 
 
 def test_generated_code_holds_no_text_of_the_file(valid: Path) -> None:

@@ -28,7 +28,7 @@ from graphpatch_notebook.components.dimensions import dimensions_of
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.patching.model_state import difference
 from graphpatch_notebook.values import TensorSpec
-from tests.files.files import Mlp, read, reloaded, x
+from tests.files.files import Mlp, reloaded, x
 from tests.zoo import Call, case_by_name, installed, seed_all
 
 TRANSFORMERS = """
@@ -127,31 +127,6 @@ def output_or_refusal(pg: PatchableGraph, call: Call) -> Any:
         return "refused"
 
 
-def test_saving_what_was_loaded_writes_the_same(tmp_path: Path) -> None:
-    case = case_by_name("bert-sdpa")
-    call = without_cache(case.build(), case.example())
-    pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
-    loaded = reloaded(pg, tmp_path)
-    loaded.save(tmp_path / "again.safetensors")
-    first, second = read(tmp_path / "graph.safetensors"), read(tmp_path / "again.safetensors")
-    assert first[0] == second[0]
-    assert difference(first[1], second[1], "tensors") is None
-    twice = PatchableGraph.load(tmp_path / "again.safetensors")
-    assert difference(call.run(twice), call.run(pg), "output") is None
-
-
-def test_hooks_on_the_parts_of_a_sequential_are_in_its_graph(tmp_path: Path) -> None:
-    """A loaded `Sequential` runs its graph, not its parts one by one: these have no hooks any more."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    model[0][0].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-    model[0][1].register_forward_hook(lambda module, args, output: output + 1)
-    given = torch.ones(2, 4)
-    loaded = reloaded(PatchableGraph(model, given), tmp_path)
-    assert torch.equal(loaded(given), model(given))
-    with loaded.patch({"sub_0.sub_1.input": ZeroPatch()}):
-        assert torch.equal(loaded(given), (model[0][1].bias + 1).expand(2, 4))
-
-
 CHANGING_HOOKS = {
     "returns another tensor": lambda module, args, output: output * 3,
     "writes in place": lambda module, args, output: output.mul_(3),
@@ -198,6 +173,10 @@ probe = ProbePatch()
 with loaded.patch({"hidden": [ZeroPatch(slice=(..., slice(0, 2))), probe]}):
     patched = loaded(x)
 line = loaded.nodes["hidden"].source_lines[0].text
+swept = loaded.sweep({"at": range(2)}, lambda at: {"hidden": ZeroPatch(slice=(0, at))}, x, metric=torch.sum,
+                     progress=False)
+assert "xarray" not in sys.modules and "pandas" not in sys.modules
+assert swept.dims == ("at",) and "xarray" in sys.modules
 print(json.dumps([loaded(x).tolist(), patched.tolist(), repr(loaded.graph), line]))
 """
 
