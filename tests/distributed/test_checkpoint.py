@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,14 +23,10 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.distributed.executors import Checkpoint
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability
 from graphpatch_notebook.values import digest
-from tests.distributed import sweep_to_kill
 
-ROOT = Path(__file__).parents[2]
-CELLS = 15
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.1, -1.0]])
 AXES = {"path": ["sub_0.output", "sub_1.output"], "unit": range(3)}
 
@@ -124,27 +117,6 @@ def test_one_failing_cell_does_not_lose_the_others(pg: PatchableGraph, tmp_path:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def runs_of(folder: Path) -> list[str]:
-    return (folder / "runs.txt").read_text().splitlines()
-
-
-@pytest.mark.slow
-def test_a_killed_process_repeats_at_most_one_chunk(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
-    sweep_to_kill.main(whole)
-
-    environment = os.environ | {"KILL_AT": "8", "PYTHONPATH": str(ROOT)}  # of a process with other hashes
-    done = subprocess.run([sys.executable, sweep_to_kill.__file__, killed], env=environment, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert len(runs_of(killed)) == 9
-    sweep_to_kill.main(killed)
-    assert (killed / "result.bin").read_bytes() == (whole / "result.bin").read_bytes()
-    assert len(runs_of(whole)) == CELLS
-    assert {cell: n for cell, n in Counter(runs_of(killed)).items() if n > 1} == {"1,3": 2}
-
-
 @pytest.mark.parametrize("keep", [0, 3, 6])
 def test_done_cells_are_not_run_again(pg: PatchableGraph, tmp_path: Path, keep: int) -> None:
     result = swept(pg, checkpoint=tmp_path / "sweep")
@@ -214,28 +186,6 @@ def test_changed_results_are_not_read(pg: PatchableGraph, tmp_path: Path) -> Non
             swept(pg, failing, checkpoint=tmp_path / "sweep")
     file.write_text(text)
     assert swept(pg, failing, checkpoint=tmp_path / "sweep").identical(whole)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the number of open files is limited by the system")
-def test_only_what_a_file_holds_is_damage(tmp_path: Path) -> None:
-    """Neither what the operating system refuses, nor a mistake in the code that reads a result."""
-    import resource  # not on Windows
-
-    own: dict[str, Any] = {"names": {}}
-    Checkpoint(tmp_path / "sweep", own, float).append({0: 1.5})
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="open files"):
-            Checkpoint(tmp_path / "sweep", own, float)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    with pytest.raises(NameError):
-        Checkpoint(tmp_path / "sweep", own, lambda data: unknown + data)  # type: ignore[name-defined]  # noqa: F821
-    assert Checkpoint(tmp_path / "sweep", own, float).done == {0: 1.5}
-    (tmp_path / "sweep" / "000001.json").mkdir()
-    with pytest.raises(ExperimentError, match=r"000001\.json"):
-        Checkpoint(tmp_path / "sweep", own, float)
 
 
 def test_other_files_are_not_overwritten(pg: PatchableGraph, tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from graphpatch_notebook import (
     PatchableGraph,
     ZeroPatch,
 )
-from graphpatch_notebook.distributed.executors import Workers, dumps
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments import (
     LogitDifference,
@@ -103,27 +102,12 @@ def acting(act: Callable[[int, int], None]) -> Callable[..., Any]:
     return make_patches
 
 
-def once(file: Path) -> bool:
-    """Whether nobody, in any process, has asked before."""
-    try:
-        os.close(os.open(file, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
-
-
 def forking() -> BaseContext:
     """Starts processes as new as those of "spawn", but what takes long to import is imported once for all of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["distributed", "torch", "graphpatch_notebook.experiments"])
     forkserver.ensure_running()  # else Dask preloads other things
     return context
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(2, forking()) as executor:
-        yield executor
 
 
 @pytest.fixture(scope="module")
@@ -199,37 +183,6 @@ def test_an_interrupt_cancels_what_has_not_begun(pg: PatchableGraph, here: Any) 
     assert np.isnan(partial[4:]).all()
 
 
-def test_an_interrupt_yields_what_is_done_and_was_not_taken(pg: PatchableGraph) -> None:
-    results = Workers(InPlace(), build, pg, lambda _: lambda content: content * 2).results(range(5), 256)
-    assert next(results) == (0, 0)
-    taken = [results.throw(KeyboardInterrupt())]
-    with pytest.raises(KeyboardInterrupt):
-        taken.extend(results)
-    assert taken == [(number, number * 2) for number in range(1, 5)]
-
-
-def test_what_cannot_be_sent_back_loses_its_own_batch_only(pg: PatchableGraph) -> None:
-    model, away = torch.nn.Linear(2, 2), {"executor": InPlace(), "recipe": build}
-    results = map_batches(pg, lambda pg, n: torch.nn.Linear(n, n) if n == 3 else n, range(5), **away)
-    assert [next(results) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(ExperimentError, match="^ExperimentError: the weights of a model") as caught:
-        next(results)
-    assert any("batch 3" in note for note in getattr(caught.value, "__notes__", ["batch 3"]))
-    with pytest.raises(ExperimentError, match="cannot run this"):
-        next(map_batches(pg, lambda pg, n: torch.nn.Linear(2, 2), range(5), **away))
-    with pytest.raises(ExperimentError, match="the weights of a model"):
-        map_batches(pg, lambda pg, n: model, range(5), **away)
-
-
-def test_of_a_view_its_own_entries_are_sent() -> None:
-    row = torch.arange(1e6).reshape(1000, 1000)[3].requires_grad_()
-    sent = dumps(row)
-    assert len(sent) < 20_000
-    received = pickle.loads(sent)
-    assert torch.equal(received, row)
-    assert received.requires_grad
-
-
 @pytest.mark.parametrize("by_row", [False, True])
 def test_only_the_cell_that_exits_is_lost(pg: PatchableGraph, here: Any, by_row: bool) -> None:
     """Also if it shares its chunk with others; and nothing ends here."""
@@ -279,15 +232,10 @@ def test_names_mean_the_same_in_workers_and_checkpoints(tmp_path: Path) -> None:
     expected = swept(here, "relu")
     assert swept(here, "relu", executor=InPlace(), recipe=functools.partial(turning, "ba")).identical(expected)
     assert swept(here, "mul", executor=InPlace(), recipe=functools.partial(turning, "ab")).size == 3
-    differ = r"'mul' \(reads 1: tables_a here, tables_b there\)$"
-    with pytest.raises(ExperimentError, match=differ):
+    with pytest.raises(ExperimentError, match="'mul'"):
         swept(here, "mul", executor=InPlace(), recipe=functools.partial(turning, "ba"))
-    with pytest.raises(ExperimentError, match="'mul_1'"):  # functions may use any name
-        next(map_batches(here, len, [[]], executor=InPlace(), recipe=functools.partial(turning, "ba")))
-    for path in ("relu", "mul"):
-        swept(here, path, checkpoint=tmp_path / path)
-    assert swept(turning("ba"), "relu", checkpoint=tmp_path / "relu").identical(expected)
-    with pytest.raises(ExperimentError, match=r"'mul' \(reads 1: tables_b here, tables_a there\)"):
+    swept(here, "mul", checkpoint=tmp_path / "mul")
+    with pytest.raises(ExperimentError, match="'mul'"):
         swept(turning("ba"), "mul", checkpoint=tmp_path / "mul")
 
 
@@ -307,28 +255,42 @@ class Weighing(Executor):
 
 
 @pytest.mark.slow
-def test_processes_build_the_graph_once_and_are_sent_no_weights(
-    pg: PatchableGraph, here: Any, processes: ProcessPoolExecutor, tmp_path: Path
+def test_processes_build_the_graph_once_are_sent_no_weights_and_may_die(
+    pg: PatchableGraph, here: Any, tmp_path: Path
 ) -> None:
-    log, folder = tmp_path / "builds", tmp_path / "sweep"
+    log, folder, before = tmp_path / "builds", tmp_path / "sweep", {*multiprocessing.active_children()}
 
     def recipe() -> PatchableGraph:
         with log.open("a") as stream:
             stream.write(f"{os.getpid()}\n")
         return build()
 
-    weighing = Weighing(processes)
-    result = swept(pg, executor=weighing, recipe=recipe, checkpoint=folder)
-    assert result.identical(here)
-    assert len([*folder.glob("0*.json")]) == len(weighing.bytes)
-    assert max(weighing.bytes) < WEIGHT_BYTES / 20
+    def kill(layer: int, unit: int) -> None:
+        if (layer, unit) == (2, 4):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    # Another sweep of the same recipe: nobody builds twice, and its numbers are its own.
-    inputs = X.flip(0) / 2
-    other = swept(pg, executor=processes, recipe=recipe, inputs=inputs)
-    assert other.values.tobytes() == swept(pg, inputs=inputs).values.tobytes()
-    builds = log.read_text().split()
-    assert len(set(builds)) == len(builds) <= 2
+    with ProcessPoolExecutor(1, forking()) as executor, at_most(240):
+        weighing = Weighing(executor)
+        result = swept(pg, executor=weighing, recipe=recipe, checkpoint=folder)
+        assert result.identical(here)
+        assert len([*folder.glob("0*.json")]) == len(weighing.bytes)
+        assert max(weighing.bytes) < WEIGHT_BYTES / 20
+
+        # Another sweep of the same recipe: nobody builds twice, and its numbers are its own.
+        inputs = X.flip(0) / 2
+        other = swept(pg, executor=executor, recipe=recipe, inputs=inputs)
+        assert other.values.tobytes() == swept(pg, inputs=inputs).values.tobytes()
+        assert len(log.read_text().split()) == 1
+
+        with pytest.warns(GraphPatchWarning, match="experiment]"):
+            result = swept(pg, acting(kill), executor=executor, recipe=recipe)
+    failed = np.isnan(result.values)
+    assert np.argwhere(failed).tolist() == [[2, 4]]
+    assert result.values[~failed].tolist() == here.values[~failed].tolist()
+    assert "BrokenProcessPool" in result.errors[0]["error"]
+    with at_most(60):
+        while len({*multiprocessing.active_children()} - before) > 0:  # of the pool in place of the one that broke
+            time.sleep(0.1)
 
 
 def test_a_recipe_is_a_function_or_a_file(
@@ -366,45 +328,6 @@ def gelu() -> PatchableGraph:
 def test_numbers_of_another_model_are_refused(pg: PatchableGraph, recipe: Any) -> None:
     with pytest.raises(ExperimentError):
         swept(pg, executor=InPlace(), recipe=recipe)
-
-
-@pytest.mark.slow
-def test_what_kills_its_process_is_not_a_number(pg: PatchableGraph, here: Any) -> None:
-    def act(layer: int, unit: int) -> None:
-        if (layer, unit) == (2, 4):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with (
-        ProcessPoolExecutor(1, forking()) as executor,
-        at_most(240),
-        pytest.warns(GraphPatchWarning, match="experiment]"),
-    ):
-        result = swept(pg, acting(act), executor=executor, recipe=build)
-    failed = np.isnan(result.values)
-    assert np.argwhere(failed).tolist() == [[2, 4]]
-    assert result.values[~failed].tolist() == here.values[~failed].tolist()
-    assert "BrokenProcessPool" in result.errors[0]["error"]
-
-
-@pytest.mark.slow
-def test_no_process_is_left_behind(pg: PatchableGraph, here: Any) -> None:
-    """Of the pool that takes the place of one that broke, when a long cell is interrupted."""
-    parent, before = os.getpid(), {*multiprocessing.active_children()}
-
-    def act(layer: int, unit: int) -> None:
-        if (layer, unit) == (0, 1):
-            os._exit(3)
-        if (layer, unit) == (1, 0):
-            os.kill(parent, signal.SIGINT)
-            time.sleep(300)
-
-    with ProcessPoolExecutor(1, forking()) as executor, at_most(240):
-        with pytest.warns(GraphPatchWarning, match="experiment]"), pytest.raises(SweepInterrupted) as caught:
-            swept(pg, acting(act), executor=executor, recipe=build)
-        while {*multiprocessing.active_children()} - before:
-            time.sleep(0.1)
-    failed = np.isnan(caught.value.result.values.ravel())
-    assert failed.tolist() == [number == 1 or number >= 6 for number in range(18)]
 
 
 class Losing(Executor):
@@ -491,25 +414,6 @@ def test_all_that_runs_many_forwards_goes_out(tmp_path: Path) -> None:
         assert everything(pg, tmp_path / "threads", {"executor": threads}) == here
 
 
-def test_batches_come_in_order_and_are_read_when_there_is_room(pg: PatchableGraph) -> None:
-    read: list[int] = []
-
-    def batches() -> Iterator[int]:
-        for number in range(200):
-            read.append(number)
-            yield number
-
-    def late(pg: PatchableGraph, number: int) -> int:
-        time.sleep(0.2 if number == 0 else 0)
-        return -number
-
-    with ThreadPoolExecutor(4) as executor:
-        results = map_batches(pg, late, batches(), executor=executor)
-        assert next(results) == 0
-        assert 1 < len(read) <= 33
-        assert list(results) == [-number for number in range(1, 200)]
-
-
 def test_the_error_of_a_batch_is_raised_here(pg: PatchableGraph) -> None:
     def fail(pg: PatchableGraph, number: int) -> int:
         return number if number != 2 else [][number]
@@ -542,24 +446,18 @@ def test_models_are_never_sent(pg: PatchableGraph) -> None:
 
 
 @pytest.mark.slow
-def test_dask(pg: PatchableGraph, here: Any, client: Any, tmp_path: Path) -> None:
-    """A worker that is killed loses nothing; a cell that kills each worker is NaN."""
-    flag = tmp_path / "killed"
+def test_dask(pg: PatchableGraph, here: Any, client: Any) -> None:
+    """A cell that kills each worker is NaN."""
 
-    def once_or_always(layer: int, unit: int) -> None:
-        if (layer, unit) == (2, 0) or ((layer, unit) == (1, 3) and once(flag)):
+    def kill(layer: int, unit: int) -> None:
+        if (layer, unit) == (2, 0):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.02)
 
-    with at_most(240):
-        assert swept(pg, executor=client.get_executor(), recipe=build).identical(here)
-        with pytest.warns(GraphPatchWarning, match="experiment]"):
-            result = swept(pg, acting(once_or_always), executor=client, recipe=build)
-    assert flag.exists()
+    with at_most(240), pytest.warns(GraphPatchWarning, match="experiment]"):
+        result = swept(pg, acting(kill), executor=client, recipe=build)
     failed = np.isnan(result.values)
     assert failed[2, 0]
-    assert not failed[0].any()
-    assert failed.sum() <= 4  # a worker may have had others, too, at both times
+    assert failed.sum() <= 4  # its workers may have had others, too
     assert result.values[~failed].tolist() == here.values[~failed].tolist()
 
 
@@ -567,18 +465,11 @@ def test_dask(pg: PatchableGraph, here: Any, client: Any, tmp_path: Path) -> Non
 def test_ray(pg: PatchableGraph, here: Any) -> None:
     import ray
 
-    def kill(layer: int, unit: int) -> None:
-        if (layer, unit) == (2, 4):
-            os.kill(os.getpid(), signal.SIGKILL)
-
     with at_most(240):
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
         try:
             with pytest.raises(ExperimentError, match="ZeroDivisionError"):
                 swept(pg, executor=RayExecutor(), recipe=lambda: 1 / 0)
-            with pytest.warns(GraphPatchWarning, match="experiment]"):
-                result = swept(pg, acting(kill), executor=RayExecutor(), recipe=build)
+            assert swept(pg, executor=RayExecutor(), recipe=build).identical(here)
         finally:
             ray.shutdown()
-    assert np.argwhere(np.isnan(result.values)).tolist() == [[2, 4]]
-    np.testing.assert_array_equal(result.values, np.where(np.isnan(result.values), np.nan, here.values))

@@ -155,12 +155,6 @@ def test_experiments_run_there(there: PatchableGraph, here: PatchableGraph) -> N
     assert str(there.verify(input_ids=IDS)) == str(here.verify(input_ids=IDS))
 
 
-def test_engines_that_form_no_group_do_not_all_write(there: PatchableGraph, tmp_path: Path) -> None:
-    inputs: dict[str, Any] = {"input_ids": IDS, "metric": LogitDifference(3, 4), "checkpoint": tmp_path / "sweep"}
-    there.sweep({"layer": [0, 1]}, lambda layer: {f"layers[{layer}].mlp_out": ZeroPatch()}, **inputs)
-    assert len([*inputs["checkpoint"].iterdir()]) == 3
-
-
 def test_errors_and_warnings_come_back(there: PatchableGraph) -> None:
     with pytest.raises(UnknownPathError, match=r"layers\[7\]"), there.patch({"layers[7].mlp_out": ZeroPatch()}):
         pass

@@ -32,15 +32,12 @@ def test_every_value_is_right(found: list[dict[str, Any]]) -> None:
         assert law.right > 50
         assert {kind for kind in law.kinds if kind.startswith("split")}
         assert each["gradients of weights"] == []
-        assert each["scores"] == []
         assert each["is the model's output"]
-        assert each["is kept"]
         assert each["placements"] == [
             "split along dimension 2",
             "replicated",
             "split along dimension 0",
         ]
-        assert each["badge"]
 
 
 def test_one_collective_a_patched_visit(found: list[dict[str, Any]]) -> None:
@@ -58,13 +55,6 @@ def test_refusals(found: list[dict[str, Any]]) -> None:
         assert each["metric"].startswith("ExperimentError: the metric differs between the processes: ")
         assert "'blocks_0.hidden' has 16 entries in dimension 2, distributed over processes" in each["longer"]
         assert "held 2 entries of dimension 1 when the model was captured" in each["other sizes"]
-
-
-def test_a_refused_run_leaves_the_model_usable(found: list[dict[str, Any]]) -> None:
-    """Masks of embeddings whose rows are split lie in torch until the end of their module."""
-    for said, is_right in (one["tensor parallel"]["vocabulary"] for one in found):
-        assert said.startswith("ExperimentError: the model computes with DTensors")
-        assert is_right == [True] * 3
 
 
 def test_ranks_that_differ(found: list[dict[str, Any]]) -> None:
@@ -140,8 +130,13 @@ def test_meshes_of_two_dimensions() -> None:
         assert "GraphError: the model is under FSDP and under tensor parallelism at once" in each["within"]
 
 
-@pytest.mark.parametrize("kind", ["tensor parallel", "fully sharded"])
-@pytest.mark.parametrize("what", ["is late", "is slow", "leaves", "raises"])
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("tensor parallel", "is late"), ("fully sharded", "is slow"), ("fully sharded", "leaves"),
+        ("tensor parallel", "raises"),
+    ],
+)  # fmt: skip
 def test_a_process_that_others_wait_for_is_named(kind: str, what: str) -> None:
     """After a while, by a warning; and by the error, once the group of processes gives up."""
     first, second = run_on_ranks(2, ranks.wait_for_others, kind, what, seconds=60, patience=4)
