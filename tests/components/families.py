@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "opt": ("OPTForCausalLM", "OPTConfig", PLAIN | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "gptj": ("GPTJForCausalLM", "GPTJConfig", GPT2 | {"rotary_dim": 4}),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", LLAMA | {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
     "bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT2 | {"attn_implementation": "eager"}),
 }
-"""Models that merge batch and positions, copy before they view, and repeat one head of keys and values."""
+"""Models that merge batch and positions, copy before they view, scale logits, repeat one head of keys and values."""
 
 
 def captured_model(name: str) -> tuple[PatchableGraph, Tensor]:
@@ -42,3 +44,7 @@ def captured_model(name: str) -> tuple[PatchableGraph, Tensor]:
         nn.init.normal_(parameter, std=0.3)
     given = torch.randn(2, 3, 16, 16) if name == "vit" else torch.randint(0, 60, (2, 7))
     return PatchableGraph(model, given), given
+
+
+captured_once = functools.cache(captured_model)
+"""The same, once for all tests that leave the model as it is."""

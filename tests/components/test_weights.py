@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import GraphError, PatchableGraph
 from graphpatch_notebook.experiments import direct_logit_attribution
-from tests.components.families import MODELS, captured_model
+from tests.components.families import MODELS, captured_model, captured_once
 from tests.zoo.submodules import Submodules
 
 
@@ -51,7 +51,7 @@ def test_weights_are_views_of_the_parameters_where_they_can_be() -> None:
     ],
 )
 def test_what_does_not_exist_is_an_error(read: Callable[[Any], Any], error: type[Exception], name: str) -> None:
-    pg, _ = captured_model("llama")
+    pg, _ = captured_once("llama")
     with pytest.raises(error, match=name):
         read(pg.weights)
 
@@ -180,7 +180,7 @@ def test_a_stream_that_begins_with_weights_leaves_the_weights_of_later_layers() 
 
 
 def test_matrices_of_heads_are_products_that_are_not_computed() -> None:
-    pg, _ = captured_model("llama")  # two heads of queries share each one of keys
+    pg, _ = captured_once("llama")  # two heads of queries share each one of keys
     weights = pg.weights
     with torch.no_grad():
         for layer, head in ((0, 1), (1, 3), (-1, -1)):
@@ -201,7 +201,7 @@ BIASES_OF_LOGITS: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.parametrize("name", [*MODELS, "gptj", "opt", "bigcode"])
 def test_weights_and_biases_are_those_that_the_model_computes_with(name: str) -> None:
-    pg, given = captured_model(name)
+    pg, given = captured_once(name)
     layer, weights = "layers[1].", pg.weights
     kept = recorded(pg, given, [f"{layer}{part}" for part in PARTS])
     values = {name.removeprefix(layer): value for name, value in kept.items()}

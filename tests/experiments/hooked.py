@@ -11,18 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tests.zoo.submodules import Submodules, copies
-
 Edit = Callable[[Tensor], Tensor]
-
-
-class Mixer(Submodules, layers=copies((6, 6), 3), head=(6, 4)):
-    """Three layers over a sequence of vectors: no tokens, and the sequence comes first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x)) + x.mean(0, keepdim=True)
-        return self.head(x[-1])
 
 
 def gpt2(layers: int = 3) -> GPT2LMHeadModel:
@@ -45,11 +34,6 @@ def llama() -> LlamaForCausalLM:
         vocab_size=23, use_cache=False, initializer_range=0.3,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
-
-
-def mixer() -> Mixer:
-    torch.manual_seed(0)
-    return Mixer().eval()
 
 
 @contextmanager

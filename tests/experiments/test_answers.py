@@ -9,21 +9,18 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from graphpatch_notebook import AddPatch, ExperimentError, PatchableGraph, ProbePatch
+from graphpatch_notebook import AddPatch, ExperimentError, PatchableGraph
 from graphpatch_notebook.experiments import (
     AnswerLogProbability,
     Generated,
     Noise,
     ablate,
     attribute,
-    attribute_edges,
     causal_trace,
-    path_patch,
 )
 from tests.hooks import registered
-from tests.tiny_models import gpt2
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "indirect_objects_model"
 PROMPTS = ["Mary and John went home Mary gave it to", "Anna and Tom had Tom gave it to"]
@@ -66,24 +63,6 @@ def test_answers_of_several_tokens_are_their_log_softmax(pg: PatchableGraph) -> 
             with registered([block.mlp.register_forward_hook(without)]):
                 expected = said(model, PROMPTS[0], ANSWERS[0], tokenizer)
             assert found.values[number] == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_answers_in_other_experiments(pg: PatchableGraph) -> None:
-    clean = f"{PROMPTS[0]} {ANSWERS[0]}"
-    corrupted = clean.replace("home Mary gave", "home Tom gave")
-    metric = AnswerLogProbability(ANSWERS[0], pg.tokenizer)
-    change = (
-        said(pg._module, text.removesuffix(f" {ANSWERS[0]}"), ANSWERS[0], pg.tokenizer) for text in (clean, corrupted)
-    )
-    change = float(next(change) - next(change))
-    secants = attribute(pg, metric, clean, corrupted, paths=["@final_norm"], method="secant")
-    assert float(secants.sum()) == pytest.approx(change, rel=1e-3)
-    edges = attribute_edges(pg, metric, clean, corrupted, method="secant")
-    assert edges.attrs["clean"] - edges.attrs["corrupted"] == pytest.approx(change, rel=1e-3)
-    traced = causal_trace(pg, clean, corrupted, "layers[*].resid_post", False, metric, progress=False)
-    assert float(traced[-1] - traced.attrs["corrupted"]) == pytest.approx(change, rel=1e-3)
-    patched = path_patch(pg, "layers[*].attn.heads[*].z", None, clean, corrupted, metric, progress=False)
-    assert np.isfinite(patched.values).all()
 
 
 def test_inputs_end_with_the_answer(pg: PatchableGraph) -> None:
@@ -155,20 +134,6 @@ def test_metrics_of_generated_text_are_those_of_generation_under_hooks(pg: Patch
     assert steered.values[0].tolist() == generated()
     with registered([model.transformer.h[1].register_forward_hook(steer)]):
         assert steered.values[1].tolist() == generated()
-
-
-def test_generated_ids_of_decoders_and_encoders() -> None:
-    torch.manual_seed(0)
-    ids = torch.randint(0, 50, (2, 5))
-    config = T5Config(d_model=16, d_kv=8, num_heads=2, d_ff=16, num_layers=1, vocab_size=50, decoder_start_token_id=0)
-    t5 = T5ForConditionalGeneration(config).eval()
-    for model, given, length in ((gpt2().eval(), (ids,), 5), (t5, (ids, None, ids), 0)):
-        rows: list[Any] = []
-        metric = Generated(lambda found, rows=rows: rows.append(found) or len(found), max_new_tokens=3, do_sample=False)
-        pg = PatchableGraph(model, *given)
-        result = pg.sweep({"n": [0]}, lambda n: {"@logits": ProbePatch()}, ids, metric=metric, progress=False)
-        assert result.item() == 2
-        assert rows[-1] == model.generate(ids, max_new_tokens=3, do_sample=False)[:, length:].tolist()
 
 
 def test_what_does_not_generate_is_refused(pg: PatchableGraph) -> None:

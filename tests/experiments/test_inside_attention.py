@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook import PatchableGraph, ReplacePatch, ZeroPatch
+from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.experiments import ablate, attribute, causal_trace, path_patch
 from tests.experiments.hooked import gpt2
 
@@ -84,22 +84,6 @@ def test_values_inside_fused_attention_give_what_those_of_eager_attention_give(
     found, expected = (np.asarray(EXPERIMENTS[name](*each)) for each in (fused, eager))
     assert np.ptp(expected) > 1e-4
     np.testing.assert_allclose(found, expected, **TOLERANCE)
-
-
-def test_a_sweep_inside_attention_is_the_loop(fused: tuple[PatchableGraph, list[str]]) -> None:
-    pg, paths = fused
-    uniform = torch.full((7, 7), 1 / 7)
-
-    def make_patches(path: str, head: int) -> dict[str, Any]:
-        return {path: ReplacePatch(value=uniform[None], slice=(slice(None), head))}
-
-    found = pg.sweep({"path": paths, "head": range(4)}, make_patches, CLEAN, metric=metric, progress=False)
-    with torch.no_grad():
-        for path in paths:
-            for head in range(4):
-                with pg.patch(make_patches(path, head)):
-                    expected = metric(pg(CLEAN)).item()
-                assert abs(float(found.sel(path=path, head=head)) - expected) < 2e-5
 
 
 class FusedCalls(TorchFunctionMode):

@@ -107,16 +107,6 @@ def test_tokens_go_across() -> None:
     assert len(lay_out(earlier)["links"]) == 1
 
 
-def test_a_layer_is_above_the_ones_before_it_and_its_mlp_above_its_heads() -> None:
-    picture = lay_out(made(3, 4, 40, 1))
-    places = {node["name"]: node["y"] for node in picture["nodes"]}
-    order = [re.sub(r"heads\[\d+\]", "heads", name) for name in sorted(places, key=lambda name: -places[name])]
-    layers = [f"layers[{layer}].{part}" for layer in range(3) for part in ("attn.heads.z", "mlp_out")]
-    assert list(dict.fromkeys(order)) == [name for name in ("@embed", *layers, "@logits") if name in order]
-    assert [band["label"] for band in picture["bands"]] == ["layer 0", "layer 1", "layer 2"]
-    assert {port for node in picture["nodes"] for port, _ in node["ports"]} == {"q", "k", "v"}
-
-
 def test_an_edge_to_shared_keys_ends_at_each_of_the_heads_that_pass_something_on() -> None:
     feeds = {"layers[0].attn.heads[0].k": ("layers[0].attn.heads[0].z", "layers[0].attn.heads[1].z"), "@logits": ()}
     shared = Edge("@embed", "layers[0].attn.heads[0].k", 1.0)

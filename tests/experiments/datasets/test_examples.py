@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,17 +17,14 @@ from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import (
     LogitDifference,
-    Noise,
     ablate,
     attribute,
     causal_trace,
     direct_logit_attribution,
     head_scores,
-    load_result,
     mean_values,
     path_patch,
     record_to,
-    save_result,
 )
 
 HEADS = "layers[*].attn.heads[*].z"
@@ -69,8 +64,9 @@ PAIRS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("form", ["cut", "list", "loader"])
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "cut") for name in PAIRS), ("causal_trace", "list"), ("path_patch", "loader")]
+)
 def test_a_dataset_gives_the_mean_of_its_batches(pg: PatchableGraph, name: str, form: str) -> None:
     run, size = PAIRS[name], 3
     batches = [*zip(CLEAN.split(size), OTHER.split(size), strict=True)]
@@ -119,29 +115,6 @@ def test_rows_of_a_result_are_examples(pg: PatchableGraph) -> None:
     given = [one for one, _ in batches], [target for _, target in batches]
     other = direct_logit_attribution(pg, given[0], target=given[1], by="head", progress=False, keep_examples=True)
     np.testing.assert_allclose(other["attn"].transpose(*whole["attn"].rename(batch="example").dims), whole["attn"])
-
-
-def test_each_batch_may_have_its_metric_and_the_noise_is_the_same(pg: PatchableGraph) -> None:
-    metrics = [LogitDifference(number, 7) for number in range(2)]
-    found = ablate(pg, HEADS, [CLEAN[:2], CLEAN[2:4]], metric=metrics, progress=False)
-    alone = [
-        ablate(pg, HEADS, part, metric=metric, progress=False)
-        for part, metric in zip(CLEAN[:4].split(2), metrics, strict=True)
-    ]
-    np.testing.assert_allclose(found.values, (alone[0].values + alone[1].values) / 2, rtol=1e-6)
-    noise = Noise("@embed", scale=1.0, samples=2)
-    traced = causal_trace(pg, [CLEAN[:2]], noise, "layers[*].resid_post", False, METRIC, progress=False)
-    expected = causal_trace(pg, CLEAN[:2], noise, "layers[*].resid_post", False, METRIC, progress=False)
-    np.testing.assert_allclose(traced.values, expected.values, rtol=1e-6)
-
-
-def test_batches_run_in_other_processes_and_results_are_stored(pg: PatchableGraph, tmp_path: Any) -> None:
-    here = ablate(pg, HEADS, CLEAN, metric=METRIC, batch_size=4, progress=False)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
-        there = ablate(pg, HEADS, CLEAN, metric=METRIC, batch_size=4, progress=False, executor=executor, recipe=build)
-    xarray.testing.assert_allclose(here, there)
-    save_result(here, tmp_path / "result.nc")
-    xarray.testing.assert_equal(load_result(tmp_path / "result.nc"), here)
 
 
 def _ends(batches: list[Tensor]) -> Iterator[Tensor]:

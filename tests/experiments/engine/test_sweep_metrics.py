@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
 from tests.experiments.engine.loops import TOLERANCE, disagreement, leaves_of, looped, swept
 from tests.experiments.hooked import GPT2_OUTPUT
-from tests.integrations.offloaded import gpt2, llama
+from tests.integrations.offloaded import gpt2
 from tests.zoo import Call
 from tests.zoo.case import floats
 
@@ -23,7 +22,6 @@ pytestmark = [
 ]
 
 IDS = torch.arange(14).view(2, 7) + 3
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama}
 
 
 def cells(pg: PatchableGraph) -> list[dict[str, Any]]:
@@ -62,33 +60,21 @@ def replaced(output: Any) -> Tensor:
 METRICS: dict[str, Callable[[Any], Any]] = {
     "the logits as they are": lambda output: output.logits,
     "last": lambda output: output.logits[:, -1],
-    "last by key": lambda output: output["logits"][:, -1, 3:5],
     "last by index": lambda output: output[0][:, -1],
-    "last of all": lambda output: output.logits[..., -1, :],
     "last kept": lambda output: output.logits[:, -1:],
-    "last in a list": lambda output: output.logits[:, [-1]],
     "last by tensor": lambda output: output.logits[torch.arange(2), torch.tensor([-1, 6])],
-    "last by number": lambda output: output.logits[:, 6],
-    "last by length": lambda output: output.logits[:, output.logits.shape[1] - 1],
-    "last by select": lambda output: output.logits.select(1, -1),
     "last by mask": lambda output: output.logits[:, torch.arange(7) == 6],
-    "last by unbind": lambda output: output.logits.unbind(1)[-1],
-    "last of the first": lambda output: output.logits[0, -1],
     "last of the second": lambda output: output.logits[1][-1],
     "first": lambda output: output.logits[:, 0],
     "last two": lambda output: output.logits[:, -2:],
     "last and first": lambda output: output.logits[:, -1] - output.logits[:, 0],
-    "backwards": lambda output: output.logits[:, ::2],
     "mean": lambda output: output.logits.mean(),
     "shape": lambda output: [*output.logits.shape, output.logits.numel(), output.logits.stride(0)],
     "argmax": lambda output: output.logits[:, -1].argmax(-1),
-    "argmax of all": lambda output: output.logits.argmax(-1),
     "top": lambda output: output.logits[:, -1].topk(3).indices,
-    "sorted": lambda output: output.logits[:, -1].sort().values,
     "across the batch": lambda output: output.logits[:, -1].softmax(0),
     "loss": lambda output: F.cross_entropy(output.logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()),
     "dict": lambda output: {"a": output.logits[0, -1, 3], "b": output.logits[1, -1].mean().item(), "c": 1},
-    "number": lambda output: output.logits[0, -1, 3].item(),
     "numpy": lambda output: output.logits[:, -1].numpy(),
     "list": lambda output: output.logits[:, -1].tolist(),
     "depends on values": lambda output: output.logits[:, -1 if output.logits[0, -1, 0] > 0 else 0],
@@ -98,35 +84,32 @@ METRICS: dict[str, Callable[[Any], Any]] = {
     "cache": lambda output: torch.cat([layer.keys for layer in output.past_key_values.layers]),
     "length of the cache": lambda output: [output.past_key_values.get_seq_length(), len(output.logits)],
     "last and cache": lambda output: output.logits[:, -1].sum() + output.past_key_values.layers[1].values.sum(),
-    "double": lambda output: output.logits.double()[:, -1],
-    "copied": lambda output: copy.deepcopy(output).logits[:, -1],
     "by attribute": lambda output: vars(output)["logits"][:, -1],
-    "items": lambda output: dict(output.items())["logits"][:, -1],
     "nothing": lambda output: 0.0,
 }
 
 
-def check(name: str, metric: Callable[[], Callable[[Any], Any]], make_call: Callable[[], Call], some: slice) -> None:
-    """Compares a sweep, cell by cell and batched, with the loop."""
-    pg = PatchableGraph(MODELS[name](), input_ids=IDS)
-    expected = looped(pg, cells(pg)[some], make_call, metric())
-    for batch in (None, "auto"):
-        found = swept(pg, cells(pg)[some], make_call(), metric(), batch=batch)
-        assert disagreement(expected, found, 0.0 if batch is None else TOLERANCE) is None, f"{batch=}, {found.remarks}"
+@pytest.fixture(scope="module")
+def pg() -> PatchableGraph:
+    return PatchableGraph(gpt2(), input_ids=IDS)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)])
+def check(pg: PatchableGraph, metric: Callable[[Any], Any], make_call: Callable[[], Call], every: int) -> None:
+    """Compares a sweep that shares forwards with the loop."""
+    some = slice(None, None, every)
+    found = swept(pg, cells(pg)[some], make_call(), metric)
+    assert disagreement(looped(pg, cells(pg)[some], make_call, metric), found, TOLERANCE) is None, found.remarks
+
+
 @pytest.mark.parametrize("what", METRICS)
-def test_metrics_may_read_any_part_of_the_output(name: str, what: str) -> None:
-    every = 1 if "last" in what else 3
-    check(name, lambda: METRICS[what], lambda: Call.of(input_ids=IDS), slice(None, None, every))
+def test_metrics_may_read_any_part_of_the_output(pg: PatchableGraph, what: str) -> None:
+    check(pg, METRICS[what], lambda: Call.of(input_ids=IDS), 1 if "last" in what else 3)
 
 
 @pytest.mark.parametrize("read", ["last", "all"])
-def test_patched_tokens_share_work(read: str) -> None:
+def test_patched_tokens_share_work(pg: PatchableGraph, read: str) -> None:
     """The key/value cache, which has no rows, is left out, as for other values."""
     metric = (lambda output: output.logits[:, -1]) if read == "last" else lambda output: output.logits
-    pg = PatchableGraph(gpt2(), input_ids=IDS)
     maps = [{"input_ids": ReplacePatch(value=n, slice=(slice(None), n % 7))} for n in range(12)]
     found = swept(pg, maps, Call.of(input_ids=IDS), metric)
     assert disagreement(looped(pg, maps, lambda: Call.of(input_ids=IDS), metric), found, TOLERANCE) is None
@@ -140,27 +123,6 @@ def test_a_sweep_in_training_mode_says_how_to_share_work() -> None:
         pg.train(is_training)
         found = swept(pg, maps, Call.of(input_ids=IDS), lambda output: output.logits[:, -1, 3])
         assert ["pg.eval()" in remark for remark in found.attrs["remarks"]] == [True] * is_training
-
-
-def test_sweeps_that_ask_for_hidden_states_share_work_after_the_first_one() -> None:
-    """For these, transformers adds hooks in the first run."""
-    pg = PatchableGraph(gpt2(), input_ids=IDS)
-    maps = [{"transformer.h_1.mlp.output": AddPatch(value=float(number))} for number in range(12)]
-    for is_first in (True, False):
-        found = swept(pg, maps, Call.of(IDS, output_hidden_states=True), lambda output: output.hidden_states[2])
-        assert bool(found.attrs["remarks"]) == is_first
-    expected = looped(pg, maps, lambda: Call.of(IDS, output_hidden_states=True), lambda output: output.hidden_states[2])
-    assert disagreement(expected, found, TOLERANCE) is None
-
-
-def test_remarks_say_why_outputs_have_no_rows() -> None:
-    model = gpt2()
-    model.set_attn_implementation("eager")
-    pg = PatchableGraph(model, input_ids=IDS)
-    maps = [{"transformer.h_1.mlp.output": AddPatch(value=float(number))} for number in range(12)]
-    for flags, why in [({"labels": IDS}, "one for all rows"), ({"use_cache": True}, "DynamicCache")]:
-        found = swept(pg, maps, Call.of(IDS, **flags), lambda output: output.logits[:, -1, 3])
-        assert why in found.attrs["remarks"][-1]
 
 
 CALLS: dict[str, Callable[[], Call]] = {
@@ -181,25 +143,12 @@ CALLS: dict[str, Callable[[], Call]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("what", CALLS)
-def test_sweeps_accept_all_forms_of_inputs(name: str, what: str) -> None:
+def test_sweeps_accept_all_forms_of_inputs(pg: PatchableGraph, what: str) -> None:
     def metric(output: Any) -> Tensor:
         return output[0 if what != "labels" else 1][:, -1]
 
-    check(name, lambda: metric, CALLS[what], slice(None, None, 2))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("level", [-0.1, 0.0, 0.1])
-def test_metrics_may_choose_by_values_what_they_read(name: str, level: float) -> None:
-    """Which positions the metric reads is another question for each cell."""
-
-    def metric(output: Any) -> Any:
-        logits = output.logits
-        return logits[:, -1 if logits[0, -1, 0] > level else 0]
-
-    check(name, lambda: metric, lambda: Call.of(input_ids=IDS), slice(None, None, 3))
+    check(pg, metric, CALLS[what], 2)
 
 
 @pytest.mark.parametrize("path", ["output", "c_fc.weight"])

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, PatchableGraph
-from graphpatch_notebook.experiments.engine.cells import Measurement, measurement
 
 
 class Widened(nn.Module):
@@ -55,14 +54,3 @@ def test_metrics_may_differ_by_rounding(dtype: Any, noise: float, is_noticed: bo
         warnings.simplefilter("always")
         found = pg.sweep({"cell": range(8)}, make, x, metric=metric, progress=False)
     assert any("runs again as a loop" in str(each.message) for each in warned) is is_noticed, found.remarks
-
-
-def test_measurements_are_close_by_either_tolerance() -> None:
-    one, other = measurement({"a": 10.0, "b": float("nan")}), measurement({"a": 10.01, "b": float("nan")})
-    assert one.is_close(other, 0.002, 0.0)
-    assert one.is_close(other, 0.0, 0.02)
-    assert not one.is_close(other, 0.0005, 0.0)
-    assert not one.is_close(other, 0.0, 0.002)
-    assert not one.is_close(None, 1.0, 1.0)
-    assert not one.is_close(measurement({"a": 1.0, "c": float("nan")}), 1.0, 1.0)
-    assert Measurement.from_json(one.to_json()).is_close(one, 0.0, 0.0)

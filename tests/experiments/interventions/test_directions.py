@@ -34,8 +34,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from graphpatch_notebook import AddPatch, ExperimentError, PatchableGraph, UnknownPathError
-from graphpatch_notebook.experiments import direction, mean_values, project_out, record_to
+from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError
+from graphpatch_notebook.experiments import direction, project_out, record_to
 from tests.hooks import registered
 from tests.tiny_models import gpt2
 
@@ -108,16 +108,6 @@ def test_rows_of_a_store_are_chosen_by_a_condition(graph: PatchableGraph, tmp_pa
     assert torch.allclose(found["@embed"], MODEL.transformer.wte.weight[mary] - MODEL.transformer.wte.weight[john])
 
 
-def test_values_keep_the_layout_that_patches_need(graph: PatchableGraph) -> None:
-    paths = ["layers[1].attn.heads[2].z", "layers[0].attn.q"]
-    means = [mean_values(graph, paths, texts, batch_size=2) for texts in (POSITIVE, NEGATIVE)]
-    found = direction(graph, POSITIVE, NEGATIVE, paths, batch_size=2)
-    for path in paths:
-        assert torch.allclose(found[path], means[0][path] - means[1][path], atol=1e-5)
-    with graph.patch({path: AddPatch(value=found[path]) for path in paths}):
-        graph(POSITIVE)
-
-
 def test_masks_that_fit_neither_examples_nor_rows_are_errors(graph: PatchableGraph, tmp_path: Path) -> None:
     store = record_to(graph, tmp_path, STREAM, POSITIVE, batch_size=2)
     rows = len(store.example)
@@ -135,23 +125,6 @@ def test_masks_that_fit_neither_examples_nor_rows_are_errors(graph: PatchableGra
 
 
 # -- steering ----------------------------------------------------------------------------------------------------------
-
-
-def test_steering_while_decoding_changes_each_row_of_a_padded_batch_as_hooks_do(graph: PatchableGraph) -> None:
-    added = 4 * direction(graph, POSITIVE, NEGATIVE, positions=-1, batch_size=2)[STREAM]
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": True}
-    with graph.patch({STREAM: AddPatch(value=added, steps="decoding")}):
-        steered = graph.generate(POSITIVE + NEGATIVE, **options)
-    for text, row in zip(POSITIVE + NEGATIVE, steered, strict=True):
-
-        def while_decoding(value: Tensor) -> Tensor:
-            return value + added if value.shape[1] == 1 else value
-
-        ids = graph.to_tokens(text)
-        assert ids.shape[1] > 1
-        alone = on_outputs([MODEL.transformer.h[1]], while_decoding, lambda ids=ids: MODEL.generate(ids, **options))  # type: ignore[misc]
-        assert row[-4:].tolist() == alone[0, -4:].tolist()
-    assert not torch.equal(steered, graph.generate(POSITIVE + NEGATIVE, **options))
 
 
 # -- removal -----------------------------------------------------------------------------------------------------------
@@ -193,8 +166,7 @@ MODELS: list[Callable[[], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("build", MODELS)
-@pytest.mark.parametrize("count", [None, 3])
+@pytest.mark.parametrize(("build", "count"), [*zip(MODELS, (None, 3, 3), strict=True)])
 def test_weights_without_a_direction_equal_projections_of_all_that_is_written(build: Any, count: int | None) -> None:
     model = prepared(build())
     pg = PatchableGraph(model, IDS)
@@ -232,7 +204,7 @@ OTHERS: list[Callable[[], Any]] = [
     lambda: GraniteForCausalLM(GraniteConfig(**SIZES, **HEADS, embedding_multiplier=3.0, residual_multiplier=0.5)),
     lambda: MambaForCausalLM(MambaConfig(**SIZES, state_size=4)),
     lambda: T5ForConditionalGeneration(
-        T5Config(vocab_size=50, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+        T5Config(vocab_size=50, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
     ),
 ]
 
@@ -251,33 +223,20 @@ def test_of_any_architecture_the_stream_is_without_the_direction(build: Any) -> 
     assert not torch.allclose(logits, model(**inputs).logits, atol=1e-2)
 
 
-def test_a_direction_is_removed_at_some_positions_of_a_head_and_in_half_precision() -> None:
-    model = gpt2(heads=4, width=WIDTH).bfloat16()
-    pg, path = PatchableGraph(model, IDS), "layers[1].attn.heads[2].z"
-    plain, given = pg.record(path, IDS)[path].clone(), torch.randn(8)
-    with pg.patch(project_out(pg, given, path, positions=[2, 4])):
-        found = pg.record(path, IDS)[path]
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found[:, [0, 1, 3, 5]], plain[:, [0, 1, 3, 5]])
-    unit = given / given.norm()
-    expected = plain.float() - (plain.float() @ unit)[..., None] * unit
-    assert torch.allclose(found[:, [2, 4]].float(), expected[:, [2, 4]], rtol=0.01, atol=1e-4)
-
-
 def test_what_no_direction_can_be_removed_from_is_an_error() -> None:
     pg = PatchableGraph(gpt2(heads=4, width=WIDTH), IDS)
     for given in (torch.zeros(WIDTH), torch.full((WIDTH,), torch.nan), torch.ones(1, 1, WIDTH), torch.tensor(1.0)):
         with pytest.raises(ExperimentError, match=re.escape(str(tuple(given.shape)))):
             project_out(pg, given)
     ones = torch.ones(WIDTH)
-    with pytest.raises(ExperimentError, match=r"'layers\[0\].attn.heads\[1\].z': the direction has 32 .* \(2, 6, 8\)"):
-        project_out(pg, ones, ["layers[0].attn.heads[1].z", "layers[0].mlp_out"])
-    with pytest.raises(UnknownPathError, match=r"layers\[9\]"):
-        project_out(pg, ones, "layers[9].mlp_out")
-    with pytest.raises(ExperimentError, match="positions"):
-        project_out(pg, ones, weights=True, positions=3)
-    with pytest.raises(ExperimentError, match="transformer.h_0.output"):
-        project_out(pg, ones, "transformer.h_0.output", weights=True)
+    for paths, options, named in (
+        (["layers[0].attn.heads[1].z", "layers[0].mlp_out"], {}, r"layers\[0\].attn.heads\[1\].z"),
+        ("layers[9].mlp_out", {}, r"layers\[9\]"),
+        (None, {"weights": True, "positions": 3}, "positions"),
+        ("transformer.h_0.output", {"weights": True}, "transformer.h_0.output"),
+    ):
+        with pytest.raises((ExperimentError, UnknownPathError), match=named):
+            project_out(pg, ones, paths, **options)
     with pytest.raises(ExperimentError, match="layers"):
         project_out(PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2)), torch.ones(2))
     behind_norms = PatchableGraph(prepared(Gemma2ForCausalLM(Gemma2Config(**SIZES, **HEADS, head_dim=8))), IDS)

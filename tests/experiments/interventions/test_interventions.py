@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,101 +19,11 @@ from graphpatch_notebook import (
     UnknownPathError,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import DAS, BoundlessDAS, L0Mask, LoReFT, LowRankSteering, fit, intervene
+from graphpatch_notebook.experiments import DAS, L0Mask, LoReFT, LowRankSteering, fit, intervene
 from tests.hooks import registered
 from tests.tiny_models import gpt2
 
 # -- hierarchical equality ---------------------------------------------------------------------------------------------
-
-OBJECTS, SIZE, WIDTH = 8, 4, 32
-FIRST, LAST = "sub_1.output", "sub_5.output"
-
-
-class Equality(NamedTuple):
-    """A network that says whether two pairs of objects are both equal, or both different."""
-
-    pg: PatchableGraph
-    embedding: Tensor
-
-    def draw(self, count: int) -> tuple[Tensor, Tensor]:
-        """Returns inputs, and whether the first pair is equal, and the second; each is with probability one half."""
-        objects, is_equal = torch.randint(0, OBJECTS, (count, 2)), torch.rand(count, 2) < 0.5
-        others = torch.where(is_equal, objects, (objects + torch.randint(1, OBJECTS, (count, 2))) % OBJECTS)
-        return self.embedding[torch.stack([objects, others], 2)].flatten(1), is_equal
-
-    def batch(self, sources: int, size: int = 256) -> tuple[Tensor, ...]:
-        """Returns base inputs, sources, and the answer where each source sets one variable: its own pair's equality."""
-        base, variables = self.draw(size)
-        given = [self.draw(size) for _ in range(sources)]
-        for number, (_, of_source) in enumerate(given):
-            variables[:, number] = of_source[:, number]
-        return base, *(inputs for inputs, _ in given), (variables[:, 0] == variables[:, 1]).long()
-
-    def accuracy(self, interventions: Any, sources: int) -> float:
-        base, *others, answers = self.batch(sources, 4000)
-        with torch.no_grad():
-            said = intervene(self.pg, interventions, base, *others).argmax(-1)
-        return float((said == answers).float().mean())
-
-
-@pytest.fixture(scope="module")
-def equality() -> Equality:
-    torch.manual_seed(0)
-    sizes = (4 * SIZE, WIDTH, WIDTH, WIDTH, 2)
-    layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())][:-1]
-    model, embedding = nn.Sequential(*layers), 1.5 * torch.randn(OBJECTS, SIZE)
-    task = Equality(PatchableGraph(model, torch.zeros(2, 4 * SIZE)), embedding)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.5)
-    for _ in range(2000):
-        inputs, answers = task.batch(0)
-        optimizer.zero_grad()
-        cross_entropy(model(inputs), answers).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    assert task.accuracy({}, 0) > 0.99
-    return task
-
-
-@pytest.mark.parametrize(
-    ("make", "sources"),
-    [
-        (lambda: DAS(WIDTH, WIDTH // 2), 1),
-        (lambda: DAS(WIDTH, (WIDTH // 2, WIDTH // 2)), 2),
-        (lambda: BoundlessDAS(WIDTH), 1),
-        (lambda: BoundlessDAS(WIDTH, 2), 2),
-    ],
-)
-def test_das_finds_the_variables_of_hierarchical_equality(equality: Equality, make: Any, sources: int) -> None:
-    """As in pyvene's tutorial: interchanges are right in the first layer, where those of a random rotation are not."""
-    torch.manual_seed(0)
-    interventions = {FIRST: make()}
-    assert equality.accuracy(interventions, sources) < 0.75
-    losses = fit(equality.pg, interventions, [equality.batch(sources) for _ in range(300)], cross_entropy, lr=0.01)
-    assert len(losses) == 300
-    assert equality.accuracy(interventions, sources) > 0.98
-    assert all(parameter.grad is None for parameter in equality.pg.parameters())
-    if isinstance(boundless := interventions[FIRST], BoundlessDAS):
-        masks = boundless.masks()
-        assert boundless.shares.sum() < sources / (sources + 1)
-        assert (masks.round() - masks).abs().max() < 0.5
-        assert torch.allclose(masks.round().sum(1), WIDTH * boundless.shares, atol=1)
-
-
-def test_das_does_not_find_a_variable_where_the_model_has_none(equality: Equality) -> None:
-    interventions = {LAST: DAS(WIDTH, WIDTH // 2)}
-    fit(equality.pg, interventions, [equality.batch(1) for _ in range(200)], cross_entropy, lr=0.01)
-    assert equality.accuracy(interventions, 1) < 0.65
-
-
-@pytest.mark.parametrize("make", [LoReFT, LowRankSteering])
-def test_edits_of_a_hidden_state_teach_another_answer(equality: Equality, make: Any) -> None:
-    torch.manual_seed(0)
-    batches = [(inputs, 1 - answers) for inputs, answers in (equality.batch(0) for _ in range(300))]
-    interventions = {FIRST: make(WIDTH, 4)}
-    assert equality.accuracy(interventions, 0) > 0.4
-    losses = fit(equality.pg, interventions, batches, cross_entropy, lr=0.01)
-    assert equality.accuracy(interventions, 0) < 0.2
-    assert losses[-1] < losses[0] / 10
 
 
 def test_masks_close_what_a_model_does_not_use() -> None:
@@ -244,23 +153,6 @@ def test_training_takes_the_steps_of_a_loop_with_hooks(path: str, positions: Any
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_layers_that_are_recomputed_for_gradients_have_the_interventions() -> None:
-    losses = []
-    for is_recomputed in (False, True):
-        model = gpt2(heads=4, width=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
-        pg = PatchableGraph(model, IDS)
-        if is_recomputed:
-            name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-            getattr(model.train(), f"{name}_checkpointing_enable")()
-        torch.manual_seed(0)
-        interventions = {"layers[0].attn.heads[1].z": LoReFT(8, 2), "layers[0].mlp_out": LowRankSteering(32, 2)}
-        batch = (IDS, torch.tensor([7, 8, 9]))
-        found = fit(pg, interventions, [batch], lambda out, y: cross_entropy(out.logits[:, -1], y), epochs=5, lr=0.1)
-        losses.append(found)
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert losses[0][-1] < losses[0][0]
-
-
 def test_several_values_have_interventions_of_their_own_inside_of_other_patches() -> None:
     model = gpt2(heads=4, width=32)
     pg = PatchableGraph(model, IDS)
@@ -327,22 +219,6 @@ def test_batches_of_data_loaders_are_read_in_each_epoch(graph: PatchableGraph) -
     assert first[0] == pytest.approx(first[1], abs=1e-5)
 
 
-def test_a_trained_module_is_the_function_of_a_patch_during_generation(graph: PatchableGraph) -> None:
-    steering, path = LoReFT(64, 2), "layers[1].resid_post"
-    steering.target.bias.data.fill_(9.0)
-    options = {"max_new_tokens": 3, "do_sample": False, "use_cache": True, "pad_token_id": 0}
-    with torch.no_grad(), graph.patch({path: CustomPatch(steering, steps="decoding")}):
-        found = graph.generate("so Mary", **options)
-
-    def while_decoding(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        return steering(out) if out.shape[1] == 1 else out
-
-    with registered([MODEL.transformer.h[1].register_forward_hook(while_decoding)]), torch.no_grad():
-        expected = MODEL.generate(graph.to_tokens("so Mary"), **options)
-    assert found.tolist() == expected.tolist()
-    assert found.tolist() != MODEL.generate(graph.to_tokens("so Mary"), **options).tolist()
-
-
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -388,11 +264,6 @@ INVALID: list[tuple[type[Exception], str, Any]] = [
 def test_what_cannot_run_is_an_error_that_names_it(error: type[Exception], match: str, call: Any) -> None:
     with pytest.raises(error, match=match):
         call()
-
-
-def test_values_without_positions_are_named(equality: Equality) -> None:
-    with pytest.raises(ExperimentError, match=FIRST):
-        intervene(equality.pg, {FIRST: LoReFT(WIDTH, 1)}, torch.zeros(2, 4 * SIZE), positions=0)
 
 
 class Two(nn.Module):

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from graphpatch_notebook import ExperimentError, PatchableGraph
 from graphpatch_notebook.experiments import TunedLens, logit_lens
-from tests.components.families import captured_model
+from tests.components.families import captured_once
 from tests.tiny_models import gpt2
 
-SHIPPED = Path(__file__).parents[3] / "examples" / "indirect_objects_model"
 IDS = torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert", "vit", "neox"])
 def test_before_training_it_is_the_logit_lens(name: str) -> None:
-    pg, given = captured_model(name)
+    pg, given = captured_once(name)
     plain, lens = logit_lens(pg, given), logit_lens(pg, given, lens=TunedLens(pg))
     assert lens.identical(plain)
 
@@ -80,29 +76,3 @@ def test_its_training_is_that_of_plain_torch(is_padded: bool) -> None:
         logit_lens(pg, IDS, streams="layers[0].resid_mid", lens=lens)
     with pytest.raises(ExperimentError):
         lens.fit(pg, [])
-
-
-def test_on_texts_that_it_was_not_trained_on_it_is_closer_to_the_model_than_the_logit_lens() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
-    draw, names = random.Random(0), ["Mary", "John", "Emma", "Tom", "Anna", "Noah", "Vera"]
-
-    def texts(count: int) -> list[str]:
-        pairs = [draw.sample(names, 2) for _ in range(count)]
-        return [f"then {a} and {b} went home and then {draw.choice((a, b))} gave it to" for a, b in pairs]
-
-    model = GPT2LMHeadModel.from_pretrained(SHIPPED).eval()
-    pg = PatchableGraph(model, texts(1)[0], tokenizer=tokenizer)
-    torch.manual_seed(0)
-    lens = TunedLens(pg)
-    lens.fit(pg, texts(128), batch_size=32, epochs=8, lr=1e-2)
-    held_out = texts(32)
-    with torch.no_grad():
-        said = pg(held_out).logits.log_softmax(-1)
-
-    def divergence(read: Any) -> Tensor:
-        found = torch.tensor(read.values).log_softmax(-1)
-        return functional.kl_div(found, said.expand_as(found), log_target=True, reduction="none").sum(-1).mean((1, 2))
-
-    plain, tuned = (divergence(logit_lens(pg, held_out, **more)) for more in ({}, {"lens": lens}))
-    assert (tuned[:-1] < plain[:-1] / 2).all()
-    assert tuned[-1] == plain[-1]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphpatch_notebook import ExperimentError, PatchableGraph
 from graphpatch_notebook.experiments import LogitDifference, ablate
@@ -57,44 +58,37 @@ def test_zero_by_head_and_position(host: Any, batch: Any, tolerance: float) -> N
         assert found.attrs["baseline"] == pytest.approx(METRIC(model(IDS)).item(), abs=tolerance, rel=0)
 
 
-@BATCHES
-def test_mean_over_the_batch_at_each_position(host: Any, batch: Any, tolerance: float) -> None:
-    model, pg, _, names = host
-    found = ablate(pg, Z, IDS, metric=METRIC, method="mean", reference=REFERENCE, batch=batch, progress=False)
-    assert found.dims == ("layer", "head")
-    values = outputs(model, names, lambda: model(REFERENCE), of_inputs=True)
-    for layer, name in enumerate(names):
-        mean = values[layer].mean(0, keepdim=True).expand(3, -1, -1)
+LONGER = torch.randint(23, (2, 9))
+# What each method puts in place of a value, of the values on the reference.
+METHODS: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = [
+    ({"method": "mean", "reference": REFERENCE}, lambda value: value.mean(0, keepdim=True).expand(3, -1, -1)),
+    (
+        {"method": "mean", "reference": {"input_ids": LONGER}, "mean_over": "batch and positions"},
+        lambda value: value.mean((0, 1), keepdim=True).expand(3, 6, -1),
+    ),
+    ({"method": "resample", "reference": REFERENCE[:3]}, lambda value: value),
+]
+
+
+@pytest.mark.parametrize("batch", [None, "auto"])
+@pytest.mark.parametrize(("settings", "replaced"), METHODS)
+def test_values_of_a_reference(host: Any, settings: Any, replaced: Any, batch: Any) -> None:
+    model, pg, paths, names = host
+    options: dict[str, Any] = {**settings, "metric": METRIC, "batch": batch, "progress": False}
+    found = ablate(pg, Z, IDS, **options)
+    placed = ablate(pg, paths, IDS, positions=True, **options)
+    assert (found.dims, placed.dims) == (("layer", "head"), ("path", "position"))
+    reference = settings["reference"]
+    ids = reference["input_ids"] if isinstance(reference, dict) else reference
+    for layer, (name, value) in enumerate(
+        zip(names, outputs(model, names, lambda: model(ids), of_inputs=True), strict=True)
+    ):
         for head in range(4):
-            expected = without(model, name, putting(mean, (..., slice(4 * head, 4 * head + 4))))
-            assert found.values[layer, head] == pytest.approx(expected, abs=tolerance, rel=0)
-
-
-@BATCHES
-def test_mean_over_all_positions_of_a_reference_of_another_length(host: Any, batch: Any, tolerance: float) -> None:
-    model, pg, paths, names = host
-    reference = {"input_ids": torch.randint(23, (2, 9))}
-    settings: dict[str, Any] = {"method": "mean", "reference": reference, "mean_over": "batch and positions"}
-    found = ablate(pg, paths, IDS, metric=METRIC, **settings, positions=True, batch=batch, progress=False)
-    assert found.dims == ("path", "position")
-    values = outputs(model, names, lambda: model(**reference), of_inputs=True)
-    for layer, name in enumerate(names):
-        mean = values[layer].mean((0, 1), keepdim=True).expand(3, 6, -1)
-        for position in range(6):
-            expected = without(model, name, putting(mean, (slice(None), position)))
-            assert found.values[layer, position] == pytest.approx(expected, abs=tolerance, rel=0)
-
-
-@BATCHES
-def test_resample_takes_rows_of_the_reference(host: Any, batch: Any, tolerance: float) -> None:
-    model, pg, paths, names = host
-    reference = REFERENCE[:3]
-    found = ablate(pg, paths, IDS, metric=METRIC, method="resample", reference=reference, batch=batch, progress=False)
-    assert found.dims == ("path",)
-    values = outputs(model, names, lambda: model(reference), of_inputs=True)
-    for layer, name in enumerate(names):
-        expected = without(model, name, putting(values[layer]))
-        assert found.values[layer] == pytest.approx(expected, abs=tolerance, rel=0)
+            expected = without(model, name, putting(replaced(value), (..., slice(4 * head, 4 * head + 4))))
+            assert found.values[layer, head] == pytest.approx(expected, abs=2e-6, rel=0)
+        for position in (0, 5):
+            expected = without(model, name, putting(replaced(value), (slice(None), position)))
+            assert placed.values[layer, position] == pytest.approx(expected, abs=2e-6, rel=0)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,6 @@ from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.experiments import (
     ablate,
     attribute,
-    causal_trace,
     direct_logit_attribution,
     head_scores,
     logit_lens,
@@ -44,14 +44,19 @@ class Model(written.Model):
         return self.parts[layer].attention.part
 
 
-@pytest.fixture(params=STYLES)
-def model(request: Any, monkeypatch: pytest.MonkeyPatch) -> Model:
+@functools.cache
+def captured(style: str) -> PatchableGraph:
     torch.manual_seed(0)
     first = {name: values[0] for name, values in written.CHOICES.items()}
-    model = Model(HEADS * SIZE, HEADS, {**first, **STYLES[request.param]}).eval()
+    model = Model(HEADS * SIZE, HEADS, {**first, **STYLES[style]}).eval()
+    return PatchableGraph(model, tokens_of(model)[1])
+
+
+@pytest.fixture(params=STYLES)
+def pg(request: Any, monkeypatch: pytest.MonkeyPatch) -> PatchableGraph:
     kept: dict[str, tuple[Tensor, str]] = {}
     monkeypatch.setattr(written, "_kept", kept)
-    return model
+    return captured(request.param)
 
 
 def tokens_of(model: Model, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -91,9 +96,9 @@ def metric(logits: Tensor) -> Tensor:
     return logits[:, -1, 3].sum()
 
 
-def test_heads_are_ablated_and_scored(model: Model) -> None:
+def test_heads_are_ablated_and_scored(pg: PatchableGraph) -> None:
+    model: Any = pg._module
     _, given = tokens_of(model)
-    pg = PatchableGraph(model, given)
     found = ablate(pg, "layers[1].attn.heads[*].z", given, metric=metric)
     for head in range(HEADS):
         with torch.no_grad(), edited(model, 1, head, 0.0):
@@ -101,9 +106,10 @@ def test_heads_are_ablated_and_scored(model: Model) -> None:
         assert float(found.sel(head=head).squeeze()) == pytest.approx(expected, abs=1e-4)
 
 
-def test_heads_attend_to_tokens_by_position(model: Model) -> None:
+def test_heads_attend_to_tokens_by_position(pg: PatchableGraph) -> None:
+    model: Any = pg._module
     tokens, given = tokens_of(model)
-    scores = head_scores(PatchableGraph(model, given), given)
+    scores = head_scores(pg, given)
     model(given)
     for layer in range(2):
         pattern = kept(f"layers[{layer}].attn.pattern")
@@ -111,18 +117,10 @@ def test_heads_attend_to_tokens_by_position(model: Model) -> None:
             np.testing.assert_allclose(scores.sel(score=kind)[layer], looped(pattern, tokens, kind), atol=1e-5)
 
 
-def test_random_tokens_are_repeated_along_the_positions(model: Model) -> None:
+def test_the_lens_reads_positions(pg: PatchableGraph) -> None:
+    model: Any = pg._module
     _, given = tokens_of(model)
-    scores = head_scores(PatchableGraph(model, given), length=5, rows=3, seed=1)
-    once = torch.randint(written.VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(1))
-    tokens = torch.cat([once, once], 1)
-    again = head_scores(PatchableGraph(model, given), tokens.T if model.is_sequence_first else tokens)
-    assert scores.equals(again)
-
-
-def test_the_lens_reads_positions(model: Model) -> None:
-    _, given = tokens_of(model)
-    found = logit_lens(PatchableGraph(model, given), given)
+    found = logit_lens(pg, given)
     with torch.no_grad():
         model(given)
         for layer, name in enumerate(["layers[0].resid_pre", "layers[1].resid_pre", "layers[1].resid_post"]):
@@ -130,9 +128,10 @@ def test_the_lens_reads_positions(model: Model) -> None:
             np.testing.assert_allclose(found.sel(layer=layer), expected, atol=1e-4)
 
 
-def test_logits_are_sums_of_what_layers_write(model: Model) -> None:
+def test_logits_are_sums_of_what_layers_write(pg: PatchableGraph) -> None:
+    model: Any = pg._module
     _, given = tokens_of(model)
-    parts = direct_logit_attribution(PatchableGraph(model, given), given, target=3, position=-1)
+    parts = direct_logit_attribution(pg, given, target=3, position=-1)
     with torch.no_grad():
         model(given)
         scale = (kept("layers[1].resid_post").var(-1, correction=0, keepdim=True) + model.norm.eps).sqrt()
@@ -144,9 +143,10 @@ def test_logits_are_sums_of_what_layers_write(model: Model) -> None:
                 np.testing.assert_allclose(parts[part].sel(layer=layer), expected, atol=1e-4)
 
 
-def test_scores_of_heads_are_derivatives(model: Model) -> None:
+def test_scores_of_heads_are_derivatives(pg: PatchableGraph) -> None:
+    model: Any = pg._module
     (_, clean), (_, corrupted) = tokens_of(model), tokens_of(model, 1)
-    pg, values = PatchableGraph(model, clean), list[Tensor]()
+    values = list[Tensor]()
     names = [f"layers[1].attn.heads[{head}].z" for head in range(HEADS)]
     found = attribute(pg, metric, clean, corrupted, paths=names)
 
@@ -163,26 +163,3 @@ def test_scores_of_heads_are_derivatives(model: Model) -> None:
     products = ((values[0] - values[1]).detach() * gradient).unflatten(-1, (HEADS, SIZE))
     expected = products.sum(-1).flatten(0, -2).sum(0)
     np.testing.assert_allclose(found.values.reshape(-1), expected.numpy(), atol=1e-4)
-
-
-def test_weights_of_heads_are_those_of_the_code(model: Model) -> None:
-    _, given = tokens_of(model)
-    pg = PatchableGraph(model, given)
-    attention = model.attention(1)
-    out = attention.out.weight.T.unflatten(0, (HEADS, SIZE))
-    assert torch.equal(pg.weights.W_O[1], out)
-    maps = getattr(attention, "maps", None)
-    for letter, linear in zip("QKV", maps or [], strict=False):
-        weight = linear.weight.T.unflatten(1, (-1, SIZE)).transpose(0, 1)
-        assert torch.equal(getattr(pg.weights, f"W_{letter}")[1], weight)
-    if maps is None:
-        assert torch.equal(pg.weights.W_Q[1], attention.weights[0])
-
-
-def test_one_path_is_a_list_of_one(model: Model) -> None:
-    (_, clean), (_, corrupted) = tokens_of(model), tokens_of(model, 1)
-    pg, name = PatchableGraph(model, clean), "layers[1].resid_post"
-    one, several = (
-        causal_trace(pg, clean, corrupted, metric=metric, paths=paths, positions=True) for paths in (name, [name])
-    )
-    assert one.equals(several)

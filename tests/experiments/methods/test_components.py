@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, ProbePatch, ReplacePatch, ZeroPatch
-from graphpatch_notebook.experiments import ablate, attribute, causal_trace, path_patch
+from graphpatch_notebook.experiments import ablate, attribute
 from graphpatch_notebook.experiments.results import component_grid
 from tests.tiny_models import gpt2
 
 clean, corrupted = torch.arange(14).reshape(2, 7), torch.arange(14).reshape(2, 7).flip(1)
 LAYERS = range(2)
-MLPS = [f"transformer.h_{layer}.mlp.output" for layer in LAYERS]
-ATTENTIONS = [f"transformer.h_{layer}.attn.output|sub_0" for layer in LAYERS]
 
 
 @pytest.fixture(scope="module")
@@ -24,60 +22,6 @@ def pg():
 
 def metric(output):
     return output.logits[:, -1, 3].mean()
-
-
-def same(by_name, by_path, dims):
-    assert by_name.dims == dims
-    np.testing.assert_array_equal(by_name.values.reshape(by_path.shape), by_path.values)
-
-
-def test_ablation(pg):
-    options = {"metric": metric, "progress": False, "positions": [0, -1]}
-    by_name = ablate(pg, ["layers[*].mlp_out", "layers[*].attn_out"], clean, **options)
-    same(by_name, ablate(pg, [*MLPS, *ATTENTIONS], clean, **options), ("component", "layer", "position"))
-    assert by_name.component.values.tolist() == ["mlp_out", "attn_out"]
-    assert by_name.layer.values.tolist() == [0, 1]
-    by_name = ablate(pg, "layers[*].mlp_out", clean, method="mean", reference=corrupted, metric=metric, progress=False)
-    by_path = ablate(pg, MLPS, clean, method="mean", reference=corrupted, metric=metric, progress=False)
-    same(by_name, by_path, ("layer",))
-
-
-def test_causal_tracing(pg):
-    options = {"metric": metric, "progress": False}
-    by_name = causal_trace(pg, clean, corrupted, "layers[*].resid_post", **options, positions=None)
-    by_path = causal_trace(pg, clean, corrupted, [f"transformer.h_{i}.output" for i in LAYERS], None, **options)
-    same(by_name, by_path, ("layer", "position"))
-
-
-def test_path_patching(pg):
-    by_name = path_patch(pg, "layers[*].attn_out", None, clean, corrupted, metric, progress=False)
-    same(by_name, path_patch(pg, ATTENTIONS, None, clean, corrupted, metric, progress=False), ("layer",))
-    part = "layers[0].mlp_out[:, :, 4:8]"
-    receivers = ["layers[1].mlp_out", None]
-    by_name = path_patch(pg, part, receivers, clean, corrupted, metric, progress=False)
-    assert by_name.receiver.values.tolist() == ["layers[1].mlp_out", "output"]
-    whole = path_patch(pg, MLPS[0], None, clean, corrupted, metric, progress=False)
-    assert by_name.values[1] != whole.values
-    with pytest.raises(ExperimentError):
-        path_patch(pg, ATTENTIONS[0], None, clean, corrupted, metric, components=[part])
-
-
-def test_attribution(pg):
-    paths = ["layers[*].mlp_out", "layers[*].attn_out"]
-    by_name = attribute(pg, metric, clean, corrupted, paths=paths, positions=True)
-    by_path = attribute(pg, metric, clean, corrupted, paths=[*MLPS, *ATTENTIONS], positions=True)
-    same(by_name, by_path, ("component", "layer", "position"))
-    with pytest.raises(ExperimentError, match="without a slice"):
-        attribute(pg, metric, clean, corrupted, paths="layers[*].mlp_out[:, :, 4:8]")
-
-
-def test_heads(pg):
-    options = {"metric": metric, "progress": False}
-    of_heads = "layers[*].attn.heads[*].z"
-    by_name = path_patch(pg, of_heads, None, clean, corrupted, **options)
-    assert by_name.dims == ("layer", "head")
-    assert ablate(pg, of_heads, clean, **options).dims == ("layer", "head")
-    assert attribute(pg, metric, clean, corrupted, paths=of_heads).dims == ("layer", "head")
 
 
 @pytest.mark.parametrize(
@@ -95,19 +39,6 @@ def test_heads(pg):
 def test_grid(names, axes):
     grid = component_grid(names)
     assert (None if grid is None else grid.axes) == axes
-
-
-def test_positions_of_models_that_do_not_take_tokens():
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
-    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    runs = torch.randn(2, 1, 5, 8)
-    graph = PatchableGraph(model, runs[0])
-    options = {"metric": lambda output: output[0, -1, 0], "progress": False}
-    by_axes = causal_trace(graph, *runs, "layers[*].resid_mid", None, **options)
-    np.testing.assert_array_equal(
-        by_axes, causal_trace(graph, *runs, "layers[*].resid_mid", None, **options, position_dim=1)
-    )
 
 
 ROWS = [[2, 0], [4, -1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,10 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from graphpatch_notebook import ExperimentError, PatchableGraph, ReplacePatch, UnknownPathError
+from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError
 from graphpatch_notebook.experiments import LogitDifference, path_patch
 from graphpatch_notebook.experiments.methods.path_patching import default_components
-from tests.experiments.hooked import edited, gpt2, llama, outputs, putting
-from tests.zoo.submodules import Submodules
+from tests.experiments.hooked import edited, gpt2, outputs, putting
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
 CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
@@ -132,25 +130,6 @@ def head(number: int) -> tuple[Any, ...]:
     return (..., slice(4 * number, 4 * number + 4))
 
 
-@pytest.mark.parametrize("receiver", ["input", "query", "output"])
-def test_heads_of_gpt2_equal_hooks(receiver: str) -> None:
-    model = gpt2()
-    pg = PatchableGraph(model, CLEAN[:, :5])
-    path = {
-        "input": "transformer.h_2.attn.hidden_states",
-        "query": "transformer.h_2.attn.c_attn.output",
-        "output": None,
-    }[receiver]
-    found = path_patch(pg, "layers[0].attn.heads[*].z", path, CLEAN, CORRUPTED, METRIC, **EXACT)[0]
-    assert found.dims == ("head",)
-
-    held = [f"transformer.h.{layer}.{part}" for layer in range(3) for part in ("attn", "mlp")]
-    where, of_inputs = ("transformer.h.2.attn", True) if receiver == "input" else ("transformer.h.2.attn.c_attn", False)
-    direct, through = by_hooks(model, "transformer.h.0.attn.c_proj", held, where, of_inputs=of_inputs)
-    assert found.values.tolist() == (direct if receiver == "output" else through)
-    assert np.ptp(found.values) > 1e-3
-
-
 def by_hooks(
     model: nn.Module, z: str, held: list[str], where: str, *, of_inputs: bool = False, part: Any = ...
 ) -> tuple[list[float], list[float]]:
@@ -213,62 +192,6 @@ def test_modules_after_that_of_a_sender_do_not_hold_it(kind: Any, config: Any) -
     assert found.squeeze().values.tolist() == [list(pair) for pair in zip(direct, through, strict=True)]
     assert np.ptp(direct) > 1e-3
     assert np.ptp(through) > 1e-4
-
-
-def test_heads_of_attention_that_is_not_a_module_are_not_held() -> None:
-    class Block(Submodules, norm=partial(nn.LayerNorm, 8), qkv=(8, 24), out=(8, 8)):
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 6, 4).transpose(1, 2).chunk(3, 1)
-            z = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return x + self.out(z.transpose(1, 2).reshape(x.shape))
-
-    torch.manual_seed(0)
-    model, clean, corrupted = nn.Sequential(Block(), Block()).double(), *torch.randn(2, 1, 5, 8).double()
-    pg = PatchableGraph(model, clean)
-    (z,) = outputs(model, ["0.out"], lambda: model(clean), of_inputs=True)
-    (held,) = outputs(model, ["1.out"], lambda: model(corrupted))
-    expected = []
-    for number in range(2):
-        send = edited(model, {"0.out": putting(z, head(number))}, of_inputs=True)
-        with torch.no_grad(), edited(model, {"1.out": putting(held)}), send:
-            expected.append(total(model(corrupted)).item())
-    found = path_patch(pg, "layers[0].attn.heads[*].z", None, clean, corrupted, total, **EXACT)
-    assert found.values.ravel().tolist() == expected
-    patterns = path_patch(pg, "layers[0].attn.heads[*].pattern", None, clean, corrupted, total, **EXACT)
-    assert (patterns != patterns.corrupted).all()
-
-
-def test_receivers_that_are_replaced_together() -> None:
-    pg = PatchableGraph(gpt2(), CLEAN)
-    sender, options = "layers[0].attn_out", {**EXACT, "together": True}
-    receivers = [f"layers[{layer}].attn.heads[{head}].q" for layer, head in [(1, 0), (1, 2), (2, 1)]]
-    together = path_patch(pg, sender, receivers, CLEAN, CORRUPTED, METRIC, **options)
-    patches = {name: ReplacePatch(value=value) for name, value in received(pg, sender, receivers).items()}
-    with pg.patch(patches):
-        assert together.dims == ()
-        assert together.item() == METRIC(pg(CORRUPTED)).item()
-    one = path_patch(pg, sender, receivers[:1], CLEAN, CORRUPTED, METRIC, **EXACT)
-    assert path_patch(pg, sender, receivers[0], CLEAN, CORRUPTED, METRIC, **options).item() == one.item()
-    assert one.item() != together.item()
-
-
-def received(pg: PatchableGraph, sender: str, receivers: list[str]) -> dict[str, Tensor]:
-    """Returns the values of receivers that change by the sender alone, with all components held."""
-    held = pg.record(default_components(pg), CORRUPTED)
-    patches = {name: ReplacePatch(value=value.detach()) for name, value in held.items()}
-    clean = pg.record(sender, CLEAN)[sender].detach()
-    with pg.patch(patches | {sender: ReplacePatch(value=clean)}):
-        return {name: value.detach() for name, value in pg.record(receivers, CORRUPTED, stop_at_last=False).items()}
-
-
-def test_components_are_attentions_and_mlps() -> None:
-    pg = PatchableGraph(gpt2(layers=2), CLEAN)
-    assert default_components(pg) == [
-        "transformer.h_0.attn.output|sub_0", "transformer.h_0.mlp.output",
-        "transformer.h_1.attn.output|sub_0", "transformer.h_1.mlp.output",
-    ]  # fmt: skip
-    pg = PatchableGraph(llama(), CLEAN)
-    assert default_components(pg)[:2] == ["model.layers_0.self_attn.output|sub_0", "model.layers_0.mlp.output"]
 
 
 @pytest.fixture(scope="module")

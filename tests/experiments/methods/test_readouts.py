@@ -20,13 +20,13 @@ from graphpatch_notebook import (
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.lens import Readouts
-from tests.components.families import captured_model
+from tests.components.families import captured_once
 from tests.hooks import registered
 
 
 @pytest.fixture(scope="module")
 def gpt2() -> tuple[PatchableGraph, Tensor]:
-    return captured_model("gpt2")
+    return captured_once("gpt2")
 
 
 def by_hand(model: Any, given: Tensor, part: str, final: Any = lambda norm: norm) -> list[Tensor]:
@@ -103,6 +103,6 @@ def test_what_cannot_be_read_is_an_error(gpt2: Any) -> None:
         Readouts(pg, Inputs((given,), {"logits_to_keep": 1}))
     with pytest.raises(PatchNotFiredError):
         readouts.read("residual", {"layers[0].resid_post": [StopPatch()]})
-    vit, image = captured_model("vit")
+    vit, image = captured_once("vit")
     with pytest.raises(ExperimentError):
         Readouts(vit, Inputs((image,)))

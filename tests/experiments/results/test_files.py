@@ -62,7 +62,7 @@ def results(draw: st.DrawFn) -> DataArray:
 
 
 @given(results())
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_what_is_loaded_is_what_was_saved(result: DataArray) -> None:
     before = result.copy(deep=True)
     with tempfile.TemporaryDirectory() as folder:

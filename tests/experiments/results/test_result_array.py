@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -77,19 +75,3 @@ def test_changes_stay(result: Any) -> None:
     result[0, 0] = 7
     result += 1
     assert (result.attrs, result.name, result.values[0, 0]) == ({"note": "text"}, "other", 8)
-
-
-SWEEP = """
-import sys, torch
-from graphpatch_notebook import PatchableGraph, ZeroPatch
-pg = PatchableGraph(torch.nn.Linear(2, 2), torch.ones(1, 2))
-result = pg.sweep({"at": range(2)}, lambda at: {"output": ZeroPatch(slice=(0, at))}, torch.ones(1, 2),
-                  metric=lambda output: output.sum(), progress=False)
-assert "xarray" not in sys.modules and "pandas" not in sys.modules
-assert result.dims == ("at",) and "xarray" in sys.modules
-"""
-
-
-def test_a_sweep_does_not_wait_for_xarray() -> None:
-    done = subprocess.run([sys.executable, "-c", SWEEP], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
