@@ -137,7 +137,8 @@ def clean_run(pg: PatchableGraph, inputs: Inputs, targets: Mapping[str, Target],
                 seen |= dict.fromkeys(call.frame.module for call in frame.calls())
             seen[frame.module] = None
     vectors = most * _size(inputs)[0]
-    parts = dict.fromkeys(one for one in all_modules(captured(pg).module) if least_vectors(one) <= vectors)
+    modules = all_modules(captured(pg).module) if vectors else []
+    parts = dict.fromkeys(one for one in modules if least_vectors(one) <= vectors)
     seen |= parts
     recording = FrameRecording(root, parts)
     marks: dict[Any, Mark] = {path: Mark(tick=recording.tick) for path in targets}

@@ -14,7 +14,7 @@ from torch import Tensor
 from graphpatch_notebook.components import Component
 from graphpatch_notebook.errors import ExperimentError, collected_warnings, extra
 from graphpatch_notebook.experiments.engine import RemoteGraph
-from graphpatch_notebook.experiments.engine.cells import PatchMap, is_close
+from graphpatch_notebook.experiments.engine.cells import PatchMap, is_close, wild
 from graphpatch_notebook.experiments.engine.inputs import Inputs, Paths, check_graph, inputs_of, record, several_paths
 from graphpatch_notebook.experiments.engine.shared import RunsFrom
 from graphpatch_notebook.experiments.metrics import Tokens
@@ -133,30 +133,25 @@ _AT_ONCE = 2**27
 def _logits_of(
     pg: PatchableGraph, runs: RunsFrom, last: Component, logits: Component, states: Sequence[Tensor], end: Tensor
 ) -> Iterator[Tensor]:
-    """Yields the logits of each state: of many in one run, if two of them have their own there.
+    """Yields the logits of each state: of many in one run, if the last state of the model, `end`, has its own there.
 
-    These are the last state of the model, `end`, and the smallest one: a tail that scales by the largest number of all
-    rows computes the largest state as it does alone.
+    One more row holds wild numbers, larger than those of all states: a tail in which rows meet, or that scales by the
+    largest number of all, does not compute `end` as alone then.
     """
     whole = _Logits(keys_of_logits(pg, logits), None, logits)
     own = whole(runs.output)
-
-    def alone(state: Tensor) -> Tensor:
-        return whole(runs.again({last.name: ReplacePatch(state)}))
-
     most = max(1, _AT_ONCE // own.numel())
     for first in range(0, len(states), most):
         group = states[first : first + most]
-        rows = group if group[-1] is end else [*group, end]
+        rows = [wild(end), *group] if group[-1] is end else [wild(end), *group, end]
         parts: Sequence[Tensor] = ()
         with suppress(Exception):  # of any kind: the model may read something else that has the rows of one state
             output = runs.together(last.name, rows, last.axes.index("batch"))
             parts = whole(output).chunk(len(rows), logits.axes.index("batch"))
-        least = min(range(len(group)), key=lambda number: float(group[number].abs().max()))
-        if len(parts) == len(rows) and is_close(parts[-1], own) and is_close(parts[least], alone(group[least])):
-            yield from parts[: len(group)]
+        if len(parts) == len(rows) and is_close(parts[-1], own):
+            yield from parts[1 : len(group) + 1]
         else:
-            yield from map(alone, group)
+            yield from (whole(runs.again({last.name: ReplacePatch(state)})) for state in group)
 
 
 def check_states(values: Mapping[str, Tensor], names: Iterable[str], last: str) -> None:
