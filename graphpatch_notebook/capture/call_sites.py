@@ -53,9 +53,13 @@ class Bytecode(dict[int, int]):
         self._assigned: dict[int, Assigned] = {}
 
     @cached_property
+    def _all(self) -> list[dis.Instruction]:
+        return list(dis.get_instructions(self._code))
+
+    @cached_property
     def instructions(self) -> list[dis.Instruction]:
         """The instructions, without padding."""
-        return [i for i in dis.get_instructions(self._code) if i.opname not in _PADDING]
+        return [i for i in self._all if i.opname not in _PADDING]
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -65,7 +69,7 @@ class Bytecode(dict[int, int]):
     @cached_property
     def early_calls(self) -> set[int]:
         """Where Python 3.11 runs specialized calls: in the instruction before the call itself."""
-        return {i.offset for i in dis.get_instructions(self._code) if i.opname == "PRECALL"}
+        return {i.offset for i in self._all if i.opname == "PRECALL"}
 
     def position(self, lasti: int) -> int:
         """Returns the index of the instruction at `lasti`."""

@@ -51,7 +51,7 @@ def circuits(benchmarked: Benchmarked, length: int, quick: bool) -> Iterator[Row
             pg(clean)
 
     rounds = benchmarked.rounds // 20 + 2 if quick else benchmarked.rounds // 3
-    times = median_times({"once": forward, "run": run}, rounds, clock=time.process_time)
+    times = median_times({"once": forward, "run": run}, rounds)
     found = times["run"] / times["once"]
     what = f"{benchmarked.name}, {length} tokens, {count:,} edges: a run as a circuit / one forward"
     yield row(what, f"{found:.2f}x of {1000 * times['once']:.1f} ms", "at most 2.5x", found <= 2.5)
@@ -69,7 +69,7 @@ def secant(benchmarked: Benchmarked, length: int, quick: bool) -> Iterator[Row]:
 
     rounds = 2 if quick else benchmarked.rounds // 20 + 2
     works = {"gradient": lambda: scores("gradient"), "secant": lambda: scores("secant")}
-    times = median_times(works, rounds, clock=time.process_time)
+    times = median_times(works, rounds)
     found = times["secant"] / times["gradient"]
     what = f"{benchmarked.name}, {length} tokens: scores of all nodes by the secant / by gradients"
     yield row(what, f"{found:.2f}x of {1000 * times['gradient']:.1f} ms", "at most 1.3x", found <= 1.3)
@@ -203,7 +203,7 @@ def stored(benchmarked: Benchmarked, paths: list[str], quick: bool) -> Iterator[
             model(tokens)
 
     works = {"plain": plain, "store": partial(store, count)}
-    times = median_times(works, 2 if quick else 5, warm_ups=1, clock=time.process_time)
+    times = median_times(works, 2 if quick else 5, warm_ups=1)
     speed = times["plain"] / times["store"]
     few, many = (peak_bytes(partial(store, batches, 2**20)) for batches in (3, 12))
     what = f"{benchmarked.name}, batches of 8 x 64 tokens: store {len(pg.record(paths, tokens[:1]))} values"

@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -263,7 +262,7 @@ def rows(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
                 if limit.by_hand is not None:
                     works["by hand"] = limit.by_hand
                 rounds = max(3, int(benchmarked.rounds / limit.cost)) // (5 if quick else 1) + 1
-                times = median_times(works, rounds, clock=time.process_time)
+                times = median_times(works, rounds)
                 found = {name: seconds / times["base"] for name, seconds in times.items()}
                 text = f"{found['ours']:.2f}" + (f" (by hand {found['by hand']:.2f})" if "by hand" in found else "")
                 holds = asked is None or round(found["ours"], 2) <= asked
@@ -274,7 +273,7 @@ def files(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
     """Saving and loading."""
     model: Any = benchmarked.build()
     inputs = benchmarked.inputs()
-    pg = PatchableGraph(model, inputs)
+    pg = PatchableGraph(model, inputs, use_cache=False)  # files have no graphs of code that uses caches
     weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         file = Path(folder) / "graph"
@@ -284,9 +283,9 @@ def files(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
             "save": lambda: pg.save(file), "weights": lambda: save_file(weights, Path(folder) / "weights"),
             "load": lambda: PatchableGraph.load(file),
         }  # fmt: skip
-        times = median_times(works, 3 if quick else 15, clock=time.process_time)
-        ran = {"plain": lambda: model(inputs), "loaded": lambda: loaded(inputs)}
-        found = median_times(ran, benchmarked.rounds // (5 if quick else 1), clock=time.process_time)
+        times = median_times(works, 3 if quick else 15)
+        ran = {"plain": lambda: model(inputs, use_cache=False), "loaded": lambda: loaded(inputs, use_cache=False)}
+        found = median_times(ran, benchmarked.rounds // (5 if quick else 1))
     shown, ratio = {name: 1000 * seconds for name, seconds in times.items()}, found["loaded"] / found["plain"]
     name = benchmarked.name
     yield row(

@@ -13,15 +13,13 @@ def median_times(
     rounds: int,
     *,
     warm_ups: int = 2,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Returns the median time in seconds of each action, run in turn so that a slow spell of the machine hits all.
+    """Returns the median seconds of the processor of each action, run in turn: a slow spell of the machine hits all.
 
     Args:
         actions: By name.
         rounds: How often each is timed.
         warm_ups: How often each runs before that.
-        clock: What tells the time. Time of the processor says more where other programs want it as well.
     """
     times: dict[str, list[float]] = {name: [] for name in actions}
     for action in actions.values():
@@ -34,15 +32,9 @@ def median_times(
             # Alternating directions: otherwise each action always warms the caches for the same neighbour.
             order = list(actions.items())
             for name, action in order if round_number % 2 else reversed(order):
-                started = clock()
+                started = time.process_time()
                 action()
-                times[name].append(clock() - started)
+                times[name].append(time.process_time() - started)
     finally:
         gc.enable()
     return {name: statistics.median(series) for name, series in times.items()}
-
-
-def ratio(actions: Mapping[str, Callable[[], object]], of: str, to: str, rounds: int) -> float:
-    """Returns how long action `of` takes as a multiple of action `to`: the median of the ratios round by round."""
-    medians = median_times({of: actions[of], to: actions[to]}, rounds)
-    return medians[of] / medians[to]

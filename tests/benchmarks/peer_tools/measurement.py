@@ -150,7 +150,7 @@ def measured(make: type[Tool], subject: Subject, rows: Mapping[str, str] = ROWS)
         is_sweep = row == "sweep"
         base = plain.sweep if is_sweep else lambda: model(subject.inputs)
         rounds, warm_ups = (subject.sweep_rounds, 0) if is_sweep else (subject.rounds, 1)
-        times = median_times({"base": base, "tool": action}, rounds, warm_ups=warm_ups, clock=time.process_time)
+        times = median_times({"base": base, "tool": action}, rounds, warm_ups=warm_ups)
         result.ratios[row] = times["tool"] / times["base"]
         if is_sweep:
             result.loop = times["base"]
