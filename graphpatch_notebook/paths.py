@@ -122,13 +122,16 @@ def nearest(text: str, candidates: Sequence[str], count: int = 3) -> list[str]:
         ['mlp.act.mul_3']
     """
     parts = _parts(text)
-    last = parts[-1] if parts else ""
+    wanted = set(parts)
 
     # Comparing 50,000 paths letter by letter takes seconds: rank by shared parts first, then look closer.
     def shared(candidate: str) -> float:
         theirs = _parts(candidate)
+        common = len(wanted.intersection(theirs))
+        if not common:
+            return 0.0
         leading = next((i for i, (a, b) in enumerate(zip(parts, theirs, strict=False)) if a != b), len(parts))
-        return len(set(parts) & set(theirs)) + 0.5 * leading + (theirs[-1:] == [last])
+        return common + 0.5 * leading + (theirs[-1] == parts[-1])
 
     # Of mul_1 ... mul_8, all as like mul_9 by their letters, the last is the nearest.
     def likeness(candidate: str) -> tuple[float, int]:
@@ -140,7 +143,7 @@ def nearest(text: str, candidates: Sequence[str], count: int = 3) -> list[str]:
 
 
 def _parts(text: str) -> list[str]:
-    return re.split(r"[.|]", text)
+    return text.replace("|", ".").split(".")
 
 
 def _last_number(text: str) -> int:
