@@ -68,11 +68,10 @@ def tokens_of(model: Model, seed: int = 0) -> tuple[Tensor, Tensor]:
 def kept(name: str) -> Tensor:
     """Returns what the model's own code kept, as (batch, head, position, ...) or (batch, position, channel)."""
     value, axes = written._kept[name]
-    letters = written.kept_axes(axes)
-    flat = [letter for axis in letters for letter in axis.split()]
-    if {"b h", "h b"} & {*letters}:
-        value = value.reshape([HEADS if letter == "h" else 7 for letter in flat])
-    return value.permute(sorted(range(len(flat)), key=lambda dim: "bhtqkc".index(flat[dim])))
+    letters = axes.replace("(", "").replace(")", "").split()
+    if axes.startswith("("):
+        value = value.unflatten(0, [HEADS if letter == "h" else 7 for letter in letters[:2]])
+    return value.permute(sorted(range(len(letters)), key=lambda dim: "bhtqkc".index(letters[dim])))
 
 
 @contextmanager

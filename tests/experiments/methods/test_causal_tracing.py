@@ -53,9 +53,7 @@ def test_noise_is_three_deviations_unless_it_has_a_scale() -> None:
     model = gpt2()
     pg, name = PatchableGraph(model, CLEAN), "transformer.wte.output"
     scale = 3 * model.transformer.wte(CLEAN).std().item()
-    noises = [
-        Noise(pg.graph.transformer.wte.output, [1, -5], samples=2, seed=7, **more) for more in ({}, {"scale": scale})
-    ]
+    noises = [Noise(name, positions=[1, -5], samples=2, seed=7, scale=each) for each in (None, scale)]
     found = [causal_trace(pg, CLEAN, noise, [PATH_1, name], [2, 6], METRIC, progress=False) for noise in noises]
     np.testing.assert_allclose(found[0].values, found[1].values, atol=1e-5)
     assert abs(found[0].attrs["corrupted"] - found[0].attrs["clean"]) > 0.01
