@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export, unflatten
+from torch.export.unflatten import _disable_interpreter
 
 from graphpatch_notebook import (
     AddPatch,
@@ -193,6 +194,15 @@ def test_unpatched_is_the_program(case: Case) -> None:
     direct = PatchableGraph.from_exported(case.program())
     assert bits(direct._module(*case.args, **case.kwargs)) == bits(case.program().module()(*case.args, **case.kwargs))
     assert [name for name, _ in pg.named_parameters()] == [name for name, _ in whole.named_parameters()]
+
+
+def test_programs_that_torch_does_not_interpret() -> None:
+    case = CASES["layers"]
+    with _disable_interpreter():
+        pg = PatchableGraph.from_exported(case.program())
+        assert torch.equal(pg(*case.args), case.program().module()(*case.args))
+        with pg.patch({"layers_1.output": ZeroPatch()}, strict=True):
+            assert not torch.equal(pg(*case.args), case.program().module()(*case.args))
 
 
 @each_case
