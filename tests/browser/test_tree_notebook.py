@@ -119,6 +119,8 @@ def test_axe_finds_nothing_in_whichever_state(example: TreePage) -> None:
     popup = example.dialog("transformer.h_1.attn.attn_weights_2")
     popup.get_by_role("button", name="Show").click()
     expect(popup.get_by_role("img").first).to_be_visible()
+    for facts in popup.locator("dl").all():  # side by side, whatever the host's style of lists is
+        assert len({fact.bounding_box()["y"] for fact in facts.locator("dt").all()[:3]}) == 1
     assert example.violations(("light", "dark")) == []
     example.press("Escape")
     example.notebook.run(example.notebook.position("browser.set_scores("))
