@@ -5,7 +5,6 @@ The processes are forked from one that has imported torch and transformers, whic
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import resource
@@ -22,6 +21,7 @@ import torch
 from graphpatch_notebook import PatchableGraph
 from tests.architectures.families import Architecture
 from tests.architectures.findings import Finding, examine
+from tests.frozen_imports import freeze
 
 MEMORY = 6 << 30
 Look: TypeAlias = Callable[[Architecture], Finding]
@@ -45,7 +45,6 @@ def examined(
     finally:
         for process in running:
             process.end()
-        gc.unfreeze()  # what is frozen, `gc.get_objects` does not find
 
 
 def _import_what_all_need() -> None:
@@ -56,7 +55,7 @@ def _import_what_all_need() -> None:
     ids = torch.ones(1, 2, dtype=torch.long)
     with torch.no_grad():
         PatchableGraph(BertForMaskedLM(config), ids).verify(ids)
-    gc.freeze()
+    freeze()
 
 
 class _Process:

@@ -103,9 +103,12 @@ def acting(act: Callable[[int, int], None]) -> Callable[..., Any]:
 
 
 def forking() -> BaseContext:
-    """Starts processes as new as those of "spawn", but what takes long to import is imported once for all of them."""
+    """Starts processes as new as those of "spawn", but what takes long to import is imported once for all of them.
+
+    Also this file, which each process would import with all that it imports: what it is sent is defined here.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["distributed", "torch", "graphpatch_notebook.experiments"])
+    context.set_forkserver_preload(["distributed", __name__])
     forkserver.ensure_running()  # else Dask preloads other things
     return context
 
