@@ -18,6 +18,7 @@ interface Manager {
 // Hosts load this script once for each widget. The front end is loaded once per page: ids that it gives to
 // elements stay unique, and only the first widget waits for it. Kernels of other versions send another front end.
 const page = globalThis as unknown as Record<symbol, Map<string, Promise<FrontEnd>> | undefined>;
+const MOST_MILLISECONDS = 60_000; // the kernel may be busy
 const UNPACKED = Symbol.for("graphpatch-notebook: front ends by their digests");
 
 /** Returns the front end of a widget, from the cache if an earlier widget has the same one; `null`: it was not saved. */
@@ -25,7 +26,7 @@ async function frontEndOf(model: Model): Promise<FrontEnd | null> {
   const manager = model.widget_manager as Manager;
   const id = model.get("front_end")?.replace("IPY_MODEL_", "");
   if (!id) return null;
-  const shared = await manager.get_model(id);
+  const shared = await restored(manager, id);
   const [bundle, digest] = [shared.get("bundle") as DataView, String(shared.get("digest"))];
   page[UNPACKED] ??= new Map();
   const known = page[UNPACKED];
@@ -34,6 +35,22 @@ async function frontEndOf(model: Model): Promise<FrontEnd | null> {
   // The next widget tries again; `render` says why this one failed.
   found.catch(() => known.delete(digest));
   return found;
+}
+
+/**
+ * Returns a model of the page. In a page that was loaded again, a cell may run before the host has fetched from the
+ * kernel what earlier cells made, among it the front end: until then there is no such model.
+ */
+async function restored(manager: Manager, id: string): ReturnType<Manager["get_model"]> {
+  const start = performance.now();
+  for (;;) {
+    try {
+      return await manager.get_model(id);
+    } catch (error) {
+      if (performance.now() - start > MOST_MILLISECONDS) throw error;
+      await new Promise((done) => setTimeout(done, 50));
+    }
+  }
 }
 
 async function unpack(data: DataView): Promise<FrontEnd> {

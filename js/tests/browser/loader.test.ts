@@ -61,3 +61,19 @@ test("widgets with the same front end load it once; a different one is loaded se
   };
   expect([await load("a"), await load("b"), await load("a")]).toEqual(["a1", "b1", "a2"]);
 });
+
+test("waits for a front end that the host has not fetched from the kernel yet", async () => {
+  const el = host();
+  const js = `export default { async render({ el }) { el.append("shown"); return () => undefined; } };`;
+  const { model } = await widget({ css: "", js });
+  const manager = model.widget_manager as { get_model(id: string): Promise<unknown> };
+  let missing = 3;
+  model.widget_manager = {
+    get_model: async (id: string) => {
+      if (missing-- > 0) throw new Error("widget model not found");
+      return manager.get_model(id);
+    },
+  };
+  await loader.render({ model, el });
+  expect(el.textContent).toBe("shown");
+});
