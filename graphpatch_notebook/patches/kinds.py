@@ -373,8 +373,38 @@ class ReplacePatch(WritingPatch):
         return type(number)(_as_number(self.value))
 
 
-@dataclass(eq=False)
-class ProbePatch(Patch[Any]):
+@dataclass(eq=False, init=False)
+class _KeepingPatch(Patch[Any]):
+    """A patch that keeps the last value, or all of them."""
+
+    observes_only: ClassVar[bool] = True
+    _keeps_all: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        any_shape: bool = False,
+        allow_empty: bool = False,
+        steps: StepSelection | None = None,
+        positions: PositionSelection | None = None,
+        position_dim: int | None = None,
+    ) -> None:
+        if any_shape is allow_empty is False and steps is positions is position_dim is None:
+            self.__dict__.update(_DEFAULTS)  # not by `__setattr__`: there may be one for each value of a model
+        else:
+            super().__init__(
+                any_shape=any_shape, allow_empty=allow_empty, steps=steps, positions=positions,
+                position_dim=position_dim,
+            )  # fmt: skip
+        if self._keeps_all:
+            self.__dict__.update(_kept=[], _versions={})
+
+
+_DEFAULTS = {"any_shape": False, "allow_empty": False, "steps": None, "positions": None, "position_dim": None}
+
+
+@dataclass(eq=False, init=False)
+class ProbePatch(_KeepingPatch):
     """Keeps the value of the node without changing it.
 
     The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
@@ -387,7 +417,6 @@ class ProbePatch(Patch[Any]):
         tensor([1.])
     """
 
-    observes_only: ClassVar[bool] = True
     only_keeps: ClassVar[bool] = True
     _kept: Any = field(default=None, init=False, repr=False)
     _version: int | None = field(default=None, init=False, repr=False)
@@ -421,8 +450,8 @@ class ProbePatch(Patch[Any]):
         self._kept = self._version = None
 
 
-@dataclass(eq=False)
-class RecordPatch(Patch[Any]):
+@dataclass(eq=False, init=False)
+class RecordPatch(_KeepingPatch):
     """Keeps all values of the node in order, without changing them.
 
     The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
@@ -434,8 +463,8 @@ class RecordPatch(Patch[Any]):
         [1, 2]
     """
 
-    observes_only: ClassVar[bool] = True
     only_keeps: ClassVar[bool] = True
+    _keeps_all: ClassVar[bool] = True
     _kept: list[Any] = field(default_factory=list, init=False, repr=False)
     _versions: dict[int, int | None] = field(default_factory=dict, init=False, repr=False)
 
