@@ -478,16 +478,14 @@ class Swaps:
                 if (known := _forwards.get(id(module))) is None:
                     known = _forwards[id(module)] = _SwappedForward(module, innermost_forward(module))
                 self._forwards[id(module)] = module
-                self._add(known)
+                known.of_unobserved = known.of_unobserved or self._of_unobserved
+                known.holders.add(self)
             for module in called:
                 if (known := _calls.get(id(module))) is None:
                     known = _calls[id(module)] = _SwappedCall(module, called_attribute(module))
                 self._calls[id(module)] = module
-                self._add(known)
-
-    def _add(self, known: _SwappedForward) -> None:
-        known.of_unobserved = known.of_unobserved or self._of_unobserved
-        known.holders.add(self)
+                known.of_unobserved = known.of_unobserved or self._of_unobserved
+                known.holders.add(self)
 
     def release(self) -> None:
         """Releases all swaps; modules without other holders get back what they had."""

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, TracebackType
 from typing import Any, TypeAlias
 
@@ -51,6 +51,7 @@ from graphpatch_notebook.patching.plan import (
     Plan,
     Splicing,
     entries_of,
+    patches_that_keep,
     refuse_exchanged,
     refuse_with_cache,
 )
@@ -232,6 +233,20 @@ class CapturedModel:
         derived = self._current()
         return derived.plan(entries) if entries else derived.without_patches
 
+    def plan_of(self, patch_map: Any) -> Plan:
+        """Returns the plan of runs with the patches of a patch map: see `plan.entries_of`."""
+        patches, derived = patches_that_keep(patch_map), self._current()
+        if not patches or self.sharding is not None or derived.splices:
+            return self.plan(self.entries_of(patch_map))
+        paths = tuple(map(str, patch_map))
+        if (known := derived.known.get(paths)) is None:
+            # Patches of its own: it must not keep what the patches of others keep.
+            known = self.plan(self.entries_of({path: type(patch)() for path, patch in patch_map.items()}))
+            if len(derived.known) >= _MOST_KNOWN:
+                derived.known.clear()
+            derived.known[paths] = known
+        return known.with_patches(patches)
+
     @property
     def has_patched_calls(self) -> bool:
         """Whether calls outside of any context differ from those of the model."""
@@ -267,6 +282,9 @@ class CapturedModel:
         return derived
 
 
+_MOST_KNOWN = 16
+
+
 @dataclass(eq=False)
 class _Derived:
     """What is derived from the records of a capture, until a graph is edited: `edits` is how often that was."""
@@ -275,6 +293,8 @@ class _Derived:
     own_graphs: Sequence[CompiledGraphModule]
     edits: int
     permanent: Plan | None = None  # of the permanent patches, when it was first needed
+    # The plans of patch maps that only keep values, by their paths.
+    known: dict[tuple[str, ...], Plan] = field(default_factory=dict)
 
     @functools.cached_property
     def callers(self) -> Callers:
@@ -335,7 +355,7 @@ class PatchContext:
         self._was_entered = True
         try:
             if self._own_plan is None or not self.captured.is_current(self._own_plan):
-                self._own_plan = self.captured.plan(self.captured.entries_of(self._patch_map))
+                self._own_plan = self.captured.plan_of(self._patch_map)
             block = object.__new__(type(self))
             block.__dict__ |= self.__dict__
             block._begin(self, self._own_plan)
@@ -403,7 +423,7 @@ class PatchContext:
     def _take(self, own: Plan, outer: PatchContext | None) -> None:
         """Sets the plan of this block, which adds to that of the block around it."""
         before = self.captured.permanent_plan if outer is None else outer.plan
-        self.own = own.entries
+        self.own = own
         self.plan = own if before is None else before.with_more(own.entries)
         refuse_exchanged(self.plan)
 
@@ -411,11 +431,12 @@ class PatchContext:
         """Swaps and hooks what runs with the plan need."""
         # The model may register hooks in a run (transformers does, to collect hidden states): these see outputs
         # before they are patched, and patched inputs. What is only kept is changed by no hook but those there are.
-        outputs = self.plan.with_outputs.values()
-        called = [module for module, is_changed in outputs if is_changed or runs_hooks(module)]
-        self._swaps.hold([*self.plan.watched.values(), *self.plan.unpatched.values()], called)
-        for module, is_patched in self.plan.with_inputs.values():
-            if is_patched or runs_hooks(module):
+        plan = self.plan
+        hooked = {key for key, module in plan.watched.items() if runs_hooks(module)}
+        called = [module for key, (module, is_changed) in plan.with_outputs.items() if is_changed or key in hooked]
+        self._swaps.hold([*plan.watched.values(), *plan.unpatched.values()], called)
+        for key, (module, is_patched) in plan.with_inputs.items():
+            if is_patched or key in hooked:
                 self._handles.append(module.register_forward_pre_hook(self._on_inputs, with_kwargs=True))
 
     def _restore(self) -> None:
@@ -429,7 +450,7 @@ class PatchContext:
         outer = None
         for block in _active_blocks():
             if block.captured is self.captured:
-                own = self.captured.plan(self.captured.entries_of(block._patch_map))
+                own = self.captured.plan_of(block._patch_map)
                 block._restore()
                 block._take(own, outer)
                 block._swap()
@@ -468,7 +489,7 @@ class PatchContext:
             steps = GenerationSteps(
                 plan.root.frame, plan.restricted, self.step_count, is_direct, is_outside=self._is_of_one_call
             )
-        run, needed = Run(self, plan, steps), plan.entries
+        run, needed = Run(self, plan, steps), plan
         run.given = (args, kwargs) if is_direct else None
         self.is_used = True
         try:
@@ -519,7 +540,7 @@ class PatchContext:
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def _report_call(self, run: Run, is_direct: bool, needed: Sequence[Entry]) -> None:
+    def _report_call(self, run: Run, is_direct: bool, needed: Plan) -> None:
         """Reports the patches that never fired in a call."""
         unfired = run.unfired(needed)
         if run.steps is not None:
@@ -540,11 +561,13 @@ class PatchContext:
         # With `after_call`, the caller has seen that no call was made.
         if self._direct is not None and not self.is_used and not self._after_calls:
             why = f"only the {type(self._direct).__name__} itself was called, without patches: call pg(...)"
-            self._report([(entry, why) for entry in self.own], "in this context")
+            self._report([(entry, why) for entry in self.own.entries], "in this context")
         elif self.step_count is not None and not self._is_of_one_call:  # else the next call may be the next step
             # Permanent patches are reported by blocks of the user, not by each cell of a sweep.
             is_outermost = not is_own(code) and innermost(self.captured) is None
-            self._report(self.step_count.take(self.plan.entries if is_outermost else self.own), "in this context")
+            self._report(
+                self.step_count.take(self.plan.entries if is_outermost else self.own.entries), "in this context"
+            )
 
     def _report(self, unfired: Unreached, where: str) -> None:
         """Reports patches, each message once; as an error if the context is strict."""

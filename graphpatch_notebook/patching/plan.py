@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import operator
@@ -48,6 +49,7 @@ from graphpatch_notebook.inspection.resolution import (
 from graphpatch_notebook.patches.kinds import (
     Patch,
     ProbePatch,
+    RecordPatch,
     declares,
     has_plain_fields,
     value_problem,
@@ -85,26 +87,25 @@ class Entry:
     rank: int = field(default=0, init=False)
     # The recorded shape, if the patches apply to all of such a tensor, and nothing else matters: a fast path.
     plain_shape: torch.Size | None = field(default=None, init=False)
-    # The operations of the patches, if they only keep such a tensor: a faster path, since all values may be probed.
-    keep: Sequence[Callable[[Any], Any]] = field(default=(), init=False)
+    # The same, if the patches only keep the tensor (also one in a container): faster, since all values may be probed.
+    kept_shape: torch.Size | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         target, node, spec = self.target, self.target.node, self.target.whole
         self.rank = (1 if self.is_source else 2 if self.patches[0].stops_run else 0) - 3 * self.is_early
         is_limited = self.restriction is not None or self.is_source or self.placement is not None or self.sources
-        is_part = target.dig or (target.component and (target.index or target.component.layout))
+        is_part = target.component and (target.index or target.component.layout)
         if is_limited or is_part or node.is_mutated_later:
             return
         if isinstance(spec, TensorSpec):
-            self.plain_shape = spec.shape
-            is_result = node.kind != "op" or not (node.is_in_place or node.position is not None)
-            if is_result and all(declares(patch, "only_keeps") for patch in self.patches):
-                self.keep = [patch.op for patch in self.patches]
+            self.plain_shape = None if target.dig else spec.shape
+            if not node.is_in_place and all(declares(patch, "only_keeps") for patch in self.patches):
+                self.kept_shape = spec.shape
 
     @property
     def observes_only(self) -> bool:
         """Whether no patch changes the value."""
-        return bool(self.keep) or all(patch.observes_only for patch in self.patches)
+        return self.kept_shape is not None or all(patch.observes_only for patch in self.patches)
 
     @property
     def keeps_whole(self) -> bool:
@@ -260,6 +261,8 @@ class FramePlan:
 
     def settle(self) -> None:
         """Derives the rest, when all entries are added to this plan and to those below it."""
+        # Processes of one model may have written another order.
+        self.inputs, self.tensors = dict(sorted(self.inputs.items())), dict(sorted(self.tensors.items()))
         is_fused = isinstance(self.frame.module, _FUSED) and bool(self.calls)
         self.needs_mode = self.sites is not None or is_fused
         self.is_bare = not (self.inputs or self.tensors or self.graph or self.skips or self.needs_mode)
@@ -274,12 +277,11 @@ class Splicing(NamedTuple):
 
 
 class Plan:
-    """What a patched run needs: made once, and used each time that a context with the same patches is entered.
+    """What a patched run needs: made once, and used each time that a context with such patches is entered.
 
     Attributes:
         root: The plan of the model's own frame.
         by_frame: The plans of all frames that a run must recognize, by the id of the frame, the root first.
-        entries: The patches, each with its target, in order.
         callers: Which frames call which module.
         own_graphs: The graph modules whose graph runs in place of the module.
         custom: Custom graphs by the id of the module that each replaces, in all its calls.
@@ -291,10 +293,15 @@ class Plan:
         restricted: Those of the entries that are for some steps or positions only.
         skips: Those of the entries that replace calls of modules.
         splices: The splices of the capture.
-        all_entries: The patches, and what calls the splices in which something is patched.
+        all_entries: The entries in the plans of frames: the patches, and what calls the splices in which something is
+            patched.
+        keep: What hands a value to the patches of an entry that only keep it.
         sees_ops: Whether some frame runs under the function mode.
         on_the_way: The frames that lead to patched values, each with one of the entries on these.
     """
+
+    _patches: Mapping[Entry, Patch[Any]] | None = None
+    _made: dict[Entry, Entry]
 
     def __init__(
         self,
@@ -306,6 +313,7 @@ class Plan:
     ) -> None:
         self.entries, self.callers, self.own_graphs, self.splices = entries, callers, own_graphs, splices
         self.all_entries = _with_splices(entries, splices)
+        self.keep = {entry: _keeping(entry.patches) for entry in self.all_entries if entry.kept_shape is not None}
         self.by_frame = plans = self._frames(root)
         self.root = plans[id(root)]
         ordered = sorted(self.all_entries, key=operator.attrgetter("rank"))
@@ -359,10 +367,39 @@ class Plan:
             _, has_changes = self.with_inputs.get(id(module), (module, False))
             self.with_inputs[id(module)] = module, has_changes or plan.changes_inputs
 
+    def with_patches(self, patches: Sequence[Patch[Any]]) -> Plan:
+        """Returns this plan with other patches in its entries, which must be like those: far faster than a new plan."""
+        result = copy.copy(self)
+        del result.entries
+        result._patches, result._made = dict(zip(self.all_entries, patches, strict=True)), {}
+        result.keep = dict(zip(self.all_entries, [patch.op for patch in patches], strict=True))
+        return result
+
+    @functools.cached_property
+    def entries(self) -> Sequence[Entry]:
+        """The patches, each with its target, in order."""
+        return [*map(self.own, self.all_entries)]  # after `with_patches`
+
+    def own(self, entry: Entry) -> Entry:
+        """Returns an entry of the plan of a frame with the patches of this plan: another one after `with_patches`."""
+        if self._patches is None:
+            return entry
+        return self._made.get(entry) or self._made.setdefault(entry, Entry(entry.target, (self._patches[entry],)))
+
     def with_more(self, entries: Sequence[Entry]) -> Plan:
         """Returns the plan for `entries` after the patches of this one."""
         together = [*self.entries, *entries]
         return Plan(self.root.frame, together, self.callers, self.own_graphs, self.splices) if entries else self
+
+
+def _keeping(patches: Sequence[Patch[Any]]) -> Callable[[Any], Any]:
+    """Returns a function that hands a value to patches."""
+
+    def keep(value: Any) -> None:
+        for patch in patches:
+            patch.op(value)
+
+    return keep if len(patches) > 1 else patches[0].op
 
 
 def _on_the_way(entries: Iterable[Entry]) -> list[tuple[Frame, Entry]]:
@@ -461,13 +498,6 @@ class Callers:
         return list(found.values())
 
 
-def _is_held(held: Iterable[Held]) -> bool:
-    for holder, name, there in held:  # noqa: SIM110  # each step of a generator is a call of a function
-        if holder.get(name) is not there:
-            return False
-    return True
-
-
 _UNKNOWN: list[Held] = [({}, "", object())]
 
 
@@ -478,8 +508,11 @@ def refuse_exchanged(plan: Plan) -> None:
     """
     known = plan.callers.held
     for frame, entry in plan.on_the_way:
-        if _is_held(known.get(id(frame), _UNKNOWN)):
-            continue  # as when it was last looked at
+        for holder, name, there in known.get(id(frame), _UNKNOWN):
+            if holder.get(name) is not there:
+                break
+        else:  # as when it was last looked at
+            continue
         (now, held), before, attention = held_now(frame), frame.conditions.attention, attention_named_by(frame.module)
         if now in (None, frame.module) and before in (None, attention):
             config = frame.module.__dict__.get("config")
@@ -528,6 +561,25 @@ def entries_of(paths: Lookup, patch_map: Any, sharding: Any) -> list[Entry]:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise kind(f"{len(problems)} problems in this patch map:{listed}" if len(problems) > 1 else problems[0])
     return entries
+
+
+def patches_that_keep(patch_map: Any) -> list[Patch[Any]]:
+    """Returns the patches of a patch map if all are usual ones that keep values: plans depend on the paths only then.
+
+    Else an empty list.
+    """
+    found = list(patch_map.values()) if type(patch_map) is dict else []
+    for patch in found:
+        if type(patch) not in _KEEPING:
+            return []
+        get = patch.__dict__.get  # `has_plain_fields`, inlined: all values may be probed
+        is_plain = get("steps") is get("positions") is get("position_dim") is None
+        if not (is_plain and type(get("any_shape")) is type(get("allow_empty")) is bool):
+            return []
+    return found
+
+
+_KEEPING = (ProbePatch, RecordPatch)
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import INVOKE, call_sites, decomposition_of, unpacked
@@ -78,14 +78,13 @@ if TYPE_CHECKING:
 class _Frame:
     """A frame that is running. Without a plan, nothing in it belongs to a node: neither calls nor ops are counted."""
 
-    __slots__ = ("counts", "inputs", "plan", "sites")
+    __slots__ = ("counts", "plan", "sites")
 
-    def __init__(self, plan: FramePlan | None, inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})) -> None:
+    def __init__(self, plan: FramePlan | None) -> None:
         self.plan = plan
         self.sites = None if plan is None else plan.sites
         # How often each submodule was called, and each patched call site was reached, so far (by id).
         self.counts: dict[int, int] = {}
-        self.inputs = inputs  # the arguments of its `forward`
 
 
 class OperatorPatchError(Exception):
@@ -102,7 +101,7 @@ class Run(TorchFunctionMode):
     def __init__(self, context: PatchContext, plan: Plan, steps: GenerationSteps | None = None) -> None:
         super().__init__()
         self.context = context  # reports repeated calls
-        self.plan = plan
+        self.plan, self.keep = plan, plan.keep
         self.root = plan.root.frame.module
         self.steps = steps  # of a generation; `None` if no patch is for some of them only
         self._run_forward = frame_runner.get()
@@ -164,7 +163,7 @@ class Run(TorchFunctionMode):
         plan = self._plan_of(module)
         is_called = id(plan) in self._calls
         self._calls.discard(id(plan))
-        self.stack.append(_Frame(plan, (args, kwargs)))
+        self.stack.append(_Frame(plan))
         try:
             if plan is None:
                 return self._call(module, forward, args, kwargs)
@@ -211,8 +210,13 @@ class Run(TorchFunctionMode):
 
     def _plan_of(self, module: Module) -> FramePlan | None:
         """Returns the plan of the frame of `module` that begins now, and counts it."""
-        plan, index = self._next_plan(module)
         caller = self.stack[-1]
+        calls = None if caller.plan is None or len(self.stack) == 1 else caller.plan.calls.get(id(module))
+        if calls is None:
+            plan, index = self._next_plan(module)
+        else:  # the usual case of `_next_plan`, inlined
+            index = caller.counts.get(id(module), 0)
+            plan = calls.get(index)
         caller.counts[id(module)] = index + 1
         if plan is None and index > 0 and caller.plan is not None:
             patched = [one for _, one in sorted(caller.plan.calls.get(id(module), {}).items()) if _is_patched(one)]
@@ -241,7 +245,8 @@ class Run(TorchFunctionMode):
         """Runs one frame with all its patches except those on the output."""
         skip = next(filter(self._may_apply, reversed(plan.skips)), None) if plan.skips else None
         if plan.graph is not None and skip is None:
-            args, kwargs = self._with_aliases(plan, args, kwargs)
+            if plan.probed and self.has_gradients:
+                args, kwargs = self._with_aliases(plan, args, kwargs)
             patched = partial(self._in_graph, plan.in_graph)
             return plan.graph.run_patched(frozenset(plan.in_graph), patched, args, kwargs)
         if id(module) in self._with_inputs:
@@ -267,11 +272,13 @@ class Run(TorchFunctionMode):
     def _changed_tensors(self, plan: FramePlan, module: Module) -> dict[str, Tensor]:
         """Returns the patched parameters, buffers and attributes that are other tensors now, by path."""
         changed: dict[str, Tensor] = {}
-        for path, entries in sorted(plan.tensors.items()):  # processes of one model may have written another order
-            with without_torch_functions():
-                if held_at(module, path) is None:  # a state that the model has not computed yet: nothing fires
-                    continue
-                value = held_value(module, path)
+        for path, entries in plan.tensors.items():
+            value = module._parameters.get(path)
+            if type(value) is not Parameter:  # most are
+                with without_torch_functions():
+                    if held_at(module, path) is None:  # a state that the model has not computed yet: nothing fires
+                        continue
+                    value = held_value(module, path)
             if (patched := self.at_boundary(entries, value)) is not value:
                 changed[path] = patched
         return changed
@@ -307,8 +314,9 @@ class Run(TorchFunctionMode):
         self, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns a call with the entries on inputs applied."""
-        args, kwargs = self._with_aliases(plan, args, kwargs)
-        for name, entries in sorted(plan.inputs.items()):
+        if plan.probed and self.has_gradients:
+            args, kwargs = self._with_aliases(plan, args, kwargs)
+        for name, entries in plan.inputs.items():
             given = given_input(plan.frame.parameters, name, args, kwargs)
             value = self.at_boundary(entries, given)
             if value is not given:
@@ -324,7 +332,7 @@ class Run(TorchFunctionMode):
         module does with it.
         """
         aliases: set[int] = set()
-        for entry in plan.probed if self.has_gradients else ():
+        for entry in plan.probed:
             value = given_input(plan.frame.parameters, entry.target.node.target, args, kwargs)
             try:
                 for key in entry.target.dig:
@@ -364,7 +372,7 @@ class Run(TorchFunctionMode):
     def at_boundary(self, entries: Sequence[Entry], value: Any) -> Any:
         """Applies entries to a value of a frame."""
         for entry in entries:
-            if not entry.keep:
+            if entry.kept_shape is None:
                 value = self.apply(entry, value)
                 continue
             if self.is_under_mode:
@@ -377,11 +385,16 @@ class Run(TorchFunctionMode):
 
     def _keep(self, entry: Entry, value: Any) -> bool:
         """Hands a value to patches that only keep it, if it is as recorded; returns whether it was."""
-        if not isinstance(value, Tensor) or value.shape != entry.plain_shape:
+        if entry.target.dig:
+            try:
+                for key in entry.target.dig:
+                    value = take(value, key)
+            except (LookupError, AttributeError, TypeError):
+                return False
+        if not isinstance(value, Tensor) or value.shape != entry.kept_shape:
             return False
         self.fired.add(id(entry))  # before: the last patch of `pg.record` ends the run
-        for keep in entry.keep:
-            keep(value)
+        self.keep[entry](value)
         return True
 
     def apply(self, entry: Entry, value: Any) -> Any:
@@ -394,7 +407,7 @@ class Run(TorchFunctionMode):
                 patched = self._with_splice(entry, entry.splice, value)
             elif entry.plain_shape is not None and isinstance(value, Tensor) and value.shape == entry.plain_shape:
                 patched = value
-                for patch in entry.patches:
+                for patch in self.plan.own(entry).patches:
                     patched = apply_patch(patch, entry.target, patched)
             elif entry.is_source:
                 self.values[entry.target.text] = value_at(entry, value)
@@ -428,6 +441,7 @@ class Run(TorchFunctionMode):
             self.is_under_mode = is_under_mode
 
     def _applied(self, entry: Entry, value: Any) -> Any:
+        entry = self.plan.own(entry)
         target, indices_in = entry.target, None
         if entry.restriction is not None:
             if self.steps is None:  # not a call of the `PatchableGraph`, but backward
@@ -502,7 +516,13 @@ class Run(TorchFunctionMode):
             result = self._open_call(entries.inside, func, args, kwargs or {})
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
-        return self._patched_result(entries, result, args, kwargs or {})
+        # The fast path of `_patched_result`, inlined: all values of a model may be probed.
+        entry = entries[0] if len(entries) == 1 else None
+        if entry is None or not isinstance(result, Tensor) or result.shape != entry.kept_shape:
+            return self._patched_result(entries, result, args, kwargs or {})
+        self.fired.add(id(entry))
+        self.keep[entry](result)
+        return result
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies patches on the call of an `autograd.Function`: one node, without nodes for the code inside it."""
@@ -572,17 +592,13 @@ class Run(TorchFunctionMode):
 
     def _patched_result(self, entries: list[Entry], result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for entry in entries:
-            # The fast path of `at_boundary`, inlined: this runs for every op of a model that is probed whole.
-            if entry.keep and isinstance(result, Tensor) and result.shape == entry.plain_shape:
-                self.fired.add(id(entry))
-                for keep in entry.keep:
-                    keep(result)
-                continue
             node = entry.target.node
             if node.is_in_place:
                 value = node.written_of(args, kwargs)
             else:
                 value = result if node.position is None else result[node.position]
+            if entry.kept_shape is not None and self._keep(entry, value):
+                continue
             try:
                 patched = self.apply(entry, value)
             except TypeError as error:
@@ -599,14 +615,15 @@ class Run(TorchFunctionMode):
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
-    def unfired(self, needed: Sequence[Entry]) -> list[tuple[Entry, str]]:
-        """Returns the needed entries that never fired, with the reasons."""
+    def unfired(self, needed: Plan) -> list[tuple[Entry, str]]:
+        """Returns the entries of a plan that never fired, with the reasons."""
         if len(self.fired) == len(self.plan.all_entries):
             return []
-        idle = [entry for entry in needed if id(entry) not in self.fired and not entry.is_source]
+        idle = {self.plan.own(e): e for e in self.plan.all_entries if id(e) not in self.fired and not e.is_source}
         return [
-            (e, self.missing.get(id(e)) or (self.steps and self.steps.why_not(e)) or self._why(e.target.frame))
-            for e in idle
+            (e, self.missing.get(id(idle[e])) or (self.steps and self.steps.why_not(e)) or self._why(e.target.frame))
+            for e in needed.entries
+            if e in idle
         ]
 
     def _why(self, frame: Frame) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,7 +26,7 @@ from graphpatch_notebook import (
     RecordPatch,
     ZeroPatch,
 )
-from graphpatch_notebook.errors import GraphPatchError
+from graphpatch_notebook.errors import GraphPatchError, PatchNotFiredError
 from tests.zoo import case_by_name
 from tests.zoo.case import tokens
 from tests.zoo.submodules import Submodules
@@ -208,3 +210,79 @@ def test_blocks_one_after_the_other_in_a_block_count_on() -> None:
                 output = pg(tokens(1, 4 if past is None else 1), use_cache=True, **with_cache(pg._module, past))
             counts.append(len(record.activations))
     assert counts == [0, 0, 1, 1]
+
+
+# -- contexts with the same paths, one after the other and in each other -----------------------------------------------
+
+PATHS = ["x", "first.weight", "first.output", "relu", "mul", "output"]
+
+
+class Branches(Stack):
+    """Comes to `relu` for some inputs only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last((torch.relu(hidden) if x.sum() > -100 else hidden) * 2)
+
+
+def expected(model: Stack, x: Tensor) -> list[Tensor]:
+    hidden = model.first(x)
+    return [x, model.first.weight, hidden, hidden.relu(), hidden.relu() * 2, model.last(hidden.relu() * 2)]
+
+
+@pytest.mark.parametrize("kind", [ProbePatch, RecordPatch])
+def test_contexts_with_the_same_paths_have_values_of_their_own(kind: type[Patch[Any]]) -> None:
+    model = Branches()
+    pg = PatchableGraph(model, X)
+    inputs = [X, X + 1, torch.cat([X, X])]  # the last one has another size
+    kept = []
+    for x in inputs:
+        kept.append({path: kind() for path in PATHS})
+        with torch.no_grad(), pg.patch(kept[-1]):
+            pg(x)
+    with torch.no_grad():
+        for x, patches in zip(inputs, kept, strict=True):
+            values = [patch.values_kept() for patch in patches.values()]
+            assert [len(each) for each in values] == [1] * len(PATHS)
+            assert all(map(torch.equal, [value for (value,) in values], expected(model, x)))
+
+
+def test_blocks_with_the_same_paths_in_each_other_keep_the_value_in_each() -> None:
+    pg = PatchableGraph(Branches(), X)
+    outer, inner, later = ({path: RecordPatch() for path in PATHS} for _ in range(3))
+    with pg.patch(outer):
+        with pg.patch(inner):
+            pg(X)
+        pg(X + 1)
+        with pg.patch({"first.output": ZeroPatch()}), pg.patch(later):
+            pg(X)
+    assert [len(patch.activations) for patch in (*outer.values(), *inner.values(), *later.values())] == [
+        *[3] * len(PATHS), *[1] * len(PATHS), *[1] * len(PATHS),
+    ]  # fmt: skip
+    assert torch.equal(later["relu"].activations[0], torch.zeros(2, 3))
+    assert torch.equal(outer["first.output"].activations[0], inner["first.output"].activations[0])
+
+
+def test_a_patch_of_a_later_context_that_never_fires_is_reported_by_its_path() -> None:
+    pg = PatchableGraph(Branches(), X)
+    for x, unfired in ((X, []), (X - 1000, ["relu"]), (X, []), (X - 1000, ["relu"])):
+        with pg.patch({path: ProbePatch() for path in PATHS}, strict=True):
+            if not unfired:
+                pg(x)
+                continue
+            with pytest.raises(PatchNotFiredError) as caught:
+                pg(x)
+            assert list(caught.value.paths) == unfired
+
+
+def test_a_context_does_not_keep_the_values_of_those_before_it() -> None:
+    pg = PatchableGraph(Branches(), X)
+    first = {path: ProbePatch() for path in PATHS}
+    with torch.no_grad(), pg.patch(first):
+        pg(X)
+    value = weakref.ref(first["relu"].activation)
+    del first
+    with torch.no_grad(), pg.patch({path: ProbePatch() for path in PATHS}):
+        pg(X)
+    gc.collect()
+    assert value() is None
