@@ -16,25 +16,27 @@ new leaf replaces it, so autograd never reaches the weights, whether they requir
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.components import operations
-from graphpatch_notebook.components.flow import Flow, walk
+from graphpatch_notebook.components.flow import Flow
 from graphpatch_notebook.errors import ExperimentError, collected_warnings
 from graphpatch_notebook.experiments.attribution.rules import DerivativeRules, Method
 from graphpatch_notebook.experiments.attribution.scored_nodes import KeptDims, ScoredNode, Scores, flow_of
-from graphpatch_notebook.experiments.attribution.secants import family_name
+from graphpatch_notebook.experiments.attribution.secants import family_name, has_memory
 from graphpatch_notebook.experiments.engine.cells import noted_metric
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -106,16 +108,19 @@ class WatchedRuns:
     """Passes the values of nodes, other than parameters, to a listener.
 
     Attributes:
-        context: The patch context to run the model in.
         listener: Called with each node and its value; returns the value to use.
+        context: The patch context to run the model in.
+        keeping: The same for a run without gradients, in which the listener only keeps the values that are compared.
     """
 
     listener: Callable[[ScoredNode, Any], Any]
 
     def __init__(self, pg: PatchableGraph, nodes: Sequence[ScoredNode]) -> None:
-        watched = (node for node in nodes if not node.is_parameter)
+        watched = [node for node in nodes if not node.is_parameter]
         patches = {node.path: (_Watch if node.can_be_cut else _Look)(node, self) for node in watched}
         self.context = PatchContext(captured(pg), patches)
+        kept = {node.path: _Keep(node, self) for node in watched if node.is_compared}
+        self.keeping = PatchContext(captured(pg), kept)
 
 
 class _Watch(Patch[Any]):
@@ -137,6 +142,12 @@ class _Look(_Watch):
     """Passes each value to the current listener, and ignores what it returns."""
 
     observes_only = True
+
+
+class _Keep(_Look):
+    """Passes each value to a listener that only keeps it."""
+
+    only_keeps = True
 
 
 @dataclass
@@ -206,7 +217,7 @@ class AttributionRuns:
         infinite = _not_finite(self.scores)
         while infinite:
             infinite = self._score(infinite, is_careful=True)
-        self.infinite = _not_finite(self.scores)
+            self.infinite = _not_finite(self.scores)
         for path in self.infinite:
             self.problems[path] = f"its score is not finite ({self.scores.pop(path).sum()}): {_OVERFLOW}"
 
@@ -215,6 +226,7 @@ class AttributionRuns:
         clean = CleanValues(wanted, 2**62)
         with torch.no_grad():
             clean_metric = self._clean_number(self._output(clean, self.clean))
+        clean.end()
         self.problems |= clean.problems
         for path, node in wanted.items():
             if path not in clean.values:
@@ -245,6 +257,7 @@ class AttributionRuns:
             inputs, patches = self.corrupted, dict.fromkeys(wanted, patch)
         with torch.no_grad(), rules.recording(), self.pg.patch(patches) if patches else nullcontext():
             self.clean_metric = self._clean_number(self._output(clean, inputs))
+        clean.end()
         run.compare_with(clean, is_careful=is_careful)
         metric = self._metric_at(0.0, rules)
         self.corrupted_metric = float(metric.detach())
@@ -262,8 +275,9 @@ class AttributionRuns:
             if fraction:
                 del metric
                 metric = self._metric_at(fraction, DerivativeRules(self.method))
-            for path, score in run.scores(metric).items():
-                totals[path] = np.asarray(totals.get(path, 0.0) + score / len(self.fractions))
+            found, count = run.scores(metric), len(self.fractions)
+            mean = found if count == 1 else {path: totals.get(path, 0.0) + each / count for path, each in found.items()}
+            totals |= {path: np.asarray(score) for path, score in mean.items()}
         self.problems |= run.problems
         self.scores |= {path: score for path, score in totals.items() if path not in run.problems}
         return clean.left
@@ -278,10 +292,11 @@ class AttributionRuns:
                 raise ExperimentError(f"the metric differs between the processes: {numbers} on the clean inputs")
         return number
 
-    def _output(self, listener: Callable[[ScoredNode, Any], Any], inputs: Inputs) -> Any:
+    def _output(self, listener: CleanValues | GradientRun, inputs: Inputs) -> Any:
         self._snapshot.restore()  # all runs have the same random numbers and buffers
         self.watched.listener = listener
-        with self.choices.in_run(is_clean=inputs is self.clean), self.watched.context:
+        context = self.watched.keeping if isinstance(listener, CleanValues) else self.watched.context
+        with self.choices.in_run(is_clean=inputs is self.clean), context:
             return inputs.run(self.pg)
 
     def _metric_at(self, fraction: float, rules: DerivativeRules) -> Tensor:
@@ -289,7 +304,7 @@ class AttributionRuns:
         self._run.start(fraction)
         with torch.enable_grad(), rules.applied():
             metric = metric_number(self.metric(self._output(self._run, self.corrupted)))
-        self._run.is_over = True
+        self._run.over()
         return metric
 
 
@@ -299,7 +314,9 @@ _ABSENT = "it was not computed"
 
 def _not_finite(scores: Mapping[str, Scores]) -> set[str]:
     """Returns the paths with scores that are not all finite."""
-    return {path for path, score in scores.items() if not np.isfinite(score).all()}
+    return {
+        path for path, score in scores.items() if not (np.isfinite(score).all() if score.ndim else math.isfinite(score))
+    }
 
 
 def no_gradient() -> ExperimentError:
@@ -321,7 +338,7 @@ def metric_number(value: Any) -> Tensor:
     return value.reshape(())
 
 
-def gradients_of(metric: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
+def gradients_of(metric: Tensor, values: Sequence[Tensor] | Sequence[GradientEdge]) -> list[Tensor | None]:
     """Returns the gradient of the metric at each value; `None` where the metric does not depend on it."""
     try:
         return list(torch.autograd.grad(metric, values, allow_unused=True))
@@ -356,38 +373,53 @@ class CleanValues:
 
     def __init__(self, wanted: Collection[str], max_bytes: int) -> None:
         self._wanted, self._available = set(wanted), max_bytes
+        self._visited: list[tuple[ScoredNode, Any, int | None]] = []
+        self._unseen = max_bytes // 16  # entries, of eight bytes at most: fewer than this fit in any case
         self._by_id: dict[int, _Recorded] = {}
         self.values: dict[str, list[_Recorded]] = {}
         self.left: set[str] = set()
         self.problems: dict[str, str] = {}
 
     def __call__(self, node: ScoredNode, value: Any) -> Any:
-        path = node.path
-        if path in self._wanted:
+        if node.path in self._wanted:
+            self._visited.append((node, value, version_of(value)))
+            self._unseen -= value.numel() if isinstance(value, Tensor) else 0
+            if self._unseen < 0 or node.is_state or node.node.is_mutated_later:
+                self.end()
+        return value
+
+    def end(self) -> None:
+        """Keeps the values that were visited, as far as they fit."""
+        for node, value, version in self._visited:
+            path = node.path
+            if path not in self._wanted:
+                continue
             problem = node.problem(value)
-            recorded = self._recorded(node, value) if problem is None else None
+            recorded = self._recorded(node, value, version) if problem is None else None
             if recorded is not None:
                 self.values.setdefault(path, []).append(recorded)
-                return value
+                continue
             self._wanted.remove(path)
             self.values.pop(path, None)
             if problem is None:
                 self.left.add(path)
             else:
                 self.problems[path] = problem
-        return value
+        self._visited.clear()
 
-    def _recorded(self, node: ScoredNode, value: Tensor) -> _Recorded | None:
+    def _recorded(self, node: ScoredNode, value: Tensor, version: int | None) -> _Recorded | None:
         known = self._by_id.get(id(value))
-        if known is not None and known[0] is value and _is_current(known):
+        if known is not None and known[0] is value and known[1] == version:
             return known
         self._available -= value.numel() * max(value.element_size(), 4) * 2
         if self._by_id and (self.left or self._available < 0):  # the roots of a group are in it, or in one before it
             return None
         is_part = value.numel() * value.element_size() * 2 < value.untyped_storage().nbytes()  # which keeps all alive
         # Ids are unique while the tensors are kept, if these are not copies.
-        kept = value.clone() if node.is_state or node.node.is_mutated_later or is_part else value
-        recorded = self._by_id[id(kept)] = kept, version_of(kept)
+        if (node.is_state or node.node.is_mutated_later or is_part) and version_of(value) == version:
+            value = value.clone()
+            version = version_of(value)
+        recorded = self._by_id[id(value)] = value, version
         return recorded
 
     def release(self) -> None:
@@ -410,6 +442,10 @@ _UNREACHED = (
 )
 _Key: TypeAlias = "tuple[str, int]"
 """A path, and how often it was computed before."""
+_Edge: TypeAlias = "tuple[Any, int]"
+"""Where the gradient of a value comes from: its `grad_fn`, and which of the results of that it is."""
+_Visited: TypeAlias = "tuple[ScoredNode, _Key, Any, int | None]"
+"""A value of the corrupted run, and its version counter then."""
 
 
 class GradientRun:
@@ -437,42 +473,38 @@ class GradientRun:
         self.problems: dict[str, str] = {}
         # Clean value minus corrupted value, in float32 for half precision; `None` where both have the same bits.
         self._differences: dict[_Key, Tensor | None] = {}
-        self._known: dict[Any, Tensor] = {}
 
     def start(self, fraction: float) -> None:
         """Begins a run."""
-        self._fraction, self.is_over, self._is_measured = fraction, False, False
+        self._fraction, self.is_over = fraction, False
         self.counts: Counter[str] = Counter()
         self.leaves: list[Tensor] = []
-        self._products: dict[_Key, Tensor] = {}
+        self._visited: deque[_Visited] = deque()  # the values that are yet to be compared
+        self._edges: dict[_Key, _Edge] = {}
         self._depends: dict[Any, bool] = {None: False}
-        self._named: dict[tuple[Any, int], ScoredNode] = {}
+        self._named: dict[_Edge, ScoredNode] = {}
 
     def __call__(self, node: ScoredNode, value: Any) -> Any:
         path = node.path
         if self.is_over:  # recomputed in backward
             return _writable_copy(value.detach())[1] if (path, 0) in self.roots else value
-        key = (path, self.counts[path])
-        self.counts[path] += 1
-        if isinstance(value, Tensor) and value.requires_grad:
+        at = self.counts[path]
+        self.counts[path] = at + 1
+        key = (path, at)
+        has_gradient = isinstance(value, Tensor) and value.requires_grad
+        if has_gradient:
             value = self._under_own_name(node, value)
-        if not self._fraction and key[1] < len(self._clean.get(path, ())) and path not in self.problems:
-            try:
-                self._differences[key] = self._difference(node, key, value)
-            except ValueError as problem:
-                self.problems[path] = str(problem)
-        is_root = key in self.roots
-        if is_root:
-            value = self._cut(node, value, self.roots[key])
-        difference = self._differences.get(key)
-        if difference is not None and (is_root or not self._fraction or self._depends_on_root(value)):
-            value.register_hook(partial(self._multiply, key, difference))
+        is_compared = not self._fraction and at < len(self._clean.get(path, ())) and path not in self.problems
+        is_connected = has_gradient and (is_compared or key in self._differences) and self._depends_on_root(value)
+        if is_compared and (is_connected or self._differs(node, key, value)):
+            self._visited.append((node, key, value, version_of(value)))
+            if node.node.is_mutated_later:
+                self._compare()
+        if key in self.roots:
+            value, is_connected = self._cut(node, value, self.roots[key]), True
+        if is_connected:
+            self._edges[key] = value.grad_fn, value.output_nr
         return value
-
-    def _multiply(self, key: _Key, difference: Tensor, gradient: Tensor | None) -> None:
-        # Of several outputs of one function, some may not have a gradient. A model may differentiate parts of itself.
-        if gradient is not None and self._is_measured:
-            self._products[key] = _summed(difference, gradient, self._kept.get(key[0]), self._is_careful)
 
     def _under_own_name(self, node: ScoredNode, value: Tensor) -> Tensor:
         """Returns the value, or a view of it if the same tensor has another name already.
@@ -497,8 +529,8 @@ class GradientRun:
 
     def _is_only_name(self, node: ScoredNode, first: ScoredNode) -> bool:
         """Whether all operations that use a tensor, whose first name was `first`, are known to get it from a node."""
-        flow, frame, own = self._flow, node.frame, node.operation(self._flow)
-        if first.operation(flow) is not own or any(each.has_own_graph for each in frame.frames_above()):
+        flow, frame, own = self._flow, node.frame, node.operation
+        if first.operation is not own or any(each.has_own_graph for each in frame.frames_above()):
             return False
         start, end = flow.start(frame), flow.order[frame.call or frame.output_node]
         users = [flow.order[user] for user in flow.users.get(own, ())]
@@ -507,41 +539,61 @@ class GradientRun:
         is_returned = any(place.value.node is own for place in flow.outputs(flow.root))
         return not is_returned and all(start <= user <= end for user in users)
 
-    def _difference(self, node: ScoredNode, key: _Key, value: Any) -> Tensor | None:
-        """Returns clean value minus corrupted value, `None` if they are equal; finds roots.
+    def _differs(self, node: ScoredNode, key: _Key, value: Any) -> bool:
+        """Whether a value that does not depend on a root differs from the clean one; finds roots."""
+        path, at = key
+        clean = self._clean[path][at]
+        if key in self.roots or self._problem(node, clean, value) is not None:  # which is kept with the other values
+            return True
+        with without_torch_functions():  # derivative rules would take it for a step of the model
+            if torch.equal(clean[0], value):
+                self._differences[key] = None
+                return False
+        if not torch.is_grad_enabled():
+            self.problems[path] = _NO_GRADIENT
+            return False
+        # What the model detaches must stay without gradients, since such code does not expect them. But the result
+        # of a part that runs under `torch.no_grad` is a root for the parts after it.
+        self._compare()
+        operation = node.operation
+        before = {operation, *(read.node for read in self._flow.reads(operation))}
+        if node.can_be_cut and self._followed.isdisjoint(before):
+            self.roots[key] = clean[0].detach()
+        return True
 
-        Raises:
-            ValueError: The value cannot have a score.
-        """
-        recorded = self._clean[key[0]][key[1]]
-        clean = recorded[0]
-        if not isinstance(value, Tensor) or _form(clean) != _form(value):
-            raise ValueError(node.problem(value) or f"{_form(clean)} in the clean run, {_form(value)} in the corrupted")
-        if not _is_current(recorded):
-            raise ValueError(_REWRITTEN)
-        operation = node.operation(self._flow)
-        if key not in self.roots and not self._depends_on_root(value):
-            with without_torch_functions():  # derivative rules would take it for a step of the model
-                if torch.equal(clean, value):
-                    return None
-            if not torch.is_grad_enabled():
-                raise ValueError(_NO_GRADIENT)
-            # What the model detaches must stay without gradients, since such code does not expect them. But the result
-            # of a part that runs under `torch.no_grad` is a root for the parts after it.
-            before = {operation, *(read.node for read in self._flow.reads(operation))}
-            if node.can_be_cut and self._followed.isdisjoint(before):
-                self.roots[key] = clean.detach()
-        self._followed.add(operation)
-        if key not in self.roots and not value.requires_grad:
-            raise ValueError(_NO_GRADIENT)
-        same = (id(clean), value.data_ptr(), value.stride(), version_of(value))  # of all names of these two
-        if same not in self._known:
-            wide = [each.detach().float() if each.element_size() < 4 else each.detach() for each in (clean, value)]
-            # Masked scores are infinite in both runs, which does not count as a difference.
-            self._known[same] = (
-                torch.where(clean == value, 0, wide[0] - wide[1]) if self._is_careful else wide[0] - wide[1]
-            )
-        return self._known[same]
+    def _problem(self, node: ScoredNode, clean: _Recorded, value: Any) -> str | None:
+        """Returns why a value cannot be compared with that of the clean run, or `None`."""
+        if not isinstance(value, Tensor) or _form(clean[0]) != _form(value):
+            return node.problem(value) or f"{_shown(clean[0])} in the clean run, {_shown(value)} in the corrupted"
+        return None if _is_current(clean) else _REWRITTEN
+
+    def _compare(self) -> None:
+        """Subtracts the values that were visited from those of the clean run."""
+        known: dict[Any, Tensor] = {}  # by what all names of two values have in common
+        while self._visited:
+            node, key, value, version = self._visited.popleft()
+            path, at = key
+            if path in self.problems:
+                continue
+            recorded = self._clean[path][at]
+            problem = self._problem(node, recorded, value)
+            if problem is None and version_of(value) != version:  # which it did not when it was captured
+                problem = _REWRITTEN
+            if problem is None:
+                self._followed.add(node.operation)
+                problem = None if value.requires_grad or key in self.roots else _NO_GRADIENT
+            if problem is not None:
+                self.problems[path] = problem
+                continue
+            clean = recorded[0]
+            same = (id(clean), value.data_ptr(), value.stride())
+            if same not in known:
+                wide = [each.detach().float() if each.element_size() < 4 else each.detach() for each in (clean, value)]
+                # Masked scores are infinite in both runs, which does not count as a difference.
+                known[same] = (
+                    torch.where(clean == value, 0, wide[0] - wide[1]) if self._is_careful else wide[0] - wide[1]
+                )
+            self._differences[key] = known[same]
 
     def _cut(self, node: ScoredNode, value: Tensor, clean: Tensor) -> Tensor:
         """Returns a tensor that depends on a new leaf only."""
@@ -554,34 +606,68 @@ class GradientRun:
         self._named[copied.grad_fn, copied.output_nr] = node
         return copied
 
-    def _depends_on_root(self, value: Any) -> bool:
+    def _depends_on_root(self, value: Tensor) -> bool:
         """Whether a value depends on a root in the autograd graph. Hardly any node is visited twice."""
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            return False
-        known, seen, start = self._depends, list[Any](), list[Any]([value.grad_fn])
-        for node in walk(start, lambda made: [] if made in known else [each for each, _ in made.next_functions]):
-            if known.get(node, False):
-                known[value.grad_fn] = True
-                return True
-            seen.append(node)
-        known.update(dict.fromkeys(seen, False))
+        known = self._depends
+        start = value.grad_fn
+        if start in known:
+            return known[start]
+        waiting: list[Any] = [start]
+        for node in waiting:  # nearest first
+            for before, _ in node.next_functions:
+                is_known = known.get(before)
+                if is_known:
+                    known[start] = True
+                    return True
+                if is_known is None:
+                    waiting.append(before)
+        known.update(dict.fromkeys(waiting, False))
         return False
+
+    def over(self) -> None:
+        """Ends the forward of a run."""
+        self.is_over = True
+        self._compare()
 
     def scores(self, metric: Tensor) -> dict[str, Scores]:
         """Returns the scores of this run by path; adds paths without a gradient to `problems`."""
-        self._is_measured = True
+        edges = {key: edge for key, edge in self._edges.items() if self._differences.get(key) is not None}
+        gradients: list[Tensor | None] = []
         if self.leaves and metric.requires_grad:
-            gradients_of(metric, self.leaves)
-        self.leaves, self._depends, self._named, self._known = [], {}, {}, {}  # they keep the graph alive
-        products, found = _as_arrays(self._products), dict[str, Scores]()
+            leaves = [get_gradient_edge(leaf) for leaf in self.leaves]
+            gradients = gradients_of(metric, [*leaves, *(GradientEdge(*edge) for edge in edges.values())])[
+                len(leaves) :
+            ]
+        self.leaves, self._depends, self._named, self._edges = [], {}, {}, {}  # they keep the graph alive
+        products, found, nothing = self._products(edges, gradients), dict[str, Scores](), np.zeros(())
         for key, difference in self._differences.items():
             path = key[0]
             if path in self.problems:
                 continue
-            if key not in products and difference is not None and bool(difference.any()):
-                self.problems[path] = _UNREACHED
-            found[path] = found.get(path, np.zeros(())) + products.get(key, 0.0)
+            product = products.get(key)
+            if product is None:
+                product = nothing
+                if difference is not None and bool(difference.any()):
+                    self.problems[path] = _UNREACHED
+            found[path] = np.asarray(found[path] + product) if path in found else product
         return found
+
+    def _products(self, keys: Iterable[_Key], gradients: Sequence[Tensor | None]) -> dict[_Key, Scores]:
+        """Returns the sums of differences times gradients, where there is a gradient."""
+        names: dict[_Key, Any] = {}
+        found: dict[Any, Tensor] = {}  # many names are of one value with one use
+        for key, gradient in zip(keys, gradients, strict=False):
+            difference = self._differences[key]
+            if gradient is None or difference is None:  # of several outputs of one function, some may not have any
+                continue
+            kept, same = self._kept.get(key[0]), key
+            if type(gradient) is Tensor and has_memory(gradient):
+                same = (id(difference), gradient.data_ptr(), gradient.stride(), id(kept))  # type: ignore[assignment]
+            names[key] = same
+            if same not in found:
+                found[same] = _summed(difference, gradient, kept, self._is_careful)
+        arrays = dict(zip(found, _as_arrays(found.values()), strict=True))
+        return {key: arrays[same] for key, same in names.items()}
 
 
 def _writable_copy(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -590,7 +676,11 @@ def _writable_copy(value: Tensor) -> tuple[Tensor, Tensor]:
     return leaf, leaf.clone()
 
 
-def _form(value: Tensor) -> str:
+def _form(value: Tensor) -> tuple[Any, ...]:
+    return value.shape, value.dtype, value.device
+
+
+def _shown(value: Tensor) -> str:
     return f"of shape {tuple(value.shape)} ({value.dtype} on {value.device})"
 
 
@@ -605,10 +695,11 @@ def _summed(difference: Tensor, gradient: Tensor, kept: KeptDims | None, is_care
     return product.sum() if kept is None else kept.summed(product)
 
 
-def _as_arrays(tensors: Mapping[_Key, Tensor]) -> dict[_Key, Scores]:
+def _as_arrays(tensors: Collection[Tensor]) -> list[Scores]:
     """Returns all tensors as arrays, with one transfer."""
-    device = next(iter(tensors.values())).device if tensors else None
-    flat = [tensor.reshape(-1).to(device) for tensor in tensors.values()]
-    parts = torch.cat(flat).cpu().double().split([len(each) for each in flat]) if flat else ()
-    pairs = zip(tensors.items(), parts, strict=True)
-    return {key: part.reshape(tensor.shape).numpy() for (key, tensor), part in pairs}
+    if not tensors:
+        return []
+    device = next(iter(tensors)).device
+    flat = torch.cat([tensor.reshape(-1).to(device) for tensor in tensors]).cpu().double().numpy() + 0.0  # no -0.0
+    ends = itertools.accumulate(tensor.numel() for tensor in tensors)
+    return [flat[end - tensor.numel() : end].reshape(tensor.shape) for tensor, end in zip(tensors, ends, strict=True)]

@@ -52,6 +52,7 @@ class ScoredNode:
         node: The node.
         frame: The module call that the node belongs to.
         spec: The captured shape, dtype and device of the value.
+        flow: The flow of values through the capture.
         is_wanted: Whether it gets a score.
         is_compared: Whether its values are compared between the runs: it gets a score, or the runs may begin to differ
             there. Other values are only watched, to find tensors with several names.
@@ -61,6 +62,7 @@ class ScoredNode:
     node: Node
     frame: Frame
     spec: TensorSpec
+    flow: Flow
     is_wanted: bool = True
     is_compared: bool = True
 
@@ -91,17 +93,18 @@ class ScoredNode:
         is_edited = self.frame.has_own_graph and not self.frame.capture.is_program
         return self.node.kind != "input" or not (is_edited or (self.is_in_container and self.frame.parent is not None))
 
-    def computed(self, flow: Flow) -> Value | None:
-        """Returns the value at the operation that computes it; `None` if it is not a single value."""
-        frame, node = self.frame, self.node
+    @functools.cached_property
+    def computed(self) -> Value | None:
+        """The value at the operation that computes it; `None` if it is not a single value."""
+        frame, node, flow = self.frame, self.node, self.flow
         if node.kind == "output" and frame.opaque_reason is not None and frame.call is not None:
             node = frame.call
         return flow.resolve(node, resolve(flow.root, self.path).dig if self.is_in_container else ())
 
-    def operation(self, flow: Flow) -> Node:
-        """Returns the operation that computes the value."""
-        value = self.computed(flow)
-        return self.node if value is None else value.node
+    @property
+    def operation(self) -> Node:
+        """The operation that computes the value."""
+        return self.node if self.computed is None else self.computed.node
 
     def problem(self, value: Any) -> str | None:
         """Returns why a value of a run cannot have a score, or `None`."""
@@ -153,7 +156,7 @@ class Selected:
         """
         groups: dict[Any, list[ScoredNode]] = {}
         for scored in self.nodes:
-            value = scored.computed(self.flow) if scored.is_wanted else None
+            value = scored.computed if scored.is_wanted else None
             while value is not None and not isinstance(value.node, CallNode) and value.node.whole.op in _SAME:
                 moving = self.flow.moving(value.node)
                 if len(moving) != 1 or math.prod(moving[0].shape) != math.prod(value.shape):
@@ -207,7 +210,8 @@ def _selected(nodes: NodeMap, named: dict[str, Target]) -> Selected:
         if path in refused and is_wanted:
             skipped[path] = f"sharded over processes, and {refused[path]}"
         elif path not in refused and isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
-            found.append(ScoredNode(path, node, frame, spec, is_wanted, is_wanted or _is_source(flow, node, frame)))
+            is_compared = is_wanted or _is_source(flow, node, frame)
+            found.append(ScoredNode(path, node, frame, spec, flow, is_wanted, is_compared))
         elif is_wanted and (named or (isinstance(spec, TensorSpec) and spec.dtype.is_complex)):
             skipped[path] = _not_floating(spec.dtype) if isinstance(spec, TensorSpec) else f"not a tensor, but {spec}"
     return Selected(named, heads, found, skipped, flow)
