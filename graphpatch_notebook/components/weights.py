@@ -40,6 +40,13 @@ _UNCHANGED = (SAME_VALUES - frozenset("where clamp clip masked_fill nan_to_num".
 _ORDER = frozenset("batch position query key token window".split())
 
 
+def index_of(numbers: Tensor) -> slice | Tensor:
+    """Returns numbers as a slice, if they are consecutive."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    is_range = last - first + 1 == len(numbers) and bool((numbers.diff() == 1).all())
+    return slice(first, last + 1) if is_range else numbers
+
+
 class NoWeightError(Exception):
     """The weight of a component is not known, for this reason (caught inside the package)."""
 
@@ -111,7 +118,7 @@ class _LinearMap:
         return tensor.flatten(len(rows)).flatten(0, len(rows) - 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Projection:
     """A linear map of the model whose outputs, or inputs, belong to the heads or neurons of a component.
 
@@ -134,6 +141,11 @@ class Projection:
     def linear(self) -> Value:
         """What the linear map returns."""
         return self.map.result
+
+    @functools.cached_property
+    def indices(self) -> list[slice | Tensor]:
+        """The numbers of each head, as `index_of` gives them."""
+        return list(map(index_of, self.heads))
 
     @property
     def channels(self) -> int:

@@ -514,8 +514,7 @@ class ModelSnapshot:
                     yield Change(type(module).__name__, _shown(f"{name}.{key}" if name else str(key)))
             for tensor in self._tensors.values():
                 if tensor.is_written(tensor.module.training):
-                    kind = type(tensor.module).__name__
-                    yield Change(kind, _shown(tensor.name), True, tensor.content is not None)
+                    yield tensor.change
 
     def _containers(self) -> list[_Held]:
         return [*(held for held in self._empty if held[2]), *self._held]
@@ -535,7 +534,9 @@ class ModelSnapshot:
             for tensor in self._tensors.values():
                 if tensor.is_written(True):
                     tensor.restore(counts_writes)
-            lost = [str(change) for change in self.changes() if not change.is_restorable]
+            lost = [
+                str(each.change) for each in self._tensors.values() if each.content is None and each.is_written(True)
+            ]
         if lost and not self._has_warned:
             self._has_warned = True
             more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
@@ -568,6 +569,11 @@ class _TensorSnapshot:
         if version_of(self.value) == self._version and (self.content is None or not is_training):
             return False
         return self.content is None or difference(self.value.detach(), self.content, "") is not None
+
+    @property
+    def change(self) -> Change:
+        """That it was written."""
+        return Change(type(self.module).__name__, _shown(self.name), True, self.content is not None)
 
     def restore(self, counts_writes: bool) -> None:
         value, content = self.value, self.content

@@ -46,6 +46,7 @@ from graphpatch_notebook.experiments.attribution.secants import (
     by_steps,
     family_name,
     has_memory,
+    inputs_in,
     is_in_place,
     is_weight,
     log_softmax,
@@ -314,7 +315,7 @@ class DerivativeRules(TorchFunctionMode):
         if decomposition is not None and decomposition.refusal(args, kwargs) is None:
             with self:
                 return decomposition.steps(is_fused=False)(*args, **kwargs)
-        call = self._call(func, args, kwargs)
+        call, has_rule = self._call(func, args, kwargs)
         replaced = call if call is not None and self._is_replaced(call) else None
         if replaced is not None:
             self._hold(replaced)
@@ -326,20 +327,23 @@ class DerivativeRules(TorchFunctionMode):
             apply: Any = _Replaced.apply
             result = apply(replaced, lambda: func(*args, **kwargs), *replaced.inputs)
             result = result if replaced.kind is None else replaced.kind(result)
-        self._after(func, every, result, has_rule=call is not None)
+        self._after(func, every, result, has_rule=has_rule)
         return result
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> PairedCall | None:
-        """Returns a call that has a rule; `None` for one that keeps its own derivative."""
+    def _call(self, func: Any, args: Any, kwargs: Any) -> tuple[PairedCall | None, bool]:
+        """Returns a call that may get the derivative of its rule, `None` for others, and whether there is a rule."""
         rule = self._table.get(func) or self._table.get(family_name(func))
-        call = None if rule is None else PairedCall(func, args, kwargs, rule, self)
-        fits = call is not None and call.inputs and all(map(has_memory, call.inputs)) and not call.rule.refusal(call)
-        return call if fits else None
+        inputs = [] if rule is None else inputs_in((*args, *kwargs.values()))
+        if rule is None or not inputs or not all(map(has_memory, inputs)):
+            return None, False
+        if rule.refusal is not None and rule.refusal(PairedCall(func, args, kwargs, rule, self)):
+            return None, False
+        # Products with weights: most calls of most models.
+        is_linear = rule.is_multilinear and sum(not self._is_weight(x) for x in inputs) < 2
+        return None if is_linear else PairedCall(func, args, kwargs, rule, self), True
 
     def _is_replaced(self, call: PairedCall) -> bool:
         """Whether a call gets the derivative of its rule: it is kept in the clean run, and replaced in the other."""
-        if call.rule.is_multilinear and sum(not self._is_weight(x) for x in call.inputs) < 2:
-            return False
         if any(map(is_distributed, call.inputs)):
             # An error here would leave masks of vocabulary-parallel embeddings behind, in torch: after the run.
             self._has_distributed = True
@@ -367,9 +371,10 @@ class DerivativeRules(TorchFunctionMode):
         """Is given the result of each call."""
         if self._is_recording:
             return
-        self._seen.update(value.grad_fn for value in (*_parts(result), *args) if isinstance(value, Tensor))
+        given = [arg for arg in args if isinstance(arg, Tensor)]
+        self._seen.update([value.grad_fn for value in (*_parts(result), *given)])
         name = family_name(function)
-        has_gradient = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        has_gradient = any(arg.requires_grad for arg in given)
         if name in _CHOICES or (has_gradient and name in _COMPARISONS):
             self.fallbacks.setdefault(name, "no derivative follows what it chooses by values")
         if not has_gradient:
@@ -388,8 +393,9 @@ class DerivativeRules(TorchFunctionMode):
         return result
 
     def _is_weight(self, value: Tensor) -> bool:
-        known = (self._weights.get(id(each)) is each for each in (value, base_of(value)) if each is not None)
-        return is_weight(value) or any(known)
+        if is_weight(value) or not self._weights:
+            return is_weight(value)
+        return any(self._weights.get(id(each)) is each for each in (value, base_of(value)) if each is not None)
 
     def _hold(self, call: PairedCall) -> None:
         """Keeps the inputs of a call as they are now: they are copied before the model writes into them."""

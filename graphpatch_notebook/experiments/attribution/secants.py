@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import permutations
@@ -90,7 +90,7 @@ class PairedCall:
         return self._args[index] if len(self._args) > index else self._kwargs.get(name, default)
 
     def _template(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+        if _is_input(value):
             self.inputs.append(value)
             return _Input(len(self.inputs) - 1)
         return value
@@ -101,6 +101,21 @@ class _Input:
     """Marks where the arguments of a call have an input."""
 
     number: int
+
+
+def _is_input(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def inputs_in(arguments: Iterable[Any]) -> list[Tensor]:
+    """Returns all floating-point tensors among the arguments of a call, in order."""
+    leaves: list[Any] = []
+    for each in arguments:
+        if isinstance(each, (tuple, list, dict, slice)):
+            map_leaves(each, leaves.append)
+        else:
+            leaves.append(each)
+    return list(filter(_is_input, leaves))
 
 
 Surrogate: TypeAlias = Callable[..., Any]
@@ -123,7 +138,7 @@ class Rule:
     surrogate: Surrogate
     is_multilinear: bool = False
     is_exact: bool = True
-    refusal: Callable[[PairedCall], bool] = lambda _: False
+    refusal: Callable[[PairedCall], bool] | None = None
 
 
 @cache
@@ -141,18 +156,22 @@ _OPERATORS = frozenset("add sub mul div truediv matmul pow floordiv mod".split()
 
 
 @cache
-def _place_of_inplace(function: Callable[..., Any]) -> int:
-    """Returns the position of the argument `inplace`; a large number if the function does not have it."""
+def _in_place_by(function: Callable[..., Any]) -> tuple[bool, int]:
+    """Returns whether a function always writes into its first argument, and the position of its argument `inplace`.
+
+    The position is a large number if the function does not have it.
+    """
     try:
-        return list(inspect.signature(function).parameters).index("inplace")
+        place = list(inspect.signature(function).parameters).index("inplace")
     except (TypeError, ValueError):
-        return 1000
+        place = 1000
+    return writes_in_place(raw_name(function), {}), place
 
 
 def is_in_place(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call writes into its first argument."""
-    place = _place_of_inplace(function)
-    return writes_in_place(raw_name(function), dict(kwargs)) or (len(args) > place and args[place] is True)
+    always, place = _in_place_by(function)
+    return always or kwargs.get("inplace") is True or (len(args) > place and args[place] is True)
 
 
 def is_weight(value: Tensor) -> bool:

@@ -42,7 +42,7 @@ from graphpatch_notebook.experiments.attribution.rules import (
 )
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, WrittenPositions, nodes_of
 from graphpatch_notebook.experiments.circuits.runs import Batch, CircuitRuns, batches_of
-from graphpatch_notebook.experiments.circuits.stream import StreamStep, Sum, Writer, index_of, rows_of
+from graphpatch_notebook.experiments.circuits.stream import StreamStep, Sum, Writer, rows_of
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.inputs import Inputs, Positions, check_ends, check_graph, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
@@ -193,7 +193,8 @@ def attribute_edges(
     if is_whole and total.losses and total.fallbacks:  # without fallbacks, the runs differ elsewhere, too
         what = max(total.losses, key=total.losses.__getitem__)
         warn_of_loss(what, total.losses[what], total.fallbacks, is_half=total.is_half)
-    return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
+    is_all = rows == nodes.receivers and columns == nodes.senders
+    return array if is_all else array.sel(receiver=rows, sender=columns)
 
 
 def _check_options(method: Any, routing: Routing, one_sided: bool) -> None:
@@ -566,8 +567,7 @@ def _at_inputs(reader: Reader, gradients: Mapping[str, Tensor | None]) -> Iterat
         yield reader.names[0], gradient
         return
     weight = reader.projection.weight()
-    for name, numbers in zip(reader.names, reader.projection.heads.to(weight.device), strict=True):
-        columns = index_of(numbers)
+    for name, columns in zip(reader.names, reader.projection.indices, strict=True):
         yield name, gradient[:, columns] @ weight[:, columns].T
 
 
@@ -599,7 +599,8 @@ class Changes:
         if self._kept is None:
             yield from ((self._columns[writer], writer.change(self._clean, self._corrupted)) for writer in writers)
         elif columns := sorted(column for writer in writers for column in self._columns[writer]):
-            yield columns, self._kept[index_of(torch.tensor(columns))]
+            first, last = columns[0], columns[-1]
+            yield columns, self._kept[slice(first, last + 1) if last - first < len(columns) else columns]
 
     def check(self, nodes: Nodes) -> None:
         """Checks that the sums of the senders are what norms and receivers read.

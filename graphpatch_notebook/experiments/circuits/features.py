@@ -24,10 +24,9 @@ from graphpatch_notebook.capture.records import CallNode, spliced_calls
 from graphpatch_notebook.components import projection
 from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.components.stacks import Layer
-from graphpatch_notebook.components.weights import NoWeightError
+from graphpatch_notebook.components.weights import NoWeightError, index_of
 from graphpatch_notebook.errors import ExperimentError, GraphError, UnknownPathError
 from graphpatch_notebook.experiments.attribution.rules import FrozenDenominators
-from graphpatch_notebook.experiments.circuits.stream import index_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.lens import layer_count
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured

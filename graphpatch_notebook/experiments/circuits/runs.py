@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from graphpatch_notebook.errors import ExperimentError, PatchValueError, extra, level_of_caller, warn
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, WrittenPositions, nodes_of
-from graphpatch_notebook.experiments.circuits.stream import Writer, index_of, rows_of
+from graphpatch_notebook.experiments.circuits.stream import Writer, rows_of
 from graphpatch_notebook.experiments.engine import map_batches
 from graphpatch_notebook.experiments.engine.cells import measurement
 from graphpatch_notebook.experiments.engine.inputs import (
@@ -221,7 +221,7 @@ class KeptEdges:
             return
         weight = projection.weight()
         for rows, name in zip(read, self.names, strict=True):
-            columns = index_of(projection.heads[self.reader.names.index(name)])
+            columns = projection.indices[self.reader.names.index(name)]
             yield columns, rows @ weight[:, columns]
 
 

@@ -9,6 +9,7 @@ Tensors here are rows, `(..., rows, channels)`: all dimensions of a value before
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from graphpatch_notebook.capture.records import Ref, map_leaves
 from graphpatch_notebook.components import Projection
 from graphpatch_notebook.components.flow import Norm, Trails, Value, called, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NONLINEARITIES, NORMS, SAME_VALUES, SCALINGS, VIEWS
-from graphpatch_notebook.components.weights import held_tensor
+from graphpatch_notebook.components.weights import held_tensor, index_of
 from graphpatch_notebook.errors import ExperimentError, GraphError
 from graphpatch_notebook.patching.model_state import is_distributed
 
@@ -62,7 +63,7 @@ class StreamStep:
         return after.reshape(change.shape) - rows_of(self.function(read))  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Decoder:
     """The linear map that an SAE decodes latents by: like a `Projection`, with a latent in place of each head."""
 
@@ -70,6 +71,11 @@ class Decoder:
     heads: Tensor
     channels: int
     like: Tensor
+
+    @functools.cached_property
+    def indices(self) -> list[slice | Tensor]:
+        """The numbers of each latent, as `index_of` gives them."""
+        return list(map(index_of, self.heads))
 
     def weight(self) -> Tensor:
         """Returns its matrix, with a row for each latent.
@@ -109,9 +115,9 @@ class Writer:
         change = now[self.path] - before[self.path]
         if self.projection is None:
             return rows_of(change)[None]
-        weight, heads = self.projection.weight(), self.projection.heads.to(change.device)
+        weight, heads = self.projection.weight(), self.projection.indices
         rows = rows_of(change, self.projection)
-        return torch.stack([rows[:, index_of(numbers)] @ weight[index_of(numbers)] for numbers in heads])
+        return torch.stack([rows[:, numbers] @ weight[numbers] for numbers in heads])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -311,10 +317,3 @@ def rows_of(value: Tensor, projection: Projection | Decoder | None = None) -> Te
     The channels are the last dimension, or those that belong to a projection.
     """
     return value.reshape(-1, value.shape[-1] if projection is None else projection.channels)
-
-
-def index_of(numbers: Tensor) -> slice | Tensor:
-    """Returns numbers as a slice, if they are consecutive."""
-    first, last = int(numbers[0]), int(numbers[-1])
-    is_range = last - first + 1 == len(numbers) and bool((numbers.diff() == 1).all())
-    return slice(first, last + 1) if is_range else numbers
