@@ -1,8 +1,8 @@
 """The notebook layer, the only part of the package that imports IPython and widgets.
 
 A graph has one session (`session`): the chosen patches as data. The magics (`magics`, with `completion`) and the tree
-browser (`browser`) edit the session, and find nodes with `search`. Cells run under its patches (`magics`), the *Run*
-button of the browser runs the model with them (`run`), and `export` writes them as Python code. `views` has the
+browser (`views/browser`) edit the session, and find nodes with `search`. Cells run under its patches (`magics`), the
+*Run* button of the browser runs the model with them (`runs`), and `export` writes them as Python code. `views` has the
 attention view, the lens and others that share one selection, and answers the requests of all widgets. `display` has the
 tables, progress bars and widgets that show results, and `extension` adds all of this to an IPython shell.
 
