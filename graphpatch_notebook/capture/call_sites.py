@@ -9,7 +9,6 @@ The instruction that makes a call, and the variable that gets its result, are re
 
 from __future__ import annotations
 
-import bisect
 import dis
 import inspect
 import linecache
@@ -18,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, lru_cache
+from itertools import chain as concatenated
 from itertools import dropwhile, islice
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
@@ -33,18 +33,25 @@ Assigned: TypeAlias = "str | tuple[str | None, ...] | None"
 """A variable; one for each value of an unpacked sequence; or `None` where the result has no variable."""
 
 _STORES = {"STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL", "STORE_FAST_MAYBE_NULL"}
-_COMBINED = {
+_COMBINED = {  # in Python 3.13 and later
     "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
     "STORE_FAST_LOAD_FAST": ("STORE_FAST", "LOAD_FAST"),
 }
+_SWAPS = {"ROT_TWO", "ROT_THREE", "SWAP"}
 _DUPLICATES = {"COPY", "DUP_TOP"}  # `a = b = f()` and `(a := f())`
 _PADDING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "NOT_TAKEN"}
+
+Instruction: TypeAlias = "tuple[str, int, int]"
+"""The name of an instruction, its argument, and the offset behind it."""
 
 
 class Bytecode(dict[int, int]):
     """The offsets of the instructions of a code object by `lasti`, each read off the bytecode when it is first needed.
 
     The same call has other offsets in `f_lasti` before and after Python 3.11 and later specialize the code.
+
+    Not by `dis`: to disassemble all code of a model takes longer than to run the model, and a call needs a few
+    instructions only.
     """
 
     def __init__(self, code: CodeType) -> None:
@@ -53,39 +60,46 @@ class Bytecode(dict[int, int]):
         self._assigned: dict[int, Assigned] = {}
 
     @cached_property
-    def _all(self) -> list[dis.Instruction]:
-        return list(dis.get_instructions(self._code))
+    def _bytes(self) -> bytes:
+        return self._code.co_code
 
     @cached_property
-    def instructions(self) -> list[dis.Instruction]:
-        """The instructions, without padding."""
-        return [i for i in self._all if i.opname not in _PADDING]
-
-    @cached_property
-    def offsets(self) -> list[int]:
-        """The offsets of the instructions."""
-        return [i.offset for i in self.instructions]
-
-    @cached_property
-    def early_calls(self) -> set[int]:
-        """Where Python 3.11 runs specialized calls: in the instruction before the call itself."""
-        return {i.offset for i in self._all if i.opname == "PRECALL"}
-
-    def position(self, lasti: int) -> int:
-        """Returns the index of the instruction at `lasti`."""
-        while lasti >= 0 and lasti not in self.early_calls and lasti not in self.offsets:
-            lasti -= 2  # a cache entry behind its instruction
-        return bisect.bisect_right(self.offsets, lasti) - (lasti not in self.early_calls)
+    def _variables(self) -> tuple[str, ...]:
+        code, cells = self._code, (*self._code.co_cellvars, *self._code.co_freevars)
+        return (*code.co_varnames, *[name for name in cells if name not in code.co_varnames])
 
     def __missing__(self, lasti: int) -> int:
-        found = self[lasti] = self.offsets[self.position(lasti)]
-        return found
+        at, names = lasti, dis.opname
+        while at > 0 and (name := names[self._bytes[at]]) in _PADDING and name != "PRECALL":
+            at -= 2  # a cache entry behind its instruction
+        while names[self._bytes[at]] in _PADDING:
+            at += 2  # where Python 3.11 runs specialized calls: in the instruction before the call itself
+        self[lasti] = at
+        return at
+
+    def instructions(self, offset: int) -> Iterator[Instruction]:
+        """Yields the instructions from `offset` on, without padding."""
+        extended = 0
+        for at in range(offset, len(self._bytes), 2):
+            name, argument = dis.opname[self._bytes[at]], self._bytes[at + 1] | extended
+            extended = argument << 8 if name == "EXTENDED_ARG" else 0
+            if name not in _PADDING:
+                yield name, argument, at + 2
+
+    def variable(self, name: str, argument: int) -> str:
+        """Returns the variable of an instruction, or the attribute."""
+        if sys.version_info < (3, 11) and name == "STORE_DEREF":
+            return (*self._code.co_cellvars, *self._code.co_freevars)[argument]
+        return (self._code.co_names if name in _OF_NAMES else self._variables)[argument]
 
     def assigned(self, lasti: int) -> Assigned:
         """Returns the variable(s) that the result of the instruction at `lasti` is stored in."""
         if lasti not in self._assigned:
-            self._assigned[lasti] = _read(self, lasti)
+            self._assigned[lasti] = _read(self, self[lasti])
         return self._assigned[lasti]
+
+
+_OF_NAMES = {"STORE_NAME", "STORE_GLOBAL", "STORE_ATTR"}
 
 
 def assigned_variable(code: CodeType, lasti: int) -> Assigned:
@@ -102,28 +116,26 @@ def assigned_variable(code: CodeType, lasti: int) -> Assigned:
     return facts_of(code).offsets.assigned(lasti)
 
 
-def _read(code: Bytecode, lasti: int) -> Assigned:
-    position = code.position(lasti) + 1
-    following = code.instructions[position : position + 40]
+def _read(code: Bytecode, offset: int) -> Assigned:
+    following = islice(code.instructions(offset), 1, None)
     # `a = f() if x else g()`: before Python 3.12, and in blocks, one branch jumps to the store of the other.
-    while following and following[0].opname == "JUMP_FORWARD":
-        position = bisect.bisect_left(code.offsets, following[0].argval)
-        following = code.instructions[position : position + 40]
-    while following and following[0].opname in _DUPLICATES:
-        following = following[1:]
-    if not following:
+    while (first := next(following, None)) and first[0] == "JUMP_FORWARD":
+        following = code.instructions(first[2] + 2 * first[1])
+    while first and first[0] in _DUPLICATES:
+        first = next(following, None)
+    if not first:
         return None
-    count = int(following[0].arg or 0)
-    if following[0].opname != "UNPACK_SEQUENCE":
-        # `a, b = f(), g()`: the result of `g` is below that of `f` when they are stored.
-        depth = {"ROT_TWO": 1, "ROT_THREE": 2, "SWAP": count - 1}.get(following[0].opname, 0)
-        stores = dropwhile(lambda instruction: instruction.opname in ("ROT_TWO", "ROT_THREE", "SWAP"), following)
-        return next(islice(_stored(stores), depth, None), None)
-    names = tuple(islice(_stored(following[1:]), count))
-    return names if len(names) == count else None
+    name, count, _ = first
+    if name == "UNPACK_SEQUENCE":
+        names = tuple(islice(_stored(code, following), count))
+        return names if len(names) == count else None
+    # `a, b = f(), g()`: the result of `g` is below that of `f` when they are stored.
+    depth = {"ROT_TWO": 1, "ROT_THREE": 2, "SWAP": count - 1}.get(name, 0)
+    stores = dropwhile(lambda instruction: instruction[0] in _SWAPS, concatenated([first], following))
+    return next(islice(_stored(code, stores), depth, None), None)
 
 
-def _stored(instructions: Iterable[dis.Instruction]) -> Iterator[str | None]:
+def _stored(code: Bytecode, instructions: Iterable[Instruction]) -> Iterator[str | None]:
     """Yields the name for each value on the stack that these instructions store or drop before they do anything else.
 
     `self.keys = torch.cat(...)`: the attribute is the name that the user gave.
@@ -131,11 +143,11 @@ def _stored(instructions: Iterable[dis.Instruction]) -> Iterator[str | None]:
     is_object_loaded = False
     for name, argument in _single_steps(instructions):
         if name in _STORES and not is_object_loaded:
-            yield _usable(argument)
+            yield _usable(code.variable(name, argument))
         elif name == "POP_TOP" and not is_object_loaded:
             yield None
         elif name == "STORE_ATTR" and is_object_loaded:
-            yield _usable(argument)
+            yield _usable(code.variable(name, argument))
             is_object_loaded = False
         elif name.startswith("LOAD_") and not is_object_loaded:
             is_object_loaded = True
@@ -143,13 +155,13 @@ def _stored(instructions: Iterable[dis.Instruction]) -> Iterator[str | None]:
             return
 
 
-def _single_steps(instructions: Iterable[dis.Instruction]) -> Iterator[tuple[str, Any]]:
+def _single_steps(instructions: Iterable[Instruction]) -> Iterator[tuple[str, int]]:
     """Yields names and arguments of instructions; Python 3.13 and later combine some of them."""
-    for instruction in instructions:
-        if instruction.opname in _COMBINED:
-            yield from zip(_COMBINED[instruction.opname], instruction.argval, strict=True)
+    for name, argument, _ in instructions:
+        if name in _COMBINED:
+            yield from zip(_COMBINED[name], divmod(argument, 16), strict=True)
         else:
-            yield instruction.opname, instruction.argval
+            yield name, argument
 
 
 @lru_cache(maxsize=4096)
