@@ -11,7 +11,7 @@ import difflib
 import json
 import keyword
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 _PLAIN = re.compile(r'[^."|\s\[\]]+')
@@ -121,25 +121,37 @@ def nearest(text: str, candidates: Sequence[str], count: int = 3) -> list[str]:
         >>> nearest("mlp.act.mul_9", ["mlp.act.mul_3", "mlp.c_fc.input", "attn.c_fc.weight"], count=1)
         ['mlp.act.mul_3']
     """
-    parts = _parts(text)
-    wanted = set(parts)
-
     # Comparing 50,000 paths letter by letter takes seconds: rank by shared parts first, then look closer.
-    def shared(candidate: str) -> float:
-        theirs = _parts(candidate)
-        common = len(wanted.intersection(theirs))
-        if not common:
-            return 0.0
-        leading = next((i for i, (a, b) in enumerate(zip(parts, theirs, strict=False)) if a != b), len(parts))
-        return common + 0.5 * leading + (theirs[-1] == parts[-1])
+    shared = shared_parts(text)
 
     # Of mul_1 ... mul_8, all as like mul_9 by their letters, the last is the nearest.
     def likeness(candidate: str) -> tuple[float, int]:
         distance = abs(_last_number(text) - _last_number(candidate))
         return difflib.SequenceMatcher(None, text, candidate).ratio(), -distance
 
-    short_list = sorted(candidates, key=shared, reverse=True)[:200]
+    short_list = sorted(candidates, key=lambda candidate: shared(_parts(candidate)), reverse=True)[:200]
     return sorted(short_list, key=likeness, reverse=True)[:count]
+
+
+def shared_parts(text: str) -> Callable[[Sequence[str]], float]:
+    """Returns a function of the names in another path: how much of the path `text` they share.
+
+    Example:
+        >>> shared = shared_parts("h_0.mlp.output")
+        >>> shared(("h_0", "mlp", "act")), shared(("h_1", "attn", "output"))
+        (3.0, 2.0)
+    """
+    parts = _parts(text)
+    wanted = set(parts)
+
+    def shared(theirs: Sequence[str]) -> float:
+        common = len(wanted.intersection(theirs))
+        if not common:
+            return 0.0
+        leading = next((i for i, (a, b) in enumerate(zip(parts, theirs, strict=False)) if a != b), len(parts))
+        return common + 0.5 * leading + (theirs[-1] == parts[-1])
+
+    return shared
 
 
 def _parts(text: str) -> list[str]:

@@ -117,7 +117,8 @@ def assigned_variable(code: CodeType, lasti: int) -> Assigned:
 
 
 def _read(code: Bytecode, offset: int) -> Assigned:
-    following = islice(code.instructions(offset), 1, None)
+    following = code.instructions(offset)
+    next(following)  # the call itself
     # `a = f() if x else g()`: before Python 3.12, and in blocks, one branch jumps to the store of the other.
     while (first := next(following, None)) and first[0] == "JUMP_FORWARD":
         following = code.instructions(first[2] + 2 * first[1])

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
@@ -43,6 +44,7 @@ from graphpatch_notebook.paths import (
     nearest,
     parse_path,
     path_pattern,
+    shared_parts,
 )
 from graphpatch_notebook.values import ContainerSpec, Key, TensorSpec, ValueSpec, leaves
 
@@ -476,7 +478,7 @@ def _respelled(frame: Frame, before: tuple[str, ...], names: tuple[str, ...], di
 def _stops_at_graph(frame: Frame, parsed: ParsedPath) -> Unresolvable:
     path = format_path(parsed.names) or "<root>"
     outputs = _leaf_paths(parsed.names, frame.output_node)
-    candidates = [*outputs, *_graph_paths(frame, parsed.names)]
+    candidates = [*outputs, *(path for node in _shown(frame) for path in _leaf_paths(parsed.names, node))]
     such_as = f", such as {candidates[0]!r}" if candidates else ""
     output = outputs[0] if outputs and not parsed.dig else None
     return Unresolvable(f"{path!r} is a graph ({graph_class(frame)}); patch a node in it{such_as}", output)
@@ -492,17 +494,34 @@ def _beyond_node(root: Frame, parsed: ParsedPath, depth: int) -> Unresolvable:
 def nearest_paths(root: Frame, path: str, count: int = 3) -> list[str]:
     """Returns the paths in the capture that `path` may refer to, best first. They are only suggested in messages."""
     asked = re.sub(r"\.(\d+)(?=\.|$)", r"_\1", path)
-    candidates = [leaf for frame in root.walk() for leaf in _graph_paths(frame, frame.path)]
-    ends = (f".{asked}", f".{asked}.output")
-    ending = [leaf for leaf in candidates if f".{leaf}".partition("|")[0].endswith(ends)]
+    shared, names, ends = shared_parts(asked), {*re.split(r"[.|]", asked), "output"}, (f".{asked}", f".{asked}.output")
+    ending: list[str] = []
+    # Most of 50,000 nodes share as much with the path as the next node in their frame, and need no text.
+    ranked: defaultdict[float, list[tuple[Frame, Node, tuple[str, ...]]]] = defaultdict(list)
+    for frame in root.walk():
+        above = frame.path
+        usual = ranked[shared((*above, "\n"))]  # of a node with another name
+        for node in _shown(frame):
+            if node.name in names or type(node.spec) is not TensorSpec:
+                for dig, _ in leaves(node.spec):
+                    ranked[shared((*above, node.name, *dig))].append((frame, node, dig))
+                if f".{format_path((*above, node.name))}".endswith(ends):
+                    ending += _leaf_paths(above, node)
+            elif len(usual) < _RANKED:
+                usual.append((frame, node, ()))
+    best = [each for _, equal in sorted(ranked.items(), reverse=True) for each in equal][:_RANKED]
+    candidates = [format_path((*frame.path, node.name), dig) for frame, node, dig in best]
     return list(dict.fromkeys([*ending[:count], *nearest(asked, candidates, count)]))[:count]
 
 
-def _graph_paths(frame: Frame, names: tuple[str, ...]) -> Iterator[str]:
-    """Yields the paths of the values in the graph of `frame` itself; sizes only if there are no other values."""
+_RANKED = 200
+"""How many paths are compared letter by letter."""
+
+
+def _shown(frame: Frame) -> list[Node]:
+    """Returns the nodes in the graph of `frame` itself that can be patched; sizes only if there are no others."""
     own = [node for node in frame.nodes if is_patchable(node)]
-    shown = [node for node in own if not node.is_size] or own
-    return (path for node in shown for path in _leaf_paths(names, node))
+    return [node for node in own if not node.is_size] or own
 
 
 def _leaf_paths(names: tuple[str, ...], node: Node) -> list[str]:

@@ -246,9 +246,9 @@ def _cells(meta: NodeMeta) -> list[str]:
 
 
 def _hints(index: NodeIndex, terms: Sequence[Term]) -> Iterator[str]:
-    """Yields why the names in a query that finds nothing lead nowhere."""
+    """Yields why the names in a query that finds nothing lead nowhere: `terms` match no node together."""
     for term in terms:
-        if term.key == "text" and not term.is_excluded and not index.matching([term]):
+        if term.key == "text" and not term.is_excluded and (len(terms) == 1 or not index.matching([term])):
             try:
                 yield f"{term.value} is {resolve(index.root, term.value).path}: find that"
             except Unresolvable as problem:
