@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ from graphpatch_notebook import (
     CustomPatch,
     ExtractionOptions,
     PatchableGraph,
+    PatchValueError,
     ProbePatch,
     RecordPatch,
+    ReplacePatch,
     ZeroPatch,
 )
 from graphpatch_notebook.experiments import direct_logit_attribution
@@ -144,6 +147,18 @@ def test_a_patched_parameter_equals_an_edited_one(case: Case, is_opaque: bool) -
         assert torch.equal(pg(INPUT_IDS).logits, edited(INPUT_IDS).logits)
     assert torch.equal(pg(INPUT_IDS).logits, case.original()(INPUT_IDS).logits)
     assert devices(case.model) == before
+
+
+@torch.no_grad()
+def test_a_weight_without_numbers_is_no_value_of_a_patch(case: Case) -> None:
+    weight = case.model.get_submodule(case.module).weight
+    assert weight.is_meta
+    pg = PatchableGraph(case.model, INPUT_IDS)
+    for patch in (AddPatch(weight[0]), ReplacePatch(weight)):
+        path = f"{case.linear}.weight"
+        with pytest.raises(PatchValueError, match=re.escape(repr(path))), pg.patch({path: patch}):
+            pg(INPUT_IDS)
+    assert torch.equal(pg(INPUT_IDS).logits, case.original()(INPUT_IDS).logits)
 
 
 # -- everything else ---------------------------------------------------------------------------------------------------

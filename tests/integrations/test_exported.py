@@ -196,6 +196,24 @@ def test_unpatched_is_the_program(case: Case) -> None:
     assert [name for name, _ in pg.named_parameters()] == [name for name, _ in whole.named_parameters()]
 
 
+def test_what_a_program_cannot_do_is_refused() -> None:
+    model, x = Mlp().eval(), tensor(2, 4)
+    program = export(model, (x,))
+    pg = PatchableGraph.from_exported(program)
+    for change in (pg.train, pg.eval):  # the mode is a part of the program
+        with pytest.raises(NotImplementedError):
+            change()
+    for other in (tensor(3, 4), x.double(), [x]):
+        with pytest.raises((RuntimeError, TypeError, ValueError)):
+            pg(other)
+        with pytest.raises((RuntimeError, TypeError, ValueError)), pg.patch({"up.output": ZeroPatch()}):
+            pg(other)
+    for no_program in (model, program.graph_module, program.module(), None):
+        with pytest.raises(TypeError, match="torch.export.export"):
+            PatchableGraph.from_exported(no_program)
+    assert torch.equal(pg(x), model(x))
+
+
 def test_programs_that_torch_does_not_interpret() -> None:
     case = CASES["layers"]
     with _disable_interpreter():

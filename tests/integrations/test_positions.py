@@ -164,3 +164,13 @@ def test_patches_that_change_nothing_at_some_positions(name: str) -> None:
 def is_filled_later(pg: PatchableGraph, path: str) -> bool:
     """Whether a patch on this node cuts a view off from the tensor that the model fills in through it."""
     return resolve(captured(pg).root, path).node.is_view_filled_later
+
+
+@pytest.mark.parametrize("kept", [slice(0, 1), slice(0, 0)], ids=["one position", "none"])
+def test_a_function_at_some_positions_keeps_the_shape(kept: slice) -> None:
+    """What has one position could be broadcast to both."""
+    model = next(case for case in CASES if case.name == "gpt2-eager").build()
+    pg = PatchableGraph(model, tokens(3, LENGTH))
+    patch = CustomPatch(lambda value: value[:, kept], positions=[EARLY, 3])
+    with pytest.raises(PatchValueError, match="'layers\\[0\\].resid_post'"), pg.patch({"layers[0].resid_post": patch}):
+        pg(tokens(3, LENGTH))

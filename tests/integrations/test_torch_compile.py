@@ -402,6 +402,21 @@ def test_patches_have_the_same_effect_with_any_compiled_part(part: str, is_wrapp
     assert torch.equal(pg(X), plain(X))
 
 
+@pytest.mark.parametrize("part", ["", "inner", "last"])
+def test_parts_that_are_compiled_after_a_context_was_used(part: str) -> None:
+    model = Outer()
+    pg, patches = PatchableGraph(model, X), {"inner.relu": ZeroPatch()}
+    kept = pg.patch(patches)
+    with kept:
+        expected = pg(X)
+    model.get_submodule(part).compile(backend="eager")
+    model(X)
+    for context in (kept, pg.patch(patches, strict=True)):
+        with context:
+            assert torch.equal(pg(X), expected)
+    assert torch.equal(expected, model.last(torch.zeros(2, 3)))
+
+
 def test_a_compiled_forward_is_captured_as_it_was_written() -> None:
     model, plain = Outer(), Outer()
     compile_by_attribute(model)

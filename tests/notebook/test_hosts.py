@@ -183,3 +183,25 @@ def test_a_kernel_through_a_whole_session(kernel: Kernel, folder: Path) -> None:
     kernel.ok("%unload_ext graphpatch")
     assert kernel.run("%%graphpatch\npg(x)").reply["ename"] == "UsageError"
     assert kernel.value(UNTOUCHED) == "True"
+
+
+@pytest.mark.parametrize(
+    ("cell", "status"),
+    [
+        ("%%graphpatch\nassert bool((pg(x) != model(x)).any())", 0),
+        ("%%graphpatch\npg(x[:, 1:])", 1),
+        ("%graphpatch zero no.such.path", 1),
+    ],
+    ids=["passes", "raises under the patches", "raises in a command"],
+)
+def test_ipython_c_has_the_exit_status_of_its_code(cell: str, status: int, tmp_path: Path) -> None:
+    code = "\n".join([*SETTING, *CHOICE, f"get_ipython().run_cell({cell!r}).raise_error()"])
+    done = subprocess.run(
+        [sys.executable, "-m", "IPython", "--no-banner", "-c", code],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout

@@ -221,6 +221,17 @@ def test_patches_that_are_active_belong_to_both_runs(tiny: Any) -> None:
     assert scores.sel(path="sub_0.output") != free.sel(path="sub_0.output")
 
 
+def test_an_edited_graph_is_scored_as_the_model_under_the_same_patches(tiny: Any) -> None:
+    _, pg, clean, corrupted = tiny
+    patches = {"sub_1.output": ZeroPatch(slice=(slice(None), 0))}
+    with pg.patch(patches):
+        expected = attribute(pg, torch.sum, clean, corrupted)
+    scores = attribute(pg.edit(patches), torch.sum, clean, corrupted)
+    for path in ("sub_0.output", "sub_1.output", "output"):
+        assert scores.sel(path=path).item() == pytest.approx(expected.sel(path=path).item())
+    assert scores.attrs["clean"] == expected.attrs["clean"]
+
+
 def token_model(name: str = "gpt2-eager") -> nn.Module:
     return case_by_name(name).build().double()
 
@@ -240,6 +251,25 @@ def test_positions_after_a_cache_are_refused() -> None:
     assert attribute(pg, last_logit, *inputs, paths=paths).notnull().all()
     with pytest.raises(ExperimentError, match="cache"):
         attribute(pg, last_logit, *inputs, positions=True, paths=paths)
+
+
+def test_scores_under_activation_checkpointing_are_those_without_it_or_unknown() -> None:
+    clean, corrupted = torch.tensor([[5, 17, 40]]), torch.tensor([[61, 23, 9]])
+    plain, checkpointed = token_model(), token_model()
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointed.train()
+    for module in checkpointed.modules():
+        module.p = 0.0  # of dropout
+    expected, scores = (
+        attribute(PatchableGraph(model, clean, use_cache=False), last_logit, clean, corrupted)
+        for model in (plain, checkpointed)
+    )
+    unknown = scores.path[scores.isnull()].values.tolist()
+    assert set(unknown) <= set(scores.attrs["skipped"])
+    assert {"transformer.h_0.output", "transformer.h_0.mlp.act.output"}.isdisjoint(unknown)
+    known = [path for path in expected.path.values if path not in unknown]
+    assert len(known) > len(unknown)
+    np.testing.assert_allclose(scores.sel(path=known), expected.sel(path=known), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("positions", [[2, 6], -7, slice(6, None), slice("a"), "last", False, []])

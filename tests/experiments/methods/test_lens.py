@@ -216,3 +216,23 @@ def test_logits_of_some_positions(kept: Any) -> None:
         assert torch.allclose(torch.from_numpy(lens.values[-1, 0]).float(), wanted, atol=1e-5)
     with pytest.raises(ExperimentError):
         direct_logit_attribution(pg, ids, target=3, **options)
+
+
+def test_in_training_the_lens_draws_what_one_forward_draws() -> None:
+    pg, given = captured_once("gpt2")
+    model: Any = pg._module
+    model.train()
+    try:
+        torch.manual_seed(0)
+        lens = logit_lens(pg, given)
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        with torch.no_grad():
+            expected = model(given).logits
+        assert torch.equal(state, torch.get_rng_state())
+        assert model.training
+        assert np.array_equal(lens[-1], expected)
+        model.eval()
+        assert not np.array_equal(logit_lens(pg, given)[-1], expected)  # there is dropout
+    finally:
+        model.eval()
