@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture import built_without_weights, call_sites, capture
-from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
+from graphpatch_notebook.capture.inputs import ExampleInputs, parameters_of
 from graphpatch_notebook.capture.modules import delegate, original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find
@@ -152,12 +152,12 @@ class PatchableGraph(_LikeItsModel):
         options, example_args, example_kwargs = options_among(
             example_args,
             example_kwargs,
-            lambda name: any(name in signature_of(one.forward).parameters for one in given.modules()),
+            lambda name: any(p.name == name for one in given.modules() for p in parameters_of(one.forward)),
         )
         super().__init__()
         if tokenizer is not None:
             check_tokenizer(tokenizer)
-            names = signature_of(original_forward(module)).parameters
+            names = [parameter.name for parameter in parameters_of(original_forward(module))]
             example_args, example_kwargs = with_tokens(module, names, tokenizer, example_args, example_kwargs)
         examples = ExampleInputs(example_args, example_kwargs)
         try:

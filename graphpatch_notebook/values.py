@@ -338,8 +338,9 @@ def with_own_containers(value: Any, function: Callable[[Any], Any] = lambda leaf
 def describe(value: Any) -> ValueSpec:
     """Returns the spec of `value` without keeping it."""
     if isinstance(value, Tensor):
-        name = "Tensor" if type(value) in PLAIN_TENSORS else type(value).__name__
-        if is_lazy(value):  # a lazy module's parameter that has no shape yet
+        is_plain = type(value) in PLAIN_TENSORS
+        name = "Tensor" if is_plain else type(value).__name__
+        if not is_plain and is_lazy(value):  # a lazy module's parameter that has no shape yet
             return ObjectSpec(name)
         if value.is_nested:  # sizes of one that is strided are an error, and those of a jagged one no numbers
             return ObjectSpec("NestedTensor")
@@ -348,7 +349,8 @@ def describe(value: Any) -> ValueSpec:
         except (NotImplementedError, RuntimeError):  # a subclass for one function only (torch.nn.attention.bias, 2.4)
             return ObjectSpec(name)
     if value is None or isinstance(value, _SCALARS):
-        return ScalarSpec(_plain_number(value))
+        # Capture counts sizes with a subclass of int that must not outlive it.
+        return ScalarSpec(int.__index__(value) if isinstance(value, int) and type(value) is not bool else value)
     if (inside := children(value)) is not None:
         return ContainerSpec(type(value), tuple((key_text(k), k, describe(v)) for k, v in inside))
     return ObjectSpec(type(value).__name__)
@@ -358,12 +360,6 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 """The classes of tensors that torch itself makes: others may have functions of their own."""
 
 _SCALARS = (*NUMBERS, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
-
-
-def _plain_number(value: Any) -> Any:
-    # Capture counts sizes with a subclass of int that must not outlive it.
-    is_subclass = isinstance(value, int) and type(value) not in (int, bool)
-    return int.__index__(value) if is_subclass else value
 
 
 def rebuilt(kind: type, keys: Sequence[Key], items: Sequence[Any]) -> Any:

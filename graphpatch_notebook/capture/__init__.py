@@ -47,7 +47,6 @@ from graphpatch_notebook.capture.meta_device import (
 )
 from graphpatch_notebook.capture.modules import (
     OF_EACH_MODULE,
-    PLAIN_VALUES,
     WRITTEN,
     Swaps,
     all_modules,
@@ -170,16 +169,20 @@ def _replace_sizes(modules: Iterable[Module]) -> None:
     """Puts plain numbers in place of sizes that the model keeps, also in its containers, and as keys of these."""
     seen = set[int]()  # the config, say, is held by all modules
     for _, container in (each for module in modules for each in mutable_containers(module, OF_EACH_MODULE, seen)):
-        if isinstance(container, list) and any(_plain(item) is not item for item in container):
+        if isinstance(container, list) and not _MAY_BE_SIZES.isdisjoint(map(type, container)):
             container[:] = map(_plain, container)
         elif isinstance(container, dict):
-            if any(type(key) is Size for key in container):
+            if Size in map(type, container):
                 items = [(_plain(key), value) for key, value in container.items()]
                 container.clear()
                 container.update(items)
-            for key, value in list(container.items()):
-                if type(value) not in PLAIN_VALUES and (new := _plain(value)) is not value:
-                    container[key] = new
+            if not _MAY_BE_SIZES.isdisjoint(map(type, container.values())):
+                for key, value in list(container.items()):
+                    if (new := _plain(value)) is not value:
+                        container[key] = new
+
+
+_MAY_BE_SIZES = frozenset({Size, tuple})
 
 
 def _plain(value: Any) -> Any:

@@ -27,6 +27,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.call_sites import Assigned
 from graphpatch_notebook.capture.modules import (
+    PLAIN_VALUES,
     TensorSource,
     alias,
     find_source,
@@ -58,6 +59,7 @@ from graphpatch_notebook.paths import call_name, numbered
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import (
     NUMBERS,
+    PLAIN_TENSORS,
     ContainerSpec,
     Key,
     ScalarSpec,
@@ -188,22 +190,12 @@ class Size(int):
     ref: Ref | None
     capture: Capture
 
-    @staticmethod
-    def of(value: int, owner: FrameRecorder, ref: Ref) -> Size:
-        size = int.__new__(Size, value)
-        size.owner, size.ref, size.capture = owner, ref, owner.record.capture
-        return size
-
     def current_owner(self) -> FrameRecorder | None:
         """Returns the frame that it belongs to if that runs now; else it is used as a plain number, which is noted."""
         if self.owner is not None and self.owner.is_current:
             return self.owner
         self.capture.has_escaped_sizes = True
         return None
-
-    def release(self) -> None:
-        """Makes it a plain number: its frame is over, and a size that the model keeps must not keep the frame alive."""
-        self.owner = self.ref = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (int, (plain(self),))
@@ -294,11 +286,12 @@ class FrameRecorder:
         """Drops the values. Sizes that the model keeps somewhere become plain numbers."""
         self._values.clear()
         for size in self._sizes:
-            size.release()
+            size.owner = size.ref = None  # its frame is over, and must not stay alive
         self._sizes.clear()
 
     def _size(self, value: int, ref: Ref) -> Size:
-        size = Size.of(value, self, ref)
+        size = int.__new__(Size, value)
+        size.owner, size.ref, size.capture = self, ref, self.record.capture
         self._sizes.append(size)
         return size
 
@@ -353,7 +346,14 @@ class FrameRecorder:
 
     def refs(self, value: Any) -> Any:
         """Returns arguments with a `Ref` in place of each value that has a node."""
-        return map_leaves(value, self._ref)
+        if type(value) is not tuple:
+            return map_leaves(value, self._ref)
+        found = []  # the same, faster: these are the arguments of all calls
+        for item in value:
+            if type(item) not in PLAIN_VALUES:
+                item = self._ref(item) if type(item) in PLAIN_TENSORS else map_leaves(item, self._ref)  # noqa: PLW2901
+            found.append(item)
+        return tuple(found)
 
     def _ref(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -506,6 +506,8 @@ class FrameRecorder:
     def forget_old_owners(self, arguments: Any, result: Any) -> None:
         """Notes that the memory of a new tensor, which the arguments do not share, left its old owners."""
         owners, freed = self.recorder.owners, self.recorder.freed_later
+        if type(result) in PLAIN_TENSORS and (memory := memory_of(result)) not in owners and memory not in freed:
+            return
         used = {memory for memory in map(memory_of, plain_tensors(result)) if memory in owners or memory in freed}
         for memory in used.difference(map(memory_of, plain_tensors(arguments) if used else ())):
             owners.pop(memory, None)
@@ -527,7 +529,7 @@ class FrameRecorder:
             self._append(node, wrote[0])
             return result
         if isinstance(result, Tensor):
-            if self.has_node_of(result):
+            if self._lookup(result) is not None:
                 result = self.alias_of(result)
             node.spec = describe(result)
             self._append(node, result)
@@ -666,7 +668,8 @@ def name_nodes(frame: Frame, size_prefix: str = SIZE_PREFIX) -> None:
             node.name = base = _base(node, size_prefix, numbers)
             if base in frame.names:
                 numbering = numberings.get(base) or numberings.setdefault(base, numbered(base))
-                node.name = next(n for n in numbering if n not in frame.names)
+                while node.name in frame.names:
+                    node.name = next(numbering)
         frame.names[node.name] = node
     frame.names.update({call.name: call for _, call in frame.splices})
 
@@ -683,7 +686,8 @@ def _base(node: Node, size_prefix: str, numbers: Mapping[int, int]) -> str:
         return f"{base}_{numbers[id(node)]}" if node.call_count > 1 else base
     if node.kind in ("parameter", "buffer", "attribute"):
         return base.replace(".", "_")
-    return f"{size_prefix}{base}" if node.is_size and not tensor_specs(node.spec) else base
+    is_plain = isinstance(node.spec, ScalarSpec) or getattr(node.spec, "type", None) is torch.Size
+    return f"{size_prefix}{base}" if node.is_size and (is_plain or not tensor_specs(node.spec)) else base
 
 
 def _number_calls(frame: Frame) -> dict[int, int]:

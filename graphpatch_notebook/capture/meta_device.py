@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.frame_recorder import TRUTHS, VALUE_READS, is_call_sized_by_values, raw_name
+from graphpatch_notebook.capture.modules import all_modules
 from graphpatch_notebook.capture.records import map_leaves
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.torch_compat import without_torch_functions
@@ -28,13 +29,18 @@ def parameter_without_values(module: Module) -> str:
 
     Those that accelerate loads for each call of their module, or of one around it, have values.
     """
+    held = [each for one in all_modules(module) for each in one._parameters.values()]
+    return _parameter_on_meta(module) if [each for each in held if each is not None and each.is_meta] else ""
+
+
+def _parameter_on_meta(module: Module) -> str:
     if "_hf_hook" in module.__dict__:
         return ""
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
             return name
     for name, child in module._modules.items():
-        if child is not None and (found := parameter_without_values(child)):
+        if child is not None and (found := _parameter_on_meta(child)):
             return f"{name}.{found}"
     return ""
 

@@ -293,8 +293,8 @@ def looking_at(*values: Any) -> AbstractContextManager[None]:
 
     A class of tensors with functions of its own still answers itself.
     """
-    are_plain = all(type(tensor) in PLAIN_TENSORS for tensor in plain_tensors(values))
-    return without_torch_functions() if are_plain else nullcontext()
+    others = [tensor for tensor in plain_tensors(values) if type(tensor) not in PLAIN_TENSORS]
+    return nullcontext() if others else without_torch_functions()
 
 
 def plain_tensors(value: Any) -> list[Tensor]:
@@ -302,7 +302,9 @@ def plain_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
-    for child in value if type(value) in (tuple, list) else [child for _, child in children(value) or ()]:
+    kind = type(value)
+    inside = value if kind is tuple or kind is list else value.values() if kind is dict else None
+    for child in [child for _, child in children(value) or ()] if inside is None else inside:
         if isinstance(child, Tensor):
             found.append(child)
         elif type(child) not in PLAIN_VALUES:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,7 +30,7 @@ from graphpatch_notebook.capture.frame_recorder import (
     raw_name,
     writes_in_place,
 )
-from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, with_input
+from graphpatch_notebook.capture.inputs import bind, parameters_of, with_input
 from graphpatch_notebook.capture.modules import AttributePaths, declared_forward, looking_at
 from graphpatch_notebook.capture.packed_weights import packing_of
 from graphpatch_notebook.capture.records import (
@@ -51,6 +52,15 @@ from graphpatch_notebook.values import children, describe, replaced
 
 _AROUND_CALLS = ("torch.nn.modules", "torch.distributed.fsdp")
 """Where torch's machinery around the calls of modules is: their backward hooks."""
+
+
+class FunctionFacts(NamedTuple):
+    """The names of a function that torch dispatched, with its underscores (or of its class) and the usual one."""
+
+    name: str
+    short_name: str
+    is_overload: bool = False
+
 
 OpPlace: TypeAlias = "tuple[Site | None, int | None]"
 """The call site of an op, and its occurrence there; `None` for what is not recorded."""
@@ -85,6 +95,7 @@ class Recorder(TorchFunctionMode):
         self.has_opened = False
         self.unopened: dict[tuple[str, str], Frame] = {}
         self.failures: list[tuple[Frame, BaseException]] = []
+        self.facts: dict[Callable[..., Any], FunctionFacts] = {}
         self.held: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.unseen: set[int] = set()
         self.muted = 0
@@ -114,9 +125,11 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if (decomposition := self.decompositions.get(id(func))) is not None:
             return self._composite(decomposition, args, kwargs)
-        if is_higher_order(func):  # the modules that it calls, such as branches, belong to its one node
-            return self._muted_op(func, raw_name(func), args, kwargs)
-        return self._op(func, raw_name(func), args, kwargs)
+        if (facts := self.facts.get(func)) is None:
+            facts = self.facts[func] = FunctionFacts(raw_name(func), function_name(func), is_overload(func))
+        if facts.is_overload and is_higher_order(func):  # the modules that it calls belong to its one node: branches
+            return self._muted_op(func, facts, args, kwargs)
+        return self._op(func, facts, args, kwargs)
 
     def _composite(self, decomposition: Decomposition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a composite function: its steps, or all of it as one op where it cannot be opened."""
@@ -125,7 +138,9 @@ class Recorder(TorchFunctionMode):
         refusal = decomposition.refusal(args, kwargs)
         site = None if refusal is not None else self.sites.site(python_frame)
         if refusal is not None or site is None:
-            result = self._op(decomposition.function, decomposition.name, args, kwargs)
+            function = decomposition.function
+            facts = FunctionFacts(decomposition.name, function_name(function), is_overload(function))
+            result = self._op(function, facts, args, kwargs)
             self.unopened.setdefault((decomposition.name, str(refusal)), frame.record)
             return result
         call = CompositeCall(decomposition.name, site, frame.count(site), frame.composite)
@@ -153,22 +168,29 @@ class Recorder(TorchFunctionMode):
                 self.stack[-1].pass_through(value, result)
             return results
         with self.mute():
-            return self._muted_op(apply, cls.__name__, args, kwargs)
+            return self._muted_op(apply, FunctionFacts(cls.__name__, cls.__name__), args, kwargs)
 
-    def _muted_op(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _muted_op(
+        self, func: Callable[..., Any], facts: FunctionFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Records a call as one op, without what it calls."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.mute():
                 return func(*args, **kwargs)
 
-        return self._op(run, name, args, kwargs, target=func)
+        return self._op(run, FunctionFacts(facts.name, facts.name), args, kwargs, target=func)
 
     def _op(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+        self,
+        func: Callable[..., Any],
+        facts: FunctionFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any = None,
     ) -> Any:
-        frame = self.stack[-1]
-        python_frame = call_sites.caller(1)
+        frame, name = self.stack[-1], facts.name
+        python_frame = sys._getframe(2)
         occurrence, site = 0, None
         refs: tuple[Any, Any] | None = None
         is_offloading = False
@@ -178,7 +200,7 @@ class Recorder(TorchFunctionMode):
             is_offloading = site is not None and self.sites.is_offloading(site, python_frame)
             if not is_offloading:
                 occurrence = frame.count(site) if site is not None else 0
-                refs = frame.refs(args), frame.refs(kwargs)
+                refs = frame.refs(args), frame.refs(kwargs) if kwargs else {}
         except Exception as failure:
             self._fail(frame, failure)
         if is_offloading:
@@ -186,14 +208,17 @@ class Recorder(TorchFunctionMode):
             frame.pass_through(args[0] if args else None, result)
             return result
         # Custom operators may write into any argument; their names do not show it.
-        watched = (*args, *kwargs.values()) if is_overload(func) else args[:1]
-        before = [(value, version_of(value)) for value in watched if isinstance(value, Tensor)]
+        watched = (*args, *kwargs.values()) if facts.is_overload else args[:1]
+        before: list[tuple[Tensor, int | None]] = []
+        for value in watched:
+            if isinstance(value, Tensor):
+                before.append((value, version_of(value)))  # noqa: PERF401  # a comprehension is a call of a function
         result = self.run_op(func, name, args, kwargs, (site, occurrence))
         if refs is None:
             return result
         try:
             node = OpNode(
-                op=function_name(func) if target is None else name, target=target or func,
+                op=facts.short_name, target=target or func,
                 args=refs[0], kwargs=refs[1], site=site, occurrence=occurrence, composite=frame.composite,
             )  # fmt: skip
             wrote = self._written(name, args, kwargs, result, before)
@@ -204,7 +229,7 @@ class Recorder(TorchFunctionMode):
             if (fused := self.fused.get(id(func))) is not None and site is not None:
                 node.inner = self._inner_nodes(fused, node, args, kwargs)
                 frame.record.nodes += node.inner
-            frame.forget_old_owners((args, kwargs), result)
+            frame.forget_old_owners((*args, *kwargs.values()), result)
             variable = call_sites.result_variable(python_frame, getattr(func, "__name__", name))
             return frame.add_op(node, name, result, wrote, variable)
         except Exception as failure:
@@ -268,8 +293,12 @@ class Recorder(TorchFunctionMode):
         if self.muted or (parent is None and (self.root_frame is not None or module is not self.root_module)):
             self.unseen.add(id(module))
             return invoke(forward, args, kwargs)
-        with self.mute(), looking_at(args, kwargs):
-            frame, args, kwargs = self._enter(parent, module, forward, args, kwargs)
+        self.muted += 1
+        try:
+            with looking_at(args, kwargs):
+                frame, args, kwargs = self._enter(parent, module, forward, args, kwargs)
+        finally:
+            self.muted -= 1
         self.stack.append(frame)
         try:
             output = self._run_custom(frame, module, forward, args, kwargs)
@@ -280,8 +309,12 @@ class Recorder(TorchFunctionMode):
             raise
         finally:
             self.stack.pop()
-        with self.mute(), nullcontext() if frame.record.opaque_reason else looking_at(output):
-            return self._leave(parent, frame, output)
+        self.muted += 1
+        try:
+            with nullcontext() if frame.record.opaque_reason else looking_at(output):
+                return self._leave(parent, frame, output)
+        finally:
+            self.muted -= 1
 
     def _run_custom(
         self,
@@ -305,7 +338,7 @@ class Recorder(TorchFunctionMode):
             self.failures.append((record, failure))
             record.custom_failure = f"its custom extraction function raised {type(failure).__name__}: {failure}"
             return invoke(forward, args, kwargs)
-        bound = bind(signature_of(forward), args, kwargs)
+        bound = bind(parameters_of(forward), args, kwargs)
         if bound is None:
             return invoke(forward, args, kwargs)  # the call itself is wrong: let `forward` say so
         frame.wants_ops = False
@@ -335,9 +368,8 @@ class Recorder(TorchFunctionMode):
                 self._fail(parent, failure)
             record.parent, record.call, record.capture = parent.record, call, parent.record.capture
             parent.add_call(call)
-        signature = signature_of(declared_forward(module, forward))
-        record.parameters = input_parameters(signature)
-        bound = bind(signature, args, kwargs)
+        record.parameters = parameters_of(declared_forward(module, forward))
+        bound = bind(record.parameters, args, kwargs)
         if bound is not None:
             for name, value in frame.add_inputs(bound).items():
                 args, kwargs = with_input(record.parameters, name, value, args, kwargs)

@@ -255,7 +255,7 @@ class Node:
     kind: Kind
     op: str
     target: Any
-    spec: ValueSpec = field(default_factory=lambda: ScalarSpec(None))
+    spec: ValueSpec = ScalarSpec(None)  # noqa: RUF009
     base_name: str = ""
     name: str = ""
     is_size: bool = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import ExtractionOptions, PatchableGraph
-from graphpatch_notebook.capture.inputs import ExampleInputs
+from graphpatch_notebook.capture.inputs import ExampleInputs, bind, parameters_of
 from graphpatch_notebook.patchable_graph import captured
 
 
@@ -88,3 +90,38 @@ def test_a_graph_keeps_its_inputs_without_the_options_and_shares_them_with_copie
 def test_what_the_capture_itself_changes_is_a_change() -> None:
     pg = PatchableGraph(Grows(), torch.ones(2), kept=[])
     assert captured(pg).examples.change() == "kept"
+
+
+def _functions() -> list[Callable[..., Any]]:
+    return [
+        lambda: None,
+        lambda a, b=1: None,
+        lambda a, /, b, *, c, d=2: None,
+        lambda a, /, **more: None,
+        lambda a, *rest, b=1, **more: None,
+        lambda *rest: None,
+        lambda a=0, *, b: None,
+    ]
+
+
+@pytest.mark.parametrize("function", _functions())
+def test_arguments_are_bound_as_python_binds_them(function: Callable[..., Any]) -> None:
+    signature, names = inspect.signature(function), ("a", "b", "c", "e")
+    calls = [
+        (tuple(range(count)), dict.fromkeys(chosen, 5))
+        for count in range(4)
+        for number in range(len(names) + 1)
+        for chosen in itertools.combinations(names, number)
+    ]
+    for args, kwargs in calls:
+        expected: dict[str, Any] | None
+        try:
+            bound = signature.bind(*args, **kwargs)
+            given = dict(bound.arguments)
+            bound.apply_defaults()
+            variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            empty = {p.name: bound.arguments[p.name] for p in signature.parameters.values() if p.kind in variadic}
+            expected = {**empty, **given}
+        except TypeError:
+            expected = None
+        assert bind(parameters_of(function), args, kwargs) == expected, (args, kwargs)

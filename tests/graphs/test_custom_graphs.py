@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from graphpatch_notebook import ExtractionOptions, PatchableGraph
 from graphpatch_notebook.capture.custom_graphs import extracted_graph
-from graphpatch_notebook.capture.inputs import input_parameters, signature_of
+from graphpatch_notebook.capture.inputs import parameters_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import CaptureError
 from tests.zoo.submodules import Submodules
@@ -36,7 +36,7 @@ def extract(module: nn.Module) -> fx.Graph:
 
 
 def frame_of(module: nn.Module, extract: Any) -> tuple[Frame, fx.Graph]:
-    frame = Frame(module, "", None, parameters=input_parameters(signature_of(module.forward)))
+    frame = Frame(module, "", None, parameters=parameters_of(module.forward))
     return frame, extracted_graph(extract, module, frame.parameters, "")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.inputs import bind, signature_of
+from graphpatch_notebook.capture.inputs import bind, parameters_of
 from graphpatch_notebook.capture.modules import original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
@@ -41,11 +41,11 @@ class TokenInputs:
     @classmethod
     def of(cls, graph: PatchableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenInputs:
         """Returns the tokens of a call. For an encoder-decoder model, these are the tokens of the decoder."""
-        signature = signature_of(original_forward(captured(graph).module))
-        bound = bind(signature, args, kwargs) or kwargs
+        parameters = parameters_of(original_forward(captured(graph).module))
+        bound = bind(parameters, args, kwargs) or kwargs
         more = bound.get("kwargs")
         bound = {**(more if isinstance(more, dict) else {}), **bound}
-        has_decoder = _DECODER in bound or _DECODER in signature.parameters
+        has_decoder = _DECODER in bound or any(each.name == _DECODER for each in parameters)
         prefix = "decoder_" if has_decoder else ""
         return cls(_rows(bound.get(f"{prefix}input_ids")), _rows(bound.get(f"{prefix}attention_mask")))
 
