@@ -3,9 +3,9 @@
 The nodes are scored in groups that fit into memory. For each group:
 
 1. A clean run without gradients records the values (`CleanValues`).
-2. A run on the corrupted inputs with gradients compares its values with these (`GradientRun`).
+2. A run on the corrupted inputs with gradients finds the roots; at its end, all values are compared (`GradientRun`).
 3. Integrated gradients take further runs, which are interpolated between the two at the roots.
-4. In the backward pass of each run, hooks multiply the differences with the gradients.
+4. One backward pass of each run gives the gradients of all values, which are multiplied with the differences.
 
 For one-sided scores, each value is a group of its own, and the clean run is one on the corrupted inputs in which this
 value is the clean one.
