@@ -43,7 +43,6 @@ from graphpatch_notebook.graphs import (
     OpaqueGraphModule,
     UnusedModule,
 )
-from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import NodeMeta
 from graphpatch_notebook.lazy_names import lazy_names as _lazy_names
 from graphpatch_notebook.options import ExtractionOptions
@@ -64,6 +63,7 @@ from graphpatch_notebook.patching import Recording
 
 if _typing.TYPE_CHECKING:
     from graphpatch_notebook.files import load_patches, save_patches
+    from graphpatch_notebook.inspection.node_path import NodePath
     from graphpatch_notebook.patching import CompiledModel
 
 __all__ = [
@@ -103,7 +103,8 @@ __all__ = [
 ]
 
 
-_lazy_name = _lazy_names(__name__, __all__, ("patching", "files"))  # few programs wait for all of these
+# Few programs wait for all of these.
+_lazy_name = _lazy_names(__name__, __all__, ("patching", "inspection.node_path", "files"))
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,6 @@ from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import GraphError, add_note
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule, own_graphs
 from graphpatch_notebook.graphs.compiled_module import postprocess
-from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import METHODS, NodeMap
 from graphpatch_notebook.options import ExtractionOptions, check_input_names, options_among
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, StopPatch
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.experiments.datasets.feature_pages import FeaturePage
     from graphpatch_notebook.graphs.verification import VerificationReport
+    from graphpatch_notebook.inspection.node_path import NodePath
     from graphpatch_notebook.notebook.views.browser import Browser
     from graphpatch_notebook.patching import CompiledModel
 
@@ -300,6 +300,8 @@ class PatchableGraph(_LikeItsModel):
             ├─relu: Tensor(2)
             └─output: Tensor(2)
         """
+        from graphpatch_notebook.inspection.node_path import NodePath
+
         return NodePath(self._captured.root, self._code_of)
 
     def browse(

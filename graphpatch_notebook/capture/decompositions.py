@@ -13,11 +13,10 @@ import inspect
 import math
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
 from types import CodeType, FrameType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,8 +33,7 @@ INNER_NODES = {"scores": "matmul", "pattern": "softmax"}
 """The inner nodes of a call of attention, in order: the local variable that holds the value, and the function."""
 
 
-@dataclass(frozen=True, slots=True)
-class InnerSteps:
+class InnerSteps(NamedTuple):
     """How the inner nodes of the calls of an attention function are found.
 
     Attributes:
@@ -54,8 +52,7 @@ class InnerSteps:
     flags: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Decomposition:
+class Decomposition(NamedTuple):
     """How one composite function is opened.
 
     Attributes:

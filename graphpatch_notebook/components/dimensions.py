@@ -21,7 +21,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -83,8 +83,7 @@ InputDim: TypeAlias = "tuple[int, int]"
 """A dimension of the inputs: the number of the tensor among them, and the position in its shape; see `input_shapes`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """How a dimension follows the sizes of the inputs: `factor` times those of some groups, plus `extra`."""
 
     groups: tuple[int, ...] = ()
@@ -438,8 +437,7 @@ class MetaRunError(Exception):
     """The model cannot run without its values, or not at these sizes (caught inside the package)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Variation:
+class Variation(NamedTuple):
     """How a run differs from the capture.
 
     Attributes:

@@ -13,7 +13,6 @@ that is added to scores), and if no linear map and no output of the model reads 
 
 from __future__ import annotations
 
-import html as html_module
 import os
 import re
 import sys
@@ -501,6 +500,8 @@ def html(lines: Iterable[Line]) -> str:
 
 
 def _span(text: str, style: Style) -> str:
+    import html as html_module  # a dictionary of all entities, for a tree that is shown
+
     escaped = html_module.escape(text)
     return f'<span style="{CSS_STYLES[style]}">{escaped}</span>' if CSS_STYLES[style] else escaped
 

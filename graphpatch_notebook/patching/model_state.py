@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -700,8 +700,7 @@ def _restore_hooks(module: Module, name: str, saved: dict[Any, Any]) -> None:
 # and the gradient mode in the same state.
 
 
-@dataclass(frozen=True, slots=True)
-class RunComparison:
+class RunComparison(NamedTuple):
     """How two runs compare: equal bit for bit; both ran, or only the second one raised; or nothing would be proved.
 
     `reason` is where they differ, the error, or why they cannot be compared.

@@ -53,8 +53,7 @@ Indices: TypeAlias = "list[int] | list[list[int]]"
 """Indices along a dimension: for all rows of the batch, or those of each row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restriction:
+class Restriction(NamedTuple):
     """Where one patch on one value has an effect."""
 
     steps: Selection | None  # the steps; `None` for all

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError, extra
-from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import METHODS, NodeMap, Target, answer_to_alias, kept_for
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
 from graphpatch_notebook.patches.slices import PositionSelection
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from xarray import DataArray
+
+    from graphpatch_notebook.inspection.node_path import NodePath
 
 
 _T = TypeVar("_T")
@@ -344,6 +345,8 @@ def record(
     stop_at_last: bool,
 ) -> Recording:
     """Returns the values that `run`, a call of the `PatchableGraph`, computes at some paths: see `pg.record`."""
+    from graphpatch_notebook.inspection.node_path import NodePath
+
     listed = tuple(map(str, [patterns] if isinstance(patterns, (str, NodePath)) else patterns))
     idle, key = kept_for(captured.nodes, _idle_recorders), (listed, dtype, device, stop_at_last)
     recorder = idle.pop(key, None) if positions is None else None

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -215,8 +214,7 @@ class _Call(Patch[Any]):
 # -- the places of SAEs ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SaePlace:
+class SaePlace(NamedTuple):
     """Where an SAE belongs: the values that it replaces, and those that it encodes; of across SAEs, several of each."""
 
     sae: Any
