@@ -194,6 +194,12 @@ def test_a_patch_that_never_fires_warns_at_the_users_line(zero: Shell) -> None:
 # Which patches
 
 
+def test_a_graph_with_the_name_of_a_command(zero: Shell) -> None:
+    zero.ok("zero = pg")
+    zero.ok("%%graphpatch zero\nout = zero(x)")
+    assert torch.equal(zero.namespace["out"], zeroed(torch.ones(3, 4)))
+
+
 def test_only_some(zero: Shell) -> None:
     zero.ok("%graphpatch zero down.bias")
     zero.ok("%graphpatch zero up.bias")

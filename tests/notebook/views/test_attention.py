@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import traitlets
 from torch import Tensor, nn
 from transformers import (
     BartConfig,
@@ -219,6 +220,17 @@ def test_positions_have_their_tokens() -> None:
         assert view.attention["tokens"] == [rows[0]]
         view.row = -1
         assert view.attention["tokens"] == [["same", *map(str, range(1, LENGTH))]]
+
+
+def test_a_row_beyond_the_batch_is_an_error_and_changes_nothing() -> None:
+    model, inputs = MODELS["gpt2"]
+    with contextlib.closing(show_attention(PatchableGraph(model, **inputs))) as view:
+        view.row = 2
+        before = view.cells
+        for row in (3, 99, -2):
+            with pytest.raises(traitlets.TraitError):
+                view.row = row
+            assert (view.row, view.cells) == (2, before)
 
 
 def test_the_magic_the_browser_and_pages_without_scripts(shell: Shell) -> None:

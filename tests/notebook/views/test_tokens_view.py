@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import traitlets
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -77,6 +78,14 @@ def test_the_numbers_are_those_of_the_value_with_and_without_patches(
         assert np.allclose(found[0], expected, atol=1e-5)
         assert np.allclose(found[1], changed, atol=1e-5)
         assert not np.allclose(found[0], found[1])
+
+
+def test_the_front_end_does_not_set_what_the_kernel_computes(pg: PatchableGraph) -> None:
+    with contextlib.closing(show_tokens(pg, "layers[1].resid_post", score=2)) as view:
+        view.set_state({"coloring": {}, "numbers": b""})
+        with pytest.raises(traitlets.TraitError):
+            view.coloring = {}
+        assert np.allclose(sent(view)[0, 0], hidden(pg)[..., 2].numpy(), atol=1e-5)
 
 
 def test_names_texts_and_what_is_shown_without_scripts(pg: PatchableGraph) -> None:
