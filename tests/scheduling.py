@@ -14,7 +14,7 @@ class SetUpOnce(LoadScopeScheduling):
     """Keeps together the tests that share what takes long to set up.
 
     Those of a file share its fixtures, those of a model of the zoo its capture, and those that drive a browser one
-    JupyterLab.
+    JupyterLab. Pages of the documents share nothing: together, they would keep one process busy after all others.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -22,6 +22,8 @@ class SetUpOnce(LoadScopeScheduling):
         parameters = test.partition("[")[2].removesuffix("]")
         if parameters in _ZOO:
             return parameters
+        if file == "tests/test_docs.py":
+            return nodeid
         return "browser" if file.startswith("tests/browser/") else file
 
 
