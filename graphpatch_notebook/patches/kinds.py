@@ -374,7 +374,7 @@ class ReplacePatch(WritingPatch):
 
 
 @dataclass(eq=False, init=False)
-class _KeepingPatch(Patch[Any]):
+class KeepingPatch(Patch[Any]):
     """A patch that keeps the last value, or all of them."""
 
     observes_only: ClassVar[bool] = True
@@ -404,7 +404,7 @@ _DEFAULTS = {"any_shape": False, "allow_empty": False, "steps": None, "positions
 
 
 @dataclass(eq=False, init=False)
-class ProbePatch(_KeepingPatch):
+class ProbePatch(KeepingPatch):
     """Keeps the value of the node without changing it.
 
     The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
@@ -451,7 +451,7 @@ class ProbePatch(_KeepingPatch):
 
 
 @dataclass(eq=False, init=False)
-class RecordPatch(_KeepingPatch):
+class RecordPatch(KeepingPatch):
     """Keeps all values of the node in order, without changing them.
 
     The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture import call_sites, packing_of
 from graphpatch_notebook.capture.modules import Held, changed_model, exchange, held_now
 from graphpatch_notebook.capture.records import (
     ATTENTION_IN_CONFIG,
@@ -47,9 +47,9 @@ from graphpatch_notebook.inspection.resolution import (
     resolve_all,
 )
 from graphpatch_notebook.patches.kinds import (
+    KeepingPatch,
     Patch,
     ProbePatch,
-    RecordPatch,
     declares,
     has_plain_fields,
     value_problem,
@@ -195,6 +195,7 @@ class FramePlan:
         graph: The graph that runs in place of the module's code, if there is one.
         in_graph: The entries on its nodes, by name.
         changes_inputs: Whether a patch may change an input.
+        is_packed: Whether the module packs its weight, which is not the value of the node then.
         is_bare: Whether nothing is patched in this frame but its output, so that the module runs as it is.
         needs_mode: Whether it runs under the function mode: its ops are patched, or what its fused kernel skips.
     """
@@ -210,7 +211,7 @@ class FramePlan:
         self.skips: list[Entry] = []
         self.sites: dict[int, PatchedCode] | None = None
         self.in_graph: dict[str, list[Entry]] = {}
-        self.changes_inputs = self.is_bare = self.needs_mode = False
+        self.changes_inputs = self.is_packed = self.is_bare = self.needs_mode = False
 
     def below(self) -> list[FramePlan]:
         """Returns the plans of the frames that are called from here."""
@@ -263,6 +264,7 @@ class FramePlan:
         """Derives the rest, when all entries are added to this plan and to those below it."""
         # Processes of one model may have written another order.
         self.inputs, self.tensors = dict(sorted(self.inputs.items())), dict(sorted(self.tensors.items()))
+        self.is_packed = packing_of(self.frame.module) is not None
         is_fused = isinstance(self.frame.module, _FUSED) and bool(self.calls)
         self.needs_mode = self.sites is not None or is_fused
         self.is_bare = not (self.inputs or self.tensors or self.graph or self.skips or self.needs_mode)
@@ -570,16 +572,14 @@ def patches_that_keep(patch_map: Any) -> list[Patch[Any]]:
     """
     found = list(patch_map.values()) if type(patch_map) is dict else []
     for patch in found:
-        if type(patch) not in _KEEPING:
+        kind = type(patch)
+        if kind.__init__ is not KeepingPatch.__init__ or "only_keeps" not in kind.__dict__:
             return []
         get = patch.__dict__.get  # `has_plain_fields`, inlined: all values may be probed
         is_plain = get("steps") is get("positions") is get("position_dim") is None
         if not (is_plain and type(get("any_shape")) is type(get("allow_empty")) is bool):
             return []
     return found
-
-
-_KEEPING = (ProbePatch, RecordPatch)
 
 
 @dataclass(eq=False)

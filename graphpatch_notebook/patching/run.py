@@ -274,7 +274,7 @@ class Run(TorchFunctionMode):
         changed: dict[str, Tensor] = {}
         for path, entries in plan.tensors.items():
             value = module._parameters.get(path)
-            if type(value) is not Parameter:  # most are
+            if type(value) is not Parameter or plan.is_packed:  # hardly any is
                 with without_torch_functions():
                     if held_at(module, path) is None:  # a state that the model has not computed yet: nothing fires
                         continue
