@@ -377,7 +377,6 @@ class ReplacePatch(WritingPatch):
 class KeepingPatch(Patch[Any]):
     """A patch that keeps the last value, or all of them."""
 
-    observes_only: ClassVar[bool] = True
     _keeps_all: ClassVar[bool] = False
 
     def __init__(
@@ -417,6 +416,7 @@ class ProbePatch(KeepingPatch):
         tensor([1.])
     """
 
+    observes_only: ClassVar[bool] = True
     only_keeps: ClassVar[bool] = True
     _kept: Any = field(default=None, init=False, repr=False)
     _version: int | None = field(default=None, init=False, repr=False)
@@ -463,6 +463,7 @@ class RecordPatch(KeepingPatch):
         [1, 2]
     """
 
+    observes_only: ClassVar[bool] = True
     only_keeps: ClassVar[bool] = True
     _keeps_all: ClassVar[bool] = True
     _kept: list[Any] = field(default_factory=list, init=False, repr=False)

@@ -518,7 +518,12 @@ class Run(TorchFunctionMode):
             result = func(*args, **kwargs) if kwargs else func(*args)
         # The fast path of `_patched_result`, inlined: all values of a model may be probed.
         entry = entries[0] if len(entries) == 1 else None
-        if entry is None or not isinstance(result, Tensor) or result.shape != entry.kept_shape:
+        if (
+            entry is None
+            or entry.kept_shape is None  # before: nested tensors have no shape
+            or not isinstance(result, Tensor)
+            or result.shape != entry.kept_shape
+        ):
             return self._patched_result(entries, result, args, kwargs or {})
         self.fired.add(id(entry))
         self.keep[entry](result)

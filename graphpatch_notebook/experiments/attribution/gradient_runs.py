@@ -16,6 +16,7 @@ new leaf replaces it, so autograd never reaches the weights, whether they requir
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter, deque
@@ -116,11 +117,18 @@ class WatchedRuns:
     listener: Callable[[ScoredNode, Any], Any]
 
     def __init__(self, pg: PatchableGraph, nodes: Sequence[ScoredNode]) -> None:
-        watched = [node for node in nodes if not node.is_parameter]
-        patches = {node.path: (_Watch if node.can_be_cut else _Look)(node, self) for node in watched}
-        self.context = PatchContext(captured(pg), patches)
-        kept = {node.path: _Keep(node, self) for node in watched if node.is_compared}
-        self.keeping = PatchContext(captured(pg), kept)
+        self._pg, self._nodes = pg, [node for node in nodes if not node.is_parameter]
+
+    # Made when they are entered: a context that never is warns, and the metric of the clean run may fail.
+    @functools.cached_property
+    def context(self) -> PatchContext:
+        patches = {node.path: (_Watch if node.can_be_cut else _Look)(node, self) for node in self._nodes}
+        return PatchContext(captured(self._pg), patches)
+
+    @functools.cached_property
+    def keeping(self) -> PatchContext:
+        kept = {node.path: _Keep(node, self) for node in self._nodes if node.is_compared}
+        return PatchContext(captured(self._pg), kept)
 
 
 class _Watch(Patch[Any]):

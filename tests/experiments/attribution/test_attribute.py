@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import CustomPatch, PatchableGraph, ReplacePatch, UnknownPathError, ZeroPatch
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, GraphPatchWarning
 from graphpatch_notebook.experiments import attribute, attribute_edges
 from graphpatch_notebook.experiments.attribution.gradient_runs import Choices
 from tests.zoo import case_by_name
@@ -370,3 +372,18 @@ def test_frozen_choices_are_those_of_the_clean_run_with_values_of_the_corrupted_
     assert torch.equal(gradient.flatten().nonzero()[:, 0], places.sort().values)
     with Choices("free").in_run(is_clean=False):
         assert torch.equal(choose(corrupted)[1], choose(corrupted.detach())[1])
+
+
+def test_a_metric_that_fails_leaves_no_warning_about_contexts() -> None:
+    x = torch.ones(2, 3)
+    pg = PatchableGraph(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), x)
+
+    def metric(_: Tensor) -> Tensor:
+        raise KeyError("of the user")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(KeyError, match="of the user"):
+            attribute(pg, metric, x, 2 * x)
+        gc.collect()
+    assert not [each for each in caught if isinstance(each.message, GraphPatchWarning)]
